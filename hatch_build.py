@@ -1,9 +1,8 @@
-"""Builds the native init of slots (`sandbox/slotd/native/`), where there is a compiler. Not needed to run.
+"""Builds the init of slots (`sandbox/slotd/native/`), without which slots have no namespaces.
 
-As a build hook of hatchling: an installed checkout gets the binary for this machine, from `cc` or from the `ziglang`
-package; a wheel gets those for x86-64 and aarch64 when `ziglang` is there. As a script: `python hatch_build.py` builds
-for this machine what is not there yet. Without a compiler nothing is built and the Python init serves, which needs
-more memory per slot.
+As a build hook of hatchling it compiles with `cc` or with the `ziglang` package: for this machine when a checkout is
+installed, for x86-64 and aarch64 when a wheel is built. As a script, `python hatch_build.py` builds for this machine
+and exits with 1 if it cannot.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FLAGS = ("-std=gnu11", "-Os", "-s", "-static", "-Wall")
 
 
 def build(machines: tuple[str, ...]) -> list[Path]:
-    """The binaries for these machines, as far as they are there or can be built."""
+    """The binaries for these machines that exist or can be built."""
     sources = sorted(FOLDER.glob("*.[ch]"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     built = []
@@ -38,7 +37,7 @@ def build(machines: tuple[str, ...]) -> list[Path]:
 
 
 def _compile(target: Path, machine: str) -> bool:
-    """With each compiler there is, until one can."""
+    """Try each compiler until one succeeds."""
     unfinished = target.with_suffix(".part")
     for compiler in _compilers(machine):
         try:
@@ -54,22 +53,26 @@ def _compile(target: Path, machine: str) -> bool:
 
 
 def _compilers(machine: str) -> list[list[str]]:
-    """Zig first: it builds for both machines, and like `musl-gcc` with a C library that keeps a process small."""
+    """Zig comes first: it builds for both machines, and its C library, musl, keeps the process small."""
     found = []
     if find_spec("ziglang") is not None:
         found.append([sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-musl"])
     if machine == platform.machine():
         musl = shutil.which("musl-gcc")
-        if musl is not None:  # it knows its own headers only, and Linux's are those of the system
+        if musl is not None:  # it finds only its own headers; those of Linux are the system's
             found.append([musl, "-idirafter", "/usr/include", "-idirafter", f"/usr/include/{machine}-linux-gnu"])
         found += [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     return found
 
 
 def main() -> int:
-    """Build for this machine; that there is no compiler is not an error."""
+    """Build for this machine."""
     if platform.machine() in MACHINES and not build((platform.machine(),)):
-        sys.stderr.write("no C compiler that links statically: slots will use the Python init\n")
+        sys.stderr.write(
+            "the init of slots was not built: no C compiler here links statically; install one "
+            "(a package like gcc, or `pip install ziglang`) and run this again\n"
+        )
+        return 1
     return 0
 
 
@@ -83,7 +86,7 @@ else:
         """Adds the binaries to what is built."""
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-            """Called by hatchling before it collects the files."""
+            """Hatchling calls this before it collects the files."""
             machines = MACHINES if version == "standard" else (platform.machine(),)
             for path in build(tuple(machine for machine in machines if machine in MACHINES)):
                 build_data["artifacts"].append(str(path.relative_to(Path(__file__).parent)))

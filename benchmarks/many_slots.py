@@ -3,8 +3,7 @@
 First: so many live slots are made one after the other; how long each took at the beginning and at the end, and what an
 idle one costs in memory, everything counted: by how much the kernel's MemAvailable shrank while only slots were made
 (processes, page tables, namespaces, mounts, the server's and this process's own growth); the median over ten batches,
-since other programs take and give back memory too. The server's and the inits' own part is shown beside it. With
---warm-shells every slot has a waiting shell, which is counted too, and no target is judged.
+since other programs take and give back memory too. The server's and the inits' own part is shown beside it.
 
 Then: simulated rollouts, each in a slot of its own, whose model "thinks" for 2 to 20 seconds (seeded, uniform) and then
 calls a tool: `true` three times out of four, a 4 KiB file otherwise. What a call took beyond the same call on an idle
@@ -30,7 +29,6 @@ from palaestra.sandbox.slot import Slot, SlotSpec
 
 SLOTS, ROLLOUTS, TURNS = 1000, 1000, 4
 THINKS_S = (2.0, 20.0)
-SHELLS_START_S = 1.0
 IDLE_TARGET_KIB, P50_TARGET_MS, P99_TARGET_MS, LAG_TARGET_MS = 600.0, 5.0, 50.0, 50.0
 
 
@@ -67,7 +65,7 @@ async def call(slot: Slot, kind: int) -> float:
     return await timed(slot.execute("true"))
 
 
-async def creation(backend: LocalBackend, count: int, spec: SlotSpec) -> tuple[list[Slot], list[measure.Row]]:
+async def creation(backend: LocalBackend, count: int) -> tuple[list[Slot], list[measure.Row]]:
     """The live slots, and what they cost."""
     for _ in range(20):  # whatever is made once is made before anything is counted
         await backend.destroy(await backend.create(SlotSpec(), "first"))
@@ -77,11 +75,9 @@ async def creation(backend: LocalBackend, count: int, spec: SlotSpec) -> tuple[l
     left, server_before = [available_kib()], proportional_kib("slotd")
     for number in range(count):
         started = time.perf_counter()
-        slots.append(await backend.create(spec, f"idle-{number}"))
+        slots.append(await backend.create(SlotSpec(), f"idle-{number}"))
         times.append(time.perf_counter() - started)
         if (number + 1) % tenth == 0:
-            if spec.warm_shell:
-                await asyncio.sleep(SHELLS_START_S)
             left.append(available_kib())
     idle_kib = statistics.median(before - after for before, after in pairwise(left)) / tenth
     first, last = statistics.median(times[:tenth]) * 1e3, statistics.median(times[-tenth:]) * 1e3
@@ -89,12 +85,10 @@ async def creation(backend: LocalBackend, count: int, spec: SlotSpec) -> tuple[l
     rows = [
         measure.Row(f"create, the first {tenth}", first, "ms", 1.0),
         measure.Row(f"create, the last {tenth} of {count}", last, "ms", last / first),
-        idle if spec.warm_shell else measure.with_ceiling(idle, IDLE_TARGET_KIB),
+        measure.with_ceiling(idle, IDLE_TARGET_KIB),
         measure.Row("of it the init's process (PSS)", proportional_kib("slot-init") / count, "KiB"),
         measure.Row("of it in the server (PSS)", (proportional_kib("slotd") - server_before) / count, "KiB"),
     ]
-    if spec.warm_shell:
-        rows.append(measure.Row("of it the waiting shell (PSS)", proportional_kib("bash") / count, "KiB"))
     return slots, rows
 
 
@@ -140,7 +134,7 @@ async def run(options: argparse.Namespace) -> list[measure.Row]:
     """All rows."""
     async with LocalBackend() as backend:
         measure.progress(f"making {options.slots} slots")
-        slots, rows = await creation(backend, options.slots, SlotSpec(warm_shell=options.warm_shells))
+        slots, rows = await creation(backend, options.slots)
         measure.progress(f"{options.rollouts} rollouts of {TURNS} calls, {THINKS_S[0]:g} to {THINKS_S[1]:g} s apart")
         rows += await rollouts(slots, options.rollouts)
         measure.progress("ending them")
@@ -156,7 +150,6 @@ def main() -> int:
     parser = measure.options_parser(__doc__)
     parser.add_argument("--slots", type=int, help=f"how many live slots (default {SLOTS})")
     parser.add_argument("--rollouts", type=int, help=f"how many rollouts at a time (default {ROLLOUTS})")
-    parser.add_argument("--warm-shells", action="store_true", help="with a waiting shell in every slot")
     options = parser.parse_args()
     options.slots = options.slots or (50 if options.quick else SLOTS)
     options.rollouts = options.rollouts or (50 if options.quick else ROLLOUTS)

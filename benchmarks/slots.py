@@ -34,10 +34,6 @@ FEW, MANY = 5_000, 50_000
 """Files in the two prepared workspaces that are forked."""
 
 BULK_BYTES = 64 << 20
-SETTLING = 8
-"""Commands in another slot in whose time the next shell starts that waits. Not a sleep: a processor that has slept for
-milliseconds wakes up later, and what is measured next would pay for it."""
-
 IN_FLIGHT = 64
 
 Case = Callable[[], Awaitable[float]]
@@ -58,7 +54,6 @@ class Slots:
         self._pool, self._backend = pool, pool.backend
         self._slot: Slot
         self._shell: Shell
-        self._warm: Slot
         self._few: Snapshot
         self._many: Snapshot
 
@@ -66,7 +61,6 @@ class Slots:
         """A slot to use, and two workspaces to fork."""
         self._slot = await self._backend.create(SlotSpec(), "bench")
         self._shell = await self._slot.shell()
-        self._warm = await self._backend.create(SlotSpec(warm_shell=True), "warm")
         await self._slot.write_bytes("small", b"x" * 4096)
         self._few, self._many = await self._workspace(FEW), await self._workspace(MANY)
 
@@ -82,9 +76,7 @@ class Slots:
         """Every latency that has a row, by its name."""
         return {
             "stateless command": lambda: timed(self._slot.execute("true")),
-            "stateless from a warm shell": self._from_warm_shell,
             "stateful command": lambda: timed(self._shell.run("true")),
-            "acquire of a warm slot": self._acquire,
             "slot create": self._create,
             "reset": self._reset,
             f"fork of {FEW} files": lambda: self._fork(self._few),
@@ -93,21 +85,6 @@ class Slots:
             "read of 4 KiB": lambda: timed(self._slot.read_bytes("small")),
             "write of 4 KiB": lambda: timed(self._slot.write_bytes("other", b"y" * 4096)),
         }
-
-    async def _from_warm_shell(self) -> float:
-        elapsed = await timed(self._warm.execute("true"))
-        for _ in range(SETTLING):
-            await self._slot.execute("true")
-        return elapsed
-
-    async def _acquire(self) -> float:
-        await self._pool.warmed()
-        started = time.perf_counter()
-        slot = await self._pool.acquire("warm")
-        elapsed = time.perf_counter() - started
-        await self._pool.release(slot)
-        await self._pool.warmed()
-        return elapsed
 
     async def _create(self) -> float:
         started = time.perf_counter()
@@ -195,9 +172,7 @@ def bare_throughput(commands: int, threads: int) -> float:
 
 TARGETS_F = {
     "stateless command": 1.3,
-    "stateless from a warm shell": 0.4,
     "stateful command": 0.25,
-    "acquire of a warm slot": 0.4,
     "slot create": 5.0,
     "reset": 6.0,
     f"fork of {FEW} files": 5.0,
@@ -267,7 +242,7 @@ def case_of(peer: peers.Peer) -> Case:
 async def run(options: argparse.Namespace, others: dict[str, peers.Peer]) -> list[measure.Row]:
     """All rows. Peers are slow: they have a tenth of the rounds."""
     rung = None if options.rung is None else Rung[options.rung.upper()]
-    async with SlotPool(SlotPoolConfig(max_slots=16, warm_slots=2), LocalBackend(rung=rung)) as pool:
+    async with SlotPool(SlotPoolConfig(max_slots=16), LocalBackend(rung=rung)) as pool:
         slots = Slots(pool)
         await slots.prepare()
         await latencies(slots.cases(), 2, mixed=True)

@@ -7,7 +7,7 @@ import pytest
 from palaestra.cli.doctor import machine_facts, verdict
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.sandbox.slot import Rung, Step
+from palaestra.sandbox.slot import Rung, RungStatus
 
 
 def test_the_facts_are_all_there() -> None:
@@ -17,9 +17,9 @@ def test_the_facts_are_all_there() -> None:
 
 
 def test_the_verdict_is_the_best_rung_that_protects() -> None:
-    none = Step(Rung.NONE, True, "always")
-    userns = Step(Rung.USERNS, True, "works")
-    full = Step(Rung.FULL, False, "not root")
+    none = RungStatus(Rung.NONE, True, "always")
+    userns = RungStatus(Rung.USERNS, True, "works")
+    full = RungStatus(Rung.FULL, False, "not root")
     assert verdict([full, userns, none]) == "runs use: userns"
     assert verdict([full, none]) == "runs refuse to start"
 

@@ -30,7 +30,7 @@ from palaestra.cli.main import cli
 from palaestra.inference.engines.scripted import ScriptedSession
 from palaestra.rollouts.events import RolloutEnded, RolloutResumed
 from palaestra.rollouts.journal.journal import Journal, read_journal
-from palaestra.sandbox.local.client import SlotServer
+from palaestra.sandbox.local.client import SlotClient
 
 STEPS = ("wc -l < a.txt > lines.txt", "cat a.txt lines.txt", "cp lines.txt answer.txt; cat answer.txt")
 ENVIRONMENT = f"""
@@ -178,10 +178,10 @@ def striking(place: int, kind: str) -> Callable[[], None]:
 
     def patch() -> None:
         count_calls()
-        servers: list[SlotServer] = []
-        append, spawn, lines = Journal.append, SlotServer._spawn, 0
+        servers: list[SlotClient] = []
+        append, spawn, lines = Journal.append, SlotClient._spawn, 0
 
-        async def spawned(self: SlotServer, *args: Any) -> None:
+        async def spawned(self: SlotClient, *args: Any) -> None:
             await spawn(self, *args)
             servers.append(self)
 
@@ -199,7 +199,7 @@ def striking(place: int, kind: str) -> Callable[[], None]:
             return written
 
         Journal.append = appended  # type: ignore[method-assign]
-        SlotServer._spawn = spawned  # type: ignore[method-assign]
+        SlotClient._spawn = spawned  # type: ignore[method-assign]
 
     return patch
 

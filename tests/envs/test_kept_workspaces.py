@@ -25,7 +25,7 @@ from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.records import Group
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung
-from palaestra.sandbox.snapshots.folder import Entry, SnapshotStore
+from palaestra.sandbox.snapshots.folder import SnapshotStore, StoredSnapshot
 from palaestra.suites.grading.toolchain import Install, Toolchain
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 from palaestra.suites.swe.swe_smith_oracle import ResolvedRow, SweSmithOracleEnv, SweSmithOracleEnvConfig
@@ -149,7 +149,7 @@ def run(*flags: str) -> tuple[set[str], list[bool]]:
     return {detail["made"] for detail in made_in(journal)}, [group.from_store for group in groups_of(journal)]
 
 
-def entries() -> list[Entry]:
+def entries() -> list[StoredSnapshot]:
     return SnapshotStore(Path("store")).entries()
 
 

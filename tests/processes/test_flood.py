@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import EventKind, Watch
+from palaestra.processes.session import Watch
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import SlotSpec
 from processes.scenes import OnBackend
@@ -40,10 +40,10 @@ def test_a_flood_keeps_its_tail_and_costs_no_memory(on_backend: OnBackend) -> No
             command = f"yes 0123456 | head -c {SIZE}; echo THE END; exit 3"
             session = await registry.spawn(slot, command, task_id="t", watch=Watch(patterns=("THE END",)))
             ended = await registry.wait(session.id, 100)
-            event = await asyncio.wait_for(registry.completion_queue.get(), 20)
+            event = await asyncio.to_thread(registry.notifications.completion_queue.get, True, 20)
             gc.collect()
-            assert event.kind is EventKind.MATCH
-            assert re.fullmatch(r"THE END( \(\d+ bytes came too fast to be looked through\))?", event.text)
+            assert event["type"] == "watch_match"
+            assert re.fullmatch(r"THE END( \(\d+ bytes came too fast to be looked through\))?", event["output"])
             assert resident_bytes(ours) - before < GROWTH_BYTES
             assert (ended["exit_code"], ended["output_total_bytes"]) == (3, SIZE + 8)
             assert ended["output"].endswith("0123456\nTHE END\n")

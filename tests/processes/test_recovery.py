@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable
+from palaestra.core.types import JSON
 from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import EventKind, Watch
+from palaestra.processes.session import Watch
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from processes.scenes import OnBackend
@@ -32,6 +33,10 @@ async def attached(folder: Path, *, end: bool = False) -> AsyncIterator[LocalBac
         await (backend.end() if end else backend.aclose())
 
 
+async def reported(registry: ProcessRegistry) -> dict[str, JSON]:
+    return await asyncio.to_thread(registry.notifications.completion_queue.get, True, 20)
+
+
 @pytest.mark.slots
 def test_sessions_go_on_in_slots_that_stay(tmp_path: Path) -> None:
     folder, path = tmp_path / "services", tmp_path / "state" / "processes.json"
@@ -44,7 +49,7 @@ def test_sessions_go_on_in_slots_that_stay(tmp_path: Path) -> None:
             watch = Watch(patterns=("one", "<b>"))
             talks = await registry.spawn(slot, command, task_id="t", session_key="chat", watch=watch)
             ends = await registry.spawn(slot, "until [ -e go ]; do read -t 0.01 x; done; echo bye; exit 7", task_id="t")
-            assert (await asyncio.wait_for(registry.completion_queue.get(), 20)).text == "one"
+            assert (await reported(registry))["output"] == "one"
             cursor = (await registry.poll(talks.id, since=0))["cursor"]
             gone = await backend.create(SlotSpec(), "gone")
             await registry.spawn(gone, "exec sleep 1000", task_id="gone")
@@ -65,8 +70,8 @@ def test_sessions_go_on_in_slots_that_stay(tmp_path: Path) -> None:
             (lost,) = await registry.list_sessions("gone")
             assert lost["status"] == "lost"
             assert "was not there after a restart" in lost["error"]
-            event = await asyncio.wait_for(registry.completion_queue.get(), 20)
-            assert (event.kind, event.text) == (EventKind.MATCH, "<b>")
+            event = await reported(registry)
+            assert (event["type"], event["output"]) == ("watch_match", "<b>")
             fresh = await registry.spawn(backend.leases()[0], "true", task_id="t")
             assert fresh.id not in (talks, ends)
             assert await registry.recover_from_checkpoint(backend.leases()) == 0

@@ -14,7 +14,10 @@ import pytest
 SOMEBODY = 12345
 ROOT = Path(__file__).parents[2]
 
-_PROBE = "import asyncio; from palaestra.sandbox.isolation.probe import probe; print(asyncio.run(probe())[1].available)"
+_PROBE = (
+    "import asyncio; from palaestra.sandbox.isolation.isolation_probe import probe;"
+    "print(asyncio.run(probe())[1].available)"
+)
 
 
 def interpreter() -> str | None:

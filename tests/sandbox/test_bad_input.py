@@ -119,7 +119,7 @@ def test_snapshots_that_nobody_has(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         foreign = Snapshot("layer-0", ("layer-0",), SlotSpec())
         for call in (backend.create(SlotSpec(), "x", foreign), backend.view(foreign, View()), backend.changes(foreign)):
-            with pytest.raises(SandboxError, match="layer-0 is no longer there"):
+            with pytest.raises(SandboxError, match="layer-0"):
                 await call
 
     with_slot(body)
@@ -239,7 +239,7 @@ async def main():
         print({result.output for result in results})
         await backend.destroy(slots.pop())
         slots.append(await backend.create(SlotSpec(), "x"))
-        stats = (await slots[0].server.call("stats", {})).fields
+        stats = (await slots[0].requests.call("stats", {})).fields
         print(stats["slots"] == stats["live"] == len(slots) >= 40)
 asyncio.run(main())
 """

@@ -10,7 +10,7 @@ from errno import ENOSYS, EPERM
 
 import pytest
 
-from palaestra.sandbox.isolation.hints import explain
+from palaestra.sandbox.isolation.self_test import explain
 from palaestra.sandbox.slotd import syscalls
 from palaestra.sandbox.slotd.namespaced import privileges
 
@@ -28,7 +28,7 @@ for number, answer in denied:
     lines += [(0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | answer)]
 lines.append((0x06, 0, 0, 0x7fff0000))
 syscalls.install_filter(b"".join(struct.pack("=HBBI", *line) for line in lines))
-from palaestra.sandbox.isolation.probe import probe
+from palaestra.sandbox.isolation.isolation_probe import probe
 print(json.dumps({step.rung.label: step.reason if not step.available else "" for step in asyncio.run(probe())}))
 """
 

@@ -27,7 +27,7 @@ def with_pool(max_slots: int, body: Callable[[SlotPool], Awaitable[None]]) -> No
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
 def test_a_wait_that_means_nothing(timeout_s: float) -> None:
     async def body(pool: SlotPool) -> None:
-        with pytest.raises(ValueError, match=f"timeout_s must not be negative.* not {timeout_s}"):
+        with pytest.raises(ValueError, match=f"timeout_s.* {timeout_s}"):
             await pool.acquire("t-1", timeout_s=timeout_s)
         assert pool.available_slots == 1
 
@@ -138,7 +138,7 @@ def test_a_place_given_together_with_a_cancellation_goes_on() -> None:
 def test_a_slot_that_cannot_be_made_gives_its_place_back() -> None:
     async def body(pool: SlotPool) -> None:
         for _ in range(3):
-            with pytest.raises(ValueError, match="is not there"):
+            with pytest.raises(ValueError, match="/no/such/image"):
                 await pool.acquire("x", spec=SlotSpec(image="/no/such/image"))
         assert pool.available_slots == 1
 

@@ -1,6 +1,6 @@
 """`palaestra doctor`: what this machine can isolate, or what a model server can do, and why not more.
 
-The machine's facts come from really making a throw-away slot on every rung (`palaestra.sandbox.isolation.probe`),
+The machine's facts come from really making a throw-away slot on every rung (`sandbox.isolation`),
 never from versions or names. Exit code 5 when not even the lowest protecting rung is there. Of a model server, only
 the address that was named is asked (`palaestra.inference.doctor`); exit code 4 when it cannot be reached, 1 when a
 check failed.
@@ -25,7 +25,7 @@ from palaestra.cli.exits import report
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.exits import FAILED
 from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Rung, Step
+from palaestra.sandbox.slot import Rung, RungStatus
 
 if TYPE_CHECKING:
     from palaestra.inference.doctor import Diagnosis
@@ -99,7 +99,7 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
 
 
 def _machine(as_json: bool) -> None:
-    from palaestra.sandbox.isolation.probe import probe
+    from palaestra.sandbox.isolation.isolation_probe import probe
 
     ladder = sorted(asyncio.run(probe()), key=lambda step: -step.rung)
     facts = machine_facts()
@@ -118,7 +118,7 @@ def _machine(as_json: bool) -> None:
         raise IsolationUnavailable("no rung of the ladder can be had here; the reasons are above")
 
 
-def verdict(ladder: Sequence[Step]) -> str:
+def verdict(ladder: Sequence[RungStatus]) -> str:
     """The line that says what a run would use."""
     best = max((step.rung for step in ladder if step.available and step.rung > Rung.NONE), default=None)
     return "runs refuse to start" if best is None else f"runs use: {best.label}"
@@ -156,7 +156,7 @@ def _version(program: str) -> str:
     return answer.stdout.strip() or f"does not answer (exit code {answer.returncode})"
 
 
-def _plain(step: Step) -> dict[str, JSON]:
+def _plain(step: RungStatus) -> dict[str, JSON]:
     return {
         "rung": step.rung.label,
         "available": step.available,
@@ -165,11 +165,11 @@ def _plain(step: Step) -> dict[str, JSON]:
     }
 
 
-def _state(step: Step) -> str:
+def _state(step: RungStatus) -> str:
     return "yes" if step.available else "no"
 
 
-def _show_table(facts: dict[str, str], ladder: Sequence[Step]) -> None:
+def _show_table(facts: dict[str, str], ladder: Sequence[RungStatus]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -217,7 +217,7 @@ def executor(**given: JSON) -> None:
 async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings) -> None:
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.sandbox.backends.local import LocalBackend
-    from palaestra.sandbox.isolation.probe import warning
+    from palaestra.sandbox.isolation.isolation_probe import warning
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.slot import SlotSpec
     from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig

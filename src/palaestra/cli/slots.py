@@ -124,10 +124,11 @@ async def _found(directory: Path | None, store: Path | None) -> dict[str, list[J
 
 
 async def _clean(services: bool, workspaces: bool, directory: Path | None, store: Path | None) -> dict[str, list[str]]:
+    from palaestra.sandbox.host_tools import find_control_groups, sweep_control_groups
     from palaestra.sandbox.service import service_client
-    from palaestra.sandbox.slotd.namespaced import cgroups
 
-    gone: dict[str, list[str]] = {"control groups": cgroups.sweep(cgroups.find()), "services": [], "workspaces": []}
+    swept = sweep_control_groups(find_control_groups())
+    gone: dict[str, list[str]] = {"control groups": swept, "services": [], "workspaces": []}
     for path in _sockets(directory) if services else ():
         seen = await service_client.look(path)
         if seen is not None and not seen.attached:

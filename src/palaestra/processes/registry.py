@@ -1,11 +1,14 @@
-"""`ProcessRegistry`: the background processes of tasks, as sessions.
+"""`ProcessRegistry`: the background processes of tasks as sessions: started, found by id, listed, killed, recovered.
 
-For: starting them, finding them by id within their task, ending them all, and getting them back after a restart. What
-can be done with one session is in `actions.py`. Not a place for processes themselves: those are the slot's, end with it
-at the latest, and are ended with their whole tree.
+Processes belong to their slot: they end with it at the latest, and are killed with their whole trees.
 
-Invariant: whoever names a task reaches that task's sessions and no others. A signal goes to the process that the
-session was started for, or to nobody: slots know their processes by numbers of their own and hold each until its end.
+Invariant: a caller that names a task reaches that task's sessions and no others. A signal goes to the process that the
+session was started for, or to none: slots know their processes by numbers of their own and hold each until its end.
+
+A checkpoint file lets a new registry find the processes that an old one left running in slots that stay. It is one JSON
+object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`, replaced as a whole whenever a session
+comes or goes, and not synced: processes do not outlive the machine either. A process is a session's only if slot,
+number, pid and start time are all the same; a slot server that was started again repeats numbers and pids.
 """
 
 from __future__ import annotations
@@ -14,51 +17,54 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import json
 import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakSet
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import SlotLost, StaleLease
-from palaestra.processes import actions, checkpoint
-from palaestra.processes.actions import Reply
-from palaestra.processes.notifications import Told
+from palaestra.core.errors import ConfigError, SlotLost, StaleLease
+from palaestra.core.types import JSON
+from palaestra.processes.notifications import Follower, Notifications
 from palaestra.processes.session import (
     FINISHED_TTL_SECONDS,
+    FORGOTTEN,
     MAX_PROCESSES,
-    ProcessEvent,
     ProcessSession,
+    Reply,
     SessionLost,
     Watch,
 )
-from palaestra.processes.watcher import Follower
 from palaestra.sandbox.slot import WORKSPACE, Process, ProcessStatus, Slot, TerminalSize
 
 logger = logging.getLogger(__name__)
 
 TERMINAL_SIZE = TerminalSize(rows=30, columns=120)
-MAX_EVENTS = 256
-_ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
-"""A program that writes to a pipe holds its output back; whoever looks at a process wants it now."""
+SCHEMA, VERSION = "palaestra.processes", 1
 
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
+"""A Python program that writes to a pipe would hold its output back."""
+
+_KEPT = ("id", "command", "task_id", "session_key", "cwd", "slot_id", "started_at", "lost", "followed")
+_IDENTITY = ("process_id", "pid", "started_s")
 
 _Started: TypeAlias = tuple[Process, ProcessStatus]
 
 _known: WeakSet[ProcessRegistry] = WeakSet()
-_knowing = threading.Lock()
-"""For synchronous code, which names a session and not the registry that has it. Nothing here keeps one alive."""
+_known_lock = threading.Lock()
+"""For synchronous code, which names a session but not its registry."""
 
 
 class ProcessRegistry:
-    """Sessions by id. Methods that take `task_id` see that task's sessions alone; None, for their owner, sees all.
+    """Sessions by id. Methods that take `task_id` see that task's sessions; with None, for the owner, all.
 
-    `checkpoint_path` is a file that lets the next registry find the processes of slots that stay. `completion_queue`
-    has what watched sessions tell; where nobody takes it, the oldest gives way. `told`, where it is given, gets the
-    same for code without `await`. `loop` is that of its sessions, None before the first.
+    `checkpoint_path` is the file for the next registry; `notifications` gets the reports on watched sessions. `loop` is
+    that of its sessions, None before the first.
     """
 
     def __init__(
@@ -68,16 +74,15 @@ class ProcessRegistry:
         max_processes: int = MAX_PROCESSES,
         finished_ttl_s: float = FINISHED_TTL_SECONDS,
         clock: Clock | None = None,
-        told: Told | None = None,
+        notifications: Notifications | None = None,
     ) -> None:
-        self.told = told
-        self.completion_queue: asyncio.Queue[ProcessEvent] = asyncio.Queue(MAX_EVENTS)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.notifications = notifications or Notifications()
         self._path, self._most, self._ttl_s = checkpoint_path, max_processes, finished_ttl_s
         self._clock = clock or SystemClock()
         self._sessions: dict[str, ProcessSession] = {}
-        self._followers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._numbers: Counter[str] = Counter()
-        self.loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> ProcessRegistry:
         return self
@@ -86,11 +91,11 @@ class ProcessRegistry:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop following; the processes go on and the checkpoint stays. Idempotent."""
-        followers = list(self._followers)
-        for follower in followers:
-            follower.cancel()
-        await asyncio.gather(*followers, return_exceptions=True)
+        """Stop following; the processes continue and the checkpoint stays. Idempotent."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def spawn(
         self,
@@ -106,61 +111,59 @@ class ProcessRegistry:
     ) -> ProcessSession:
         """Start a command line in a slot as a session of `task_id`.
 
-        `session_key` names the conversation, which is the task itself where nothing else is said. Cancelling it leaves
-        no process behind. Raises BlockingIOError when too many of the task run, and what `Slot.spawn` raises.
+        `session_key` names the conversation, by default the task. Cancelled, it leaves no process behind. Raises
+        BlockingIOError if too many processes of the task run, and what `Slot.spawn` raises.
         """
         await self._make_room(task_id)
         environment = {**_ENVIRONMENT, **(env or {})}
         started_at = self._clock.wall()
         size = TERMINAL_SIZE if use_pty else None
-        process, status = await self._started(_start(slot.spawn(command, cwd=cwd, env=environment, terminal=size)))
+        process, status = await self._started(slot.spawn(command, cwd=cwd, env=environment, terminal=size))
         session = ProcessSession(
             self._new_id(task_id), command, task_id, session_key or task_id, cwd, slot.slot_id, started_at, process,
             status, watch or Watch(),
         )  # fmt: skip
-        self._take(session)
+        self._add(session)
         self._save()
         return session
 
     def get(self, session_id: str, task_id: str | None = None) -> ProcessSession | None:
-        """The session of that id; None where there is none, or it is another task's."""
+        """The session of that id; None if there is none, or it is another task's."""
         session = self._sessions.get(session_id)
         return session if session is not None and task_id in (None, session.task_id) else None
 
-    # The contract's actions: each answers with an object, `not_found` where the task has no such session.
+    # The contract's actions, which `ProcessSession` describes; `not_found` if the task has no such session.
 
     async def poll(self, session_id: str, since: int | None = None, *, task_id: str | None = None) -> Reply:
-        """How it is; see `actions.poll`."""
-        return await self._do(session_id, task_id, lambda session: actions.poll(session, since))
+        return await self._do(session_id, task_id, lambda session: session.poll(since))
 
     async def read_log(
         self, session_id: str, offset: int = 0, limit: int = 200, *, task_id: str | None = None
     ) -> Reply:
-        """Lines of its output; see `actions.log`."""
-        return await self._do(session_id, task_id, lambda session: actions.log(session, offset, limit))
+        return await self._do(session_id, task_id, lambda session: session.log(offset, limit))
 
     async def wait(
         self, session_id: str, timeout_s: float | None = None, *, limit_s: float = 180.0, task_id: str | None = None
     ) -> Reply:
-        """Until it has ended; see `actions.wait`."""
-        return await self._do(session_id, task_id, lambda session: actions.wait(session, timeout_s, limit_s))
+        return await self._do(session_id, task_id, lambda session: session.wait(timeout_s, limit_s))
 
     async def kill_process(self, session_id: str, *, task_id: str | None = None) -> Reply:
-        """End it and all that it has started; see `actions.kill`."""
-        return await self._do(session_id, task_id, actions.kill)
+        return await self._do(session_id, task_id, ProcessSession.kill)
 
     async def write_stdin(self, session_id: str, data: str, *, end: bool = False, task_id: str | None = None) -> Reply:
-        """Write to its input as it is; see `actions.write`."""
-        return await self._do(session_id, task_id, lambda session: actions.write(session, _bytes(data), end=end))
+        """Write to its input; see `ProcessSession.write`. Lone surrogates become question marks."""
+        text = data.encode(errors="replace")
+        return await self._do(session_id, task_id, lambda session: session.write(text, end=end))
 
     async def submit_stdin(self, session_id: str, data: str, *, end: bool = False, task_id: str | None = None) -> Reply:
-        """Write a line to its input; see `actions.submit`."""
-        return await self._do(session_id, task_id, lambda session: actions.submit(session, _bytes(data), end=end))
+        """Write a line to its input; see `ProcessSession.submit`. Lone surrogates become question marks."""
+        text = data.encode(errors="replace")
+        return await self._do(session_id, task_id, lambda session: session.submit(text, end=end))
 
     async def list_sessions(self, task_id: str | None = None) -> list[Reply]:
-        """All sessions, oldest first; those that ended too long ago are forgotten."""
+        """All sessions, oldest first, except those that ended too long ago."""
         await self._prune(task_id)
-        found = (actions.reaching(session, actions.summary) for session in self._of(task_id))
+        found = (_reply(session, ProcessSession.summary) for session in self._of(task_id))
         return list(await asyncio.gather(*found))
 
     async def has_active_processes(self, task_id: str | None = None) -> bool:
@@ -174,7 +177,7 @@ class ProcessRegistry:
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 
     def interrupt(self, *, task_id: str | None = None, session_key: str | None = None) -> int:
-        """End the waits for sessions of that task and that conversation, and nobody else's; how many there were."""
+        """End the waits for sessions of that task and that conversation; how many there were."""
         count = 0
         for session in self._of(task_id):
             if session_key in (None, session.session_key):
@@ -185,11 +188,11 @@ class ProcessRegistry:
         return count
 
     async def kill_all(self, task_id: str | None = None) -> int:
-        """End every process of the task that runs; how many those were. A slot that is gone has none."""
+        """End every running process of the task; how many. A slot that is gone has none."""
 
         async def kill(session: ProcessSession) -> bool:
             try:
-                return bool((await actions.reaching(session, actions.kill))["status"] == "killed")
+                return bool((await _reply(session, ProcessSession.kill))["status"] == "killed")
             except (SlotLost, StaleLease) as error:
                 session.lose(f"its slot is gone ({error})")
                 return False
@@ -197,17 +200,19 @@ class ProcessRegistry:
         return sum(await asyncio.gather(*(kill(session) for session in self._of(task_id))))
 
     async def recover_from_checkpoint(self, slots: Iterable[Slot]) -> int:
-        """Take up the sessions that a former registry left, as far as `slots` have their processes; how many that are.
+        """Add the sessions that a former registry left, as far as `slots` have their processes; how many that are.
 
-        The others are known too, as lost, with the reason. Raises `ConfigError` for a file that cannot be read.
+        The others are added as lost, with the reason. Raises `ConfigError` for a file that cannot be read.
         """
         if self._path is None:
             return 0
-        found = [session for session in await checkpoint.load(self._path, slots) if session.id not in self._sessions]
-        for session in found:
-            self._take(session)
+        running = {slot.slot_id: {each.process_id: each for each in await slot.processes()} for slot in slots}
+        found = [await _recovered(record, running) for record in _read(self._path)]
+        new = [session for session in found if session.id not in self._sessions]
+        for session in new:
+            self._add(session)
         self._save()
-        return sum(not session.lost for session in found)
+        return sum(not session.lost for session in new)
 
     def forget(self, task_id: str) -> None:
         """Drop the sessions of a task whose slot has ended."""
@@ -215,32 +220,43 @@ class ProcessRegistry:
             del self._sessions[session.id]
         self._save()
 
-    # Book-keeping
+    # Inside
 
-    async def _started(self, start: Coroutine[object, object, _Started]) -> _Started:
-        """The process, which ends again where nobody waits for it any more: it would run without a name."""
-        starting = asyncio.ensure_future(start)
+    async def _started(self, spawning: Awaitable[Process]) -> _Started:
+        """The process and its status. If the caller is cancelled, the process is killed: it would have no session."""
+
+        async def start() -> _Started:
+            process = await spawning
+            return process, await process.status()
+
+        async def end() -> None:
+            try:
+                await (await starting)[0].kill(0.0)
+            except Exception as error:
+                logger.debug("a process that was cancelled did not start, or has ended: %s", error)
+
+        starting = asyncio.ensure_future(start())
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await asyncio.shield(self._aside(_end(starting)))
+            await asyncio.shield(self._in_background(end()))
             raise
 
-    def _aside(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def _in_background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
-        self._followers.add(task)
-        task.add_done_callback(self._followers.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _take(self, session: ProcessSession) -> None:
-        """One session more."""
+    def _add(self, session: ProcessSession) -> None:
         self._sessions[session.id] = session
-        self._follow(session)
-        if self.told is not None and session.running:
-            self.told.watched(session)
+        if session.watch and not session.lost:
+            self._in_background(Follower(session, self._on_event, self._clock).run())
+        if session.running:
+            self.notifications.add_watcher(session)
         if self.loop is None:
             self.loop = asyncio.get_running_loop()
-            with _knowing:
+            with _known_lock:
                 _known.add(self)
 
     def _of(self, task_id: str | None) -> Iterator[ProcessSession]:
@@ -252,19 +268,17 @@ class ProcessRegistry:
             self._numbers[task_id] += 1
             text = f"{task_id}\0{self._numbers[task_id]}"
             name = f"proc_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]}"
-            if name not in self._sessions:  # as one that was found again
+            if name not in self._sessions:  # a recovered one may have it
                 return name
 
     async def _do(
         self, session_id: str, task_id: str | None, action: Callable[[ProcessSession], Awaitable[Reply]]
     ) -> Reply:
         session = self.get(session_id, task_id)
-        if session is None:
-            return not_found(session_id)
-        return await actions.reaching(session, action)
+        return not_found(session_id) if session is None else await _reply(session, action)
 
     async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
-        """The sessions, as they are now. What has gone with its slot is lost to the owner of many, an error to one."""
+        """The sessions with their present status. A slot's end marks sessions as lost; for one task it is raised."""
         sessions = [session for session in self._of(task_id) if session_key in (None, session.session_key)]
 
         async def refresh(session: ProcessSession) -> None:
@@ -292,7 +306,7 @@ class ProcessRegistry:
             await self._forget(min(ended, key=lambda session: session.ended_at or session.started_at))
 
     async def _prune(self, task_id: str | None) -> None:
-        """Forget what ended too long ago, counted from its end."""
+        """Forget sessions that ended too long ago."""
         await self._refresh(task_id)
         expired = self._clock.wall() - self._ttl_s
         for session in self._of(task_id):
@@ -306,47 +320,81 @@ class ProcessRegistry:
                 await session.process.forget()
         self._save()
 
-    def _follow(self, session: ProcessSession) -> None:
-        if session.watch and not session.lost:
-            self._aside(Follower(session, self._tell, self._clock).run())
-
-    def _tell(self, event: ProcessEvent) -> None:
-        if self.completion_queue.full():
-            self.completion_queue.get_nowait()
-        self.completion_queue.put_nowait(event)
-        if self.told is not None and (session := self._sessions.get(event.session_id)) is not None:
-            self.told.event(session, event)
+    def _on_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
+        self.notifications.add_event(session, kind, text, exit_code)
         self._save()
 
     def _save(self) -> None:
+        """Write the checkpoint. Raises OSError."""
         if self._path is not None:
-            checkpoint.save(self._path, self._sessions.values())
+            sessions = [_record(session) for session in self._sessions.values()]
+            unfinished = self._path.with_name(self._path.name + ".part")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps({"schema": SCHEMA, "version": VERSION, "sessions": sessions}))
+            unfinished.replace(self._path)
 
 
-async def _start(spawning: Awaitable[Process]) -> _Started:
-    process = await spawning
-    return process, await process.status()
-
-
-async def _end(starting: asyncio.Future[_Started]) -> None:
+async def _reply(session: ProcessSession, action: Callable[[ProcessSession], Awaitable[Reply]]) -> Reply:
+    """Do an action; the reply has status `lost` if the process cannot be reached any more."""
     try:
-        process, _ = await starting
-        await process.kill(0.0)
-    except Exception as error:
-        logger.debug("what was not waited for did not start, or has ended: %s", error)
+        return await action(session)
+    except ProcessLookupError:
+        session.lose(FORGOTTEN)
+    except SessionLost:
+        pass
+    error = f"The process of {session.id} cannot be reached any more: {session.lost}."
+    return {"session_id": session.id, "command": session.command, "status": "lost", "error": error}
 
 
 def not_found(session_id: str) -> Reply:
-    """The reply to an action on a session that is not there."""
+    """The reply to an action on an unknown session."""
     return {"session_id": session_id, "status": "not_found", "error": f"No process with ID {session_id}"}
 
 
 def living() -> list[ProcessRegistry]:
-    """The registries of this process that have had a session and whose loop can still be asked, from any thread."""
-    with _knowing:
+    """The registries of this process that have had a session and whose loop runs, for any thread."""
+    with _known_lock:
         return [each for each in _known if each.loop is not None and each.loop.is_running()]
 
 
-def _bytes(data: str) -> bytes:
-    """Lone surrogates, as models write them in JSON, become question marks."""
-    return data.encode(errors="replace")
+def _record(session: ProcessSession) -> dict[str, JSON]:
+    record: dict[str, JSON] = {name: getattr(session, name) for name in _KEPT}
+    watch = {item.name: getattr(session.watch, item.name) for item in fields(Watch)}
+    watch["address"] = dict(session.watch.address)
+    return {**record, "status": asdict(session.status), "watch": watch}
+
+
+def _read(path: Path) -> list[dict[str, JSON]]:
+    """The sessions of a checkpoint; [] without one. Raises `ConfigError`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        schema, version = content["schema"], content["version"]
+        records: list[dict[str, JSON]] = content["sessions"]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is not a file of background processes ({error}); move it away to continue") from None
+    if schema != SCHEMA or version > VERSION:
+        raise ConfigError(f"{path} holds {schema} version {version}; this version reads {SCHEMA} up to {VERSION}")
+    return records
+
+
+async def _recovered(record: dict[str, JSON], running: dict[str, dict[int, Process]]) -> ProcessSession:
+    """The session of a record, with its process if its slot still has it; otherwise `lost` says why not."""
+    known, status = {name: record[name] for name in _KEPT}, ProcessStatus(**record["status"])
+    watch = Watch(**{**record["watch"], "patterns": tuple(record["watch"]["patterns"])})
+    session = ProcessSession(**known, process=None, status=status, watch=watch, recovered=True)
+    if session.lost:
+        return session
+    process = running.get(session.slot_id, {}).get(status.process_id)
+    if session.slot_id not in running:
+        session.lost = f"its slot {session.slot_id} was not there after a restart"
+    elif process is None:
+        session.lost = f"{session.slot_id} no longer knew it after a restart"
+    else:
+        found = await process.status()
+        if any(getattr(found, name) != getattr(status, name) for name in _IDENTITY):
+            session.lost = f"process {found.pid} of {session.slot_id} is another one after a restart"
+        else:
+            session.process, session.status = process, found
+    return session

@@ -1,8 +1,12 @@
-"""The words of this layer: a session, what is watched of it, and what is told of it. No I/O.
+"""A background process of a slot under an id that an agent can use, and what can be done with it.
 
-A *session* is one background process of a slot under an id that an agent can say. It belongs to a task; nobody else's
-agent can look at it, write to it or end it. What a slot knows of the process (output, exit code, input) stays with the
-slot; nothing of it is copied here, so a session costs the same whatever the process writes.
+A session belongs to a task; agents of other tasks can neither see nor use it. Everything about the process (output,
+exit code, input) stays with the slot, so a session costs the same whatever the process writes.
+
+Replies are objects of the contract's shapes. `status` is running or exited (of `poll`), exited, timeout or interrupted
+(of `wait`), killed or already_exited (of `kill`), ok (of `write`), error, and lost: the process cannot be reached any
+more. Times are seconds, sizes bytes unless the name says otherwise. Failures of the slot itself (`InfraError`) are
+raised.
 """
 
 from __future__ import annotations
@@ -11,15 +15,17 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from datetime import UTC, datetime
 
+from palaestra.core.types import JSON
+from palaestra.processes import process_output
 from palaestra.sandbox.slot import Process, ProcessStatus
 
 MAX_OUTPUT_CHARS = 200_000
-"""How much of the end of an output `log` shows, in bytes, which are characters in plain text. Slots keep no less."""
+"""How many bytes of the output's end `log` shows. Slots keep no less."""
 
 FINISHED_TTL_SECONDS = 1800
-"""How long after its end a process is remembered."""
+"""How long an ended process is remembered."""
 
 MAX_PROCESSES = 64
 """How many processes of one task may run at a time."""
@@ -27,45 +33,24 @@ MAX_PROCESSES = 64
 KILL_GRACE_S = 2.0
 """How long a process may take to end itself before it is killed."""
 
+PREVIEW_CHARS, LISTED_CHARS, WAITED_CHARS = 1000, 200, 2000
+MAX_NEW_BYTES = 20_000
+"""How much output one `poll` with a cursor gives."""
+
+WRITE_PATIENCE_S = 10.0
+"""How long a write waits for the process to read."""
+
 FORGOTTEN = "the slot has dropped what it knew of it, to make room for newer processes"
 
-
-class EventKind(StrEnum):
-    """What a watched session has to tell."""
-
-    EXITED = "exited"
-    MATCH = "match"
-    PROGRESS = "progress"
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessEvent:
-    """One thing that a watched session told. `text` is the line that matched, or the output since the last event.
-
-    `address` is what the session was started with: where a front door sends this.
-    """
-
-    kind: EventKind
-    session_id: str
-    task_id: str
-    session_key: str
-    text: str
-    exit_code: int | None = None
-    address: Mapping[str, str] = field(default_factory=dict)
-
-    def line(self) -> str:
-        """In one line, for a model to read."""
-        code = "" if self.exit_code is None else f" with exit code {self.exit_code}"
-        return f"{self.kind}{code}: {self.text.strip()}" if self.text.strip() else f"{self.kind}{code}"
+Reply = dict[str, JSON]
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What to tell of a session without being asked.
+    """What to report of a session without being asked.
 
-    `patterns`: lines of output that contain one of these. `interval_s`: what was written, so often. `on_exit`: its
-    end. `lifetime_s`: nothing, but it is killed when it has run so long.
+    `patterns`: output lines that contain one of these. `interval_s`: new output, so often. `on_exit`: its end.
+    `lifetime_s`: nothing, but the process is killed after so long. `address` is passed on with each report.
     """
 
     patterns: tuple[str, ...] = ()
@@ -78,13 +63,17 @@ class Watch:
         return bool(self.patterns or self.on_exit) or self.interval_s is not None or self.lifetime_s is not None
 
 
+class SessionLost(LookupError):
+    """A session whose process cannot be reached any more; the message says why."""
+
+
 @dataclass(slots=True, eq=False)
 class ProcessSession:
     """One background process by its session id.
 
-    `session_key` names the conversation it was started from; `started_at` is seconds since the epoch. `lost` says why
-    it cannot be reached any more, and is empty while it can be. `status` is what was last heard of it, `followed` the
-    cursor up to which a follower has looked through its output; `notices` keeps the newest of what that had to tell.
+    `session_key` names the conversation it was started from; `started_at` is in seconds since the epoch. `lost` is why
+    it cannot be reached any more, or empty. `status` is its last known status, `followed` the cursor up to which a
+    follower has read its output, `notices` the follower's newest reports.
     """
 
     id: str
@@ -103,46 +92,39 @@ class ProcessSession:
     waiting: set[asyncio.Future[None]] = field(default_factory=set)
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=8))
 
-    # The contract's names for what was last heard of it.
+    # The contract's names, as of the last known status. Pids are those of the sandbox; a `detached` session was found
+    # again after a restart; `watcher_interval` is in seconds, 0 for never.
 
     @property
     def pid(self) -> int:
-        """Its pid in the slot."""
         return self.status.pid
 
     @property
     def exited(self) -> bool:
-        """Whether it had ended."""
         return not self.status.running
 
     @property
     def exit_code(self) -> int | None:
-        """How it had ended; None while it ran."""
         return self.status.exit_code
 
     @property
     def detached(self) -> bool:
-        """Whether it was found again after a restart. Its output and input can be had all the same."""
         return self.recovered
 
     @property
     def pid_scope(self) -> str:
-        """Whose pid it is: a process of a sandbox, never of the host."""
         return "sandbox"
 
     @property
     def notify_on_complete(self) -> bool:
-        """Whether its end is told without being asked for."""
         return self.watch.on_exit
 
     @property
     def watcher_interval(self) -> float:
-        """How often its output is told, in seconds; 0 for never."""
         return self.watch.interval_s or 0
 
     @property
     def watcher_platform(self) -> str:
-        """Where that is told, like `watcher_chat_id` and `watcher_thread_id`: what its watch's address says."""
         return self.watch.address.get("platform", "")
 
     @property
@@ -155,7 +137,7 @@ class ProcessSession:
 
     @property
     def running(self) -> bool:
-        """Whether it ran when it was last heard of, and can be reached."""
+        """Whether it ran, and can be reached."""
         return self.status.running and not self.lost
 
     @property
@@ -170,7 +152,7 @@ class ProcessSession:
         return self.process
 
     async def refresh(self) -> ProcessStatus:
-        """How the process is now. Raises `SessionLost`, and what the slot raises when it is gone itself."""
+        """Its present status. Raises `SessionLost`, and what the slot raises."""
         try:
             self.status = await self.reach().status()
         except ProcessLookupError:
@@ -178,10 +160,144 @@ class ProcessSession:
         return self.status
 
     def lose(self, reason: str) -> SessionLost:
-        """It cannot be reached any more; the error to raise."""
+        """Mark the process as unreachable; the error to raise."""
         self.process, self.lost = None, reason
         return SessionLost(reason)
 
+    # Actions
 
-class SessionLost(LookupError):
-    """A session whose process cannot be reached any more; the message says why. For callers to tell, not a bug."""
+    async def poll(self, since: int | None = None) -> Reply:
+        """Its status, with the end of its output, or with the output after the cursor `since`."""
+        status = await self.refresh()
+        reply: Reply = {"session_id": self.id, "command": self.command, **_state(status)}
+        if since is None:
+            reply |= await self._tail(status, "output_preview", PREVIEW_CHARS)
+        else:
+            reply |= await self._new_output(status, since)
+        reply |= {"output_total_bytes": status.output_total_bytes, **_full_output(status)}
+        if self.recovered:
+            reply |= {"detached": True, "note": "Found again after a restart."}
+        return reply | self._take_notices()
+
+    async def log(self, offset: int = 0, limit: int = 200) -> Reply:
+        """Lines of the output that is kept: the last `limit` ones, or `limit` ones after `offset`."""
+        status = await self.refresh()
+        kept = await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)
+        lines = kept.text.splitlines()
+        first = max(0, len(lines) - limit) if offset <= 0 else min(offset, len(lines))
+        shown = lines[first : first + limit]
+        showing = f"lines {first + 1}-{first + len(shown)} of {len(lines)}" if shown else f"no lines of {len(lines)}"
+        reply: Reply = {"session_id": self.id, "status": _word(status), "output": "\n".join(shown)}
+        reply |= {"total_lines": len(lines), "showing": showing, "cursor": kept.end}
+        if kept.start:
+            reply["dropped_bytes"] = kept.start
+            reply["note"] = "Lines are counted from the first one that is kept."
+        return reply | _full_output(status) | self._take_notices()
+
+    async def wait(self, timeout_s: float | None, limit_s: float) -> Reply:
+        """Wait for its end, for `timeout_s` (at most `limit_s`), or until the wait is interrupted."""
+        patience_s = limit_s if timeout_s is None else min(max(timeout_s, 0.0), limit_s)
+        interrupted = await self._ended_or_interrupted(patience_s)
+        status = await self.refresh()
+        word = "exited" if not status.running else "interrupted" if interrupted else "timeout"
+        reply: Reply = {"session_id": self.id, "status": word}
+        if not status.running:
+            reply["exit_code"] = status.exit_code
+        reply |= await self._tail(status, "output", WAITED_CHARS)
+        reply["output_total_bytes"] = status.output_total_bytes
+        if word == "timeout":
+            cut = timeout_s is not None and timeout_s > limit_s
+            clamped = f"The wait of {timeout_s:g}s was cut to the limit of {limit_s:g}s. " if cut else ""
+            reply["timeout_note"] = f"{clamped}Waited {patience_s:g}s; the process still runs."
+        elif word == "interrupted":
+            reply["note"] = "The wait was interrupted; the process still runs."
+        return reply | _full_output(status) | self._take_notices()
+
+    async def kill(self, grace_s: float = KILL_GRACE_S) -> Reply:
+        """End it and everything that it has started: SIGTERM, `grace_s`, SIGKILL; answered when nothing of it lives."""
+        before = await self.refresh()
+        status = self.status = await self.reach().kill(grace_s) if before.running else before
+        word = "killed" if before.running else "already_exited"
+        return {"session_id": self.id, "status": word, "exit_code": status.exit_code} | self._take_notices()
+
+    async def write(self, data: bytes, *, end: bool = False) -> Reply:
+        """Write to its input, and close it if this is the `end`."""
+        if not (await self.refresh()).running:
+            error = "The process has ended; nothing was written."
+            return {"session_id": self.id, "status": "already_exited", "error": error}
+        try:
+            async with asyncio.timeout(WRITE_PATIENCE_S):
+                await self.reach().write(data)
+                if end:
+                    await self.reach().close_input()
+        except BrokenPipeError:
+            return {"session_id": self.id, "status": "error", "error": "The process has closed its input."}
+        except TimeoutError:
+            error = f"The process has not read all of it in {WRITE_PATIENCE_S:g}s; a part may have been written."
+            return {"session_id": self.id, "status": "error", "error": error}
+        return {"session_id": self.id, "status": "ok", "bytes_written": len(data)}
+
+    async def submit(self, data: bytes, *, end: bool = False) -> Reply:
+        """Write a line: with what the Enter key sends on a terminal, with a newline to a pipe."""
+        return await self.write(data + (b"\r" if self.status.terminal else b"\n"), end=end)
+
+    async def summary(self) -> Reply:
+        """One entry of a list."""
+        status = await self.refresh()
+        started = datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="seconds")
+        reply: Reply = {"session_id": self.id, "command": self.command[:LISTED_CHARS], "cwd": self.cwd}
+        reply |= {**_state(status), "started_at": started, **({"detached": True} if self.detached else {})}
+        return reply | await self._tail(status, "output_preview", LISTED_CHARS) | self._take_notices()
+
+    async def _tail(self, status: ProcessStatus, name: str, chars: int) -> Reply:
+        """The last characters of the output under `name`, and the cursor after them."""
+        most = process_output.LONGEST_CHARACTER * chars
+        end = await process_output.tail(self.reach(), most, running=status.running)
+        return {name: end.text[-chars:], "cursor": end.end}
+
+    async def _new_output(self, status: ProcessStatus, since: int) -> Reply:
+        new = await process_output.read_text(self.reach(), since, max_bytes=MAX_NEW_BYTES, running=status.running)
+        reply: Reply = {"output": new.text, "cursor": new.end}
+        if new.lost:
+            reply["lost_bytes"] = new.lost
+        if new.more and status.output_total_bytes > new.end:
+            reply["more_bytes"] = status.output_total_bytes - new.end
+        return reply
+
+    async def _ended_or_interrupted(self, patience_s: float) -> bool:
+        """Wait for the end, for so long; whether an interrupt came first."""
+        interrupt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ending = asyncio.ensure_future(self.reach().wait(patience_s))
+        either: list[asyncio.Future[JSON]] = [interrupt, ending]
+        self.waiting.add(interrupt)
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                return True
+            ending.result()
+            return False
+        finally:
+            self.waiting.discard(interrupt)
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
+
+    def _take_notices(self) -> Reply:
+        """What was reported of it since the last reply."""
+        notices = list(self.notices)
+        self.notices.clear()
+        return {"notices": notices} if notices else {}
+
+
+def _state(status: ProcessStatus) -> Reply:
+    reply: Reply = {"status": _word(status), "pid": status.pid, "uptime_seconds": int(status.duration_s)}
+    return reply if status.running else reply | {"exit_code": status.exit_code}
+
+
+def _word(status: ProcessStatus) -> str:
+    return "running" if status.running else "exited"
+
+
+def _full_output(status: ProcessStatus) -> Reply:
+    if status.full_output_path is None:
+        return {}
+    return {"full_output_path": status.full_output_path, "full_output_bytes": status.full_output_bytes}

@@ -1,11 +1,10 @@
 """The slots of one run: leased first come, first served, up to a limit.
 
-A lease is a slot of its own: it is made for it, when it is acquired or shortly before (`warm.py`), and dropped when it
-is released, so no workspace is ever handed on and there is nothing to clean. Waiting is for a free place; the time it
-takes to make the slot is not counted against the caller's timeout.
+Each lease gets a slot of its own, made when it is acquired and dropped when it is released, so no workspace is reused
+and nothing has to be cleaned. The timeout covers waiting for a free place, not making the slot.
 
-A slot that cannot be ended is quarantined: its place is free again, nobody gets it, and ending it is tried once more
-with every release until it works.
+A slot that cannot be ended is quarantined: its place is free again, nobody gets it, and each release tries again to end
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import AcquireTimeout, SandboxError, SlotLost
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Backend, Change, Rung, Slot, SlotSpec, Snapshot, View
-from palaestra.sandbox.warm import WarmSlots
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ _REMEMBERED_WAITS = 1000
 
 
 def default_max_slots() -> int:
-    """Four slots per processor this process may use, and no fewer than four: most of a rollout waits for the model."""
+    """Four slots per processor this process may use, at least four: a rollout mostly waits for the model."""
     return max(4, 4 * len(os.sched_getaffinity(0)))
 
 
@@ -45,9 +43,6 @@ class SlotPoolConfig(BaseModel):
     """How many slots may be leased at a time. Default: four per processor, at least four."""
     acquire_timeout: float = Field(default=30.0, gt=0)
     """Seconds that `acquire` waits for a free place before it raises `AcquireTimeout`."""
-    warm_slots: int = Field(default=0, ge=0, le=256)
-    """How many clean slots are kept ready for each spec in use, besides those leased. Making one takes milliseconds and
-    an idle one holds well under a megabyte, so this pays only where many short leases begin without a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,6 @@ class SlotPool:
         self._held: dict[int, _Holding] = {}
         self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
         self._makes: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
-        self._warm = WarmSlots(backend, config.warm_slots)
         self._quarantine: dict[int, Slot] = {}
         self._leases = self._timeouts = 0
         self._started = False
@@ -90,16 +84,14 @@ class SlotPool:
             capacity = self._backend.capacity
             self._places = min(self.config.max_slots, capacity or self.config.max_slots)
             self._free = self._places
-            self._warm = WarmSlots(self._backend, self.config.warm_slots if capacity is None else 0)
         self._started = True
 
     async def aclose(self) -> None:
-        """End every slot and the backend. Those who wait get `SandboxError`. Idempotent."""
+        """End every slot and the backend. Waiting `acquire` calls raise `SandboxError`. Idempotent."""
         self._started = False
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(SandboxError("the slot pool was closed"))
-        await self._warm.aclose()
         await self._backend.aclose()
         self._held.clear()
         self._quarantine.clear()
@@ -131,8 +123,8 @@ class SlotPool:
         makes the slot. What `admitted` raises gives the place back. Raises `AcquireTimeout` when no place comes free.
         """
         timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
-        if not timeout_s >= 0:  # also true for what is no number
-            raise ValueError(f"timeout_s must not be negative, and be a number, not {timeout_s}")
+        if not timeout_s >= 0:  # also true for NaN
+            raise ValueError(f"timeout_s must be a number and not negative, not {timeout_s}")
         if not self._started:
             raise SandboxError("the slot pool is not running; call start() first")
         await self._take_place(trajectory_id, timeout_s)
@@ -140,11 +132,9 @@ class SlotPool:
             if admitted is not None:
                 admitted()
             wanted = spec or (snapshot.spec if snapshot is not None else SlotSpec())
-            slot = self._warm.take(wanted, trajectory_id) if snapshot is None else None
-            if slot is None:
-                begun = self._clock.monotonic()
-                slot = await self.make(wanted, trajectory_id, snapshot)
-                self._makes.append(self._clock.monotonic() - begun)
+            begun = self._clock.monotonic()
+            slot = await self.make(wanted, trajectory_id, snapshot)
+            self._makes.append(self._clock.monotonic() - begun)
         except BaseException:
             self._give_place()
             raise
@@ -157,34 +147,30 @@ class SlotPool:
         return await self._backend.create(spec, trajectory_id, snapshot)
 
     def take_up(self, slot: Slot) -> None:
-        """Count a slot that the backend had before, as a service has, as leased; it is released like any other."""
+        """Count a slot that the backend held before, as a service does, as leased; it is released like any other."""
         self._free -= 1
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
         self._leases += 1
 
-    async def warmed(self) -> None:
-        """Wait until every slot is made that is kept ready."""
-        await self._warm.settled()
-
     async def release(self, slot: Slot) -> None:
-        """End a lease and the slot. One that has ended already, or died, is fine."""
+        """End a lease and the slot. Does nothing for one that has ended."""
         if self._held.pop(slot.epoch, None) is None:
             return
         try:
             await self._end(slot)
             while self._quarantine:
-                _, quarantined = self._quarantine.popitem()  # taken out, so that no other release tries it too
+                _, quarantined = self._quarantine.popitem()  # removed, so that no other release tries it too
                 if not await self._end(quarantined):
                     return
         finally:
             self._give_place()
 
     async def _end(self, slot: Slot) -> bool:
-        """End a slot for good; one that cannot be ended now is quarantined and tried again later."""
+        """End a slot; quarantine one that cannot be ended now."""
         try:
             await self._backend.destroy(slot)
         except SlotLost:
-            return True  # nothing of it is left, which is what was asked for
+            return True  # nothing of it is left
         except SandboxError as error:
             _log.warning("%s could not be ended and is quarantined: %s", slot.slot_id, error)
             self._quarantine[slot.epoch] = slot
@@ -192,7 +178,7 @@ class SlotPool:
         return True
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End a lease and keep what its slot changed as a snapshot, cut to `view` where one is given."""
+        """End a lease and keep what its slot changed as a snapshot, cut to `view` if given."""
         held = self._held.pop(slot.epoch, None) is not None
         try:
             return await self._backend.seal(slot, view)
@@ -201,7 +187,7 @@ class SlotPool:
                 self._give_place()
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """A slot's files as they are now, as a snapshot; the lease goes on. So any step of a rollout can be forked."""
+        """A slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked."""
         return await self._backend.checkpoint(slot)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
@@ -243,7 +229,7 @@ class SlotPool:
         return len(self._held)
 
     def get_stats(self) -> Mapping[str, JSON]:
-        """Counts, waiting times in seconds, and what the backend says of itself."""
+        """Counts, waiting times in seconds, and the backend's own statistics."""
         waits, makes = sorted(self._waits), sorted(self._makes)
         of_backend = dict(self._backend.stats())
         return {
@@ -259,16 +245,13 @@ class SlotPool:
             "wait_p99_s": _quantile(waits, 0.99),
             "make_p50_s": _quantile(makes, 0.5),
             "make_p99_s": _quantile(makes, 0.99),
-            "warm_slots": self._warm.count,
-            "warm_hits": self._warm.hits,
-            "warm_misses": self._warm.misses,
             "quarantined": len(self._quarantine),
             "started": self._started,
             "backend": of_backend,
         }
 
     def get_status(self) -> Mapping[str, JSON]:
-        """The statistics, and who holds which slot for how long."""
+        """The statistics, and the holder of each slot with its time."""
         now = self._clock.monotonic()
         holders = [
             {
@@ -289,7 +272,7 @@ class SlotPool:
         self._waits.append(self._clock.monotonic() - asked)
 
     async def _wait(self, trajectory_id: str, timeout_s: float) -> None:
-        """Queue for a place; whoever gives one back hands it to the first in the queue."""
+        """Queue for a place; whoever frees one passes it to the first in the queue."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:
@@ -297,7 +280,7 @@ class SlotPool:
                 await waiter
         except BaseException as error:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._give_place()  # it came together with the timeout or the cancellation
+                self._give_place()  # it became free together with the timeout or the cancellation
             if isinstance(error, TimeoutError) and not isinstance(error, SandboxError):
                 self._timeouts += 1
                 raise AcquireTimeout(self._explain(trajectory_id, timeout_s)) from None
@@ -308,7 +291,7 @@ class SlotPool:
 
     def _give_place(self) -> None:
         self._free = min(self._free + 1, self._places)
-        while self._waiting and self._free > 0:  # there may be less than none, after `take_up`
+        while self._waiting and self._free > 0:  # below zero after `take_up`
             waiter = self._waiting.popleft()
             if not waiter.done():
                 self._free -= 1
@@ -319,7 +302,7 @@ class SlotPool:
         oldest = sorted(self._held.values(), key=lambda held: held.since)[:3]
         holders = ", ".join(f"{held.slot.trajectory_id} for {now - held.since:.0f}s" for held in oldest)
         return (
-            f"no slot came free for {trajectory_id} in {timeout_s:g}s: all {self.total_slots} are in use"
+            f"no slot became free for {trajectory_id} in {timeout_s:g}s: all {self.total_slots} are in use"
             f"{f' (longest by {holders})' if holders else ''}; "
             "raise max_slots or acquire_timeout, or lower the concurrency"
         )

@@ -1,11 +1,9 @@
 """Slots and what provides them: the types and Protocols of the sandbox layer. No I/O.
 
 A *backend* creates slots; a *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number
-of slots start. `pool.py` leases slots; everything above this layer sees only `Slot`, `Snapshot` and the pool.
+of slots start. `pool.py` leases slots; code above this layer uses only `Slot`, `Snapshot` and the pool.
 
 Paths are paths inside the slot. Relative ones start at `WORKSPACE`, which is also the directory where commands start.
-
-What a slot was made from, as JSON and back: a service keeps it beside each lease for whoever attaches next.
 """
 
 from __future__ import annotations
@@ -20,17 +18,17 @@ from typing import Protocol, overload, runtime_checkable
 from palaestra.core.types import JSON, AllowList, Limits, Network, network
 
 WORKSPACE = "/workspace"
-"""Where an agent's commands start, in every backend."""
+"""Where commands start, in every backend."""
 
 DEFAULT_OUTPUT_BYTES = 50_000
 """How much of a command's output is kept by default, head and tail together."""
 
 MAX_FILE_BYTES = 64 << 20
-"""How much one file call carries by default; larger files are refused with the limit in the message."""
+"""How much one file call reads by default; larger files are refused, and the message names the limit."""
 
 
 class Rung(IntEnum):
-    """How well a slot is isolated; higher is better. DESIGN: the ladder."""
+    """The isolation level of a slot; higher is better."""
 
     NONE = 0
     CONFINED = 1
@@ -39,7 +37,7 @@ class Rung(IntEnum):
 
     @property
     def label(self) -> str:
-        """The name that flags, metadata and messages use."""
+        """The name in flags, metadata and messages."""
         return self.name.lower()
 
 
@@ -53,19 +51,18 @@ class Fork(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExecutionResult:
-    """What one command did.
+    """The result of one command.
 
-    `output` is stdout and stderr as they were interleaved, decoded as UTF-8 with replacement; when it was longer than
-    the bound it holds head and tail with a line between that says how much is missing. `metadata` always holds
-    `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout` (bool), `rung`,
-    `output_total_bytes`, `truncated` (bool), `duration_s`; where the backend knows, `cpu_s`, `max_rss_bytes`, `oom`.
-    `full_output_path` is there when output was left out and the slot has it (its first 4 MiB) in a file;
-    `full_output_bytes` says how much that is. `shell_restarted` (bool) is there after a command of a stateful shell.
-    `verdict` holds the bytes that the command wrote to descriptor 3 when the call asked for that channel.
+    `output` is stdout and stderr as they were interleaved, decoded as UTF-8 with replacement; if it exceeded the bound
+    it holds head and tail, with a line between them that counts the missing bytes. `metadata` always holds `exit_code`
+    and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout` (bool), `rung`, `output_total_bytes`,
+    `truncated` (bool), `duration_s`; if the backend knows them, `cpu_s`, `max_rss_bytes`, `oom`. If output was left out
+    and the slot has it in a file, `full_output_path` is that file and `full_output_bytes` how much it holds (the first
+    4 MiB). Commands of a stateful shell have `shell_restarted` (bool). `verdict` holds the bytes that the command wrote
+    to descriptor 3, if the call asked for that channel.
 
-    `success` is `exit_code == 0`. `error` is empty on success, else one line ("Exit code: 2", "Command timed out
-    after 5s").
-    A slot that dies raises `SlotLost` and never looks like a failed command.
+    `success` is `exit_code == 0`. `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out
+    after 5s"). A slot that dies raises `SlotLost` and never looks like a failed command.
     """
 
     success: bool
@@ -86,7 +83,7 @@ class ExecutionResult:
 class FileInfo:
     """One directory entry. `kind` is file, dir, symlink or other; `size` in bytes; `mode` the permission bits.
 
-    `target` is where a symlink leads, as it is written in it.
+    `target` is the text of a symlink.
     """
 
     path: str
@@ -101,7 +98,8 @@ class FileInfo:
 class Change:
     """One path that differs from the snapshot a workspace started from. `kind`: file, dir, symlink, other, deleted.
 
-    A directory that replaced what was below it is one Change with `opaque` set, besides the Changes of its entries.
+    A directory that replaced what was below it is one Change with `opaque` set, in addition to the Changes of its
+    entries.
     """
 
     path: str
@@ -111,7 +109,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A sealed workspace. `layers` name the immutable layers, topmost first, inside the backend that made them."""
+    """A sealed workspace. `layers` name its immutable layers, topmost first, in the backend that made them."""
 
     snapshot_id: str
     layers: tuple[str, ...]
@@ -120,7 +118,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host directory that a slot can read, never write, at `target`: interpreters, wheels, test tools."""
+    """A host directory that a slot can read, but not write, at `target`: interpreters, wheels, test tools."""
 
     source: str
     target: str
@@ -131,11 +129,8 @@ class SlotSpec:
     """What a slot is made from. Slots of equal specs are interchangeable.
 
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
-    layout; None is the allow-list of the host's system directories.
-    `env` is the whole environment of commands besides PATH, HOME, LANG, TERM, which the backend sets.
-    `warm_shell` keeps a bash waiting in the slot for the next command line, which then takes half of the time; it
-    costs memory and one of the slot's processes (see `docs/sandboxes.md`). Nothing on the rungs without namespaces.
-    Raises ValueError for a network that is none.
+    layout; None is the allow-list of the host's system directories. `env` is the whole environment of commands besides
+    PATH, HOME, LANG, TERM, which the backend sets. Raises ValueError if `network` is not a Network or AllowList.
     """
 
     image: str | None = None
@@ -143,7 +138,6 @@ class SlotSpec:
     limits: Limits = Limits()
     mounts: tuple[Mount, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-    warm_shell: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))
@@ -158,10 +152,10 @@ class TerminalSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputPiece:
     """A piece of a process's output, from the cursor `start` on.
 
-    `lost` is how many bytes after the cursor that was asked for are no longer kept.
+    `lost` is how many bytes after the requested cursor are no longer kept.
     """
 
     data: bytes
@@ -176,11 +170,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """What there is to say of a background process. `exit_code` is None while it runs, 128+n after signal n.
+    """The status of a background process. `exit_code` is None while it runs, 128+n after signal n.
 
-    `pid` is the slot's number for it, `started_s` when it was started, in seconds since the host's boot: together with
-    `process_id` they tell it from every other one, also after the slot's server was started anew. `full_output_path`
-    is a file in the slot with its output from the start, once that is more than what is kept for readers.
+    `pid` is its number in the slot, `started_s` its start in seconds since the host's boot: together with `process_id`
+    they identify it, even if the slot's server was started again. `full_output_path` is a file in the slot with its
+    output from the start, once that exceeds what is kept for readers.
     """
 
     process_id: int
@@ -200,7 +194,7 @@ class ProcessStatus:
 class Process(Protocol):
     """A process of a slot that outlives the call that started it; it ends with the slot at the latest.
 
-    Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError when the process was forgotten.
+    Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError if the process was forgotten.
     """
 
     @property
@@ -208,24 +202,25 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process as the slot sees it."""
+        """Its number in the slot."""
         ...
 
     async def status(self) -> ProcessStatus: ...
 
-    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> Output:
-        """Output from `cursor` on (negative: so many bytes before the end), without taking it away from others.
+    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
+        """Output from `cursor` on (negative: so many bytes before the end); other readers still get it.
 
-        Where there is none yet, waits `wait_s` at most for some, or for the end. The last 256 KiB at least are kept.
+        If there is none yet, wait at most `wait_s` for some, or for the end. At least the last 256 KiB are kept.
         """
         ...
 
-    def output(self, cursor: int = 0) -> AsyncIterator[Output]:
+    def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
         """Follow the output from `cursor` on until the process has ended."""
         ...
 
     async def write(self, data: bytes) -> None:
-        """Write to its input, at the pace at which it reads. BrokenPipeError when it has closed it or has ended."""
+        """Write to its input, at the pace at which it reads. BrokenPipeError if it has closed its input or has
+        ended."""
         ...
 
     async def close_input(self) -> None:
@@ -237,15 +232,16 @@ class Process(Protocol):
         ...
 
     async def resize(self, size: TerminalSize) -> None:
-        """Another window size; its foreground processes are told. OSError (ENOTTY) without a terminal."""
+        """Resize its terminal; the foreground processes get SIGWINCH. OSError (ENOTTY) without a terminal."""
         ...
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Its status when it has ended, or after `timeout_s`: look at `running`."""
+        """Its status when it has ended, or after `timeout_s`: check `running`."""
         ...
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """End it and everything it has started: SIGTERM, up to `grace_s` for that, then SIGKILL until nothing lives."""
+        """Kill it and everything it has started: SIGTERM, up to `grace_s` for that, then SIGKILL until nothing
+        lives."""
         ...
 
     async def forget(self) -> None:
@@ -254,7 +250,7 @@ class Process(Protocol):
 
 
 class Shell(Protocol):
-    """A shell that goes on: directory, variables and functions of one command are there for the next."""
+    """A stateful shell: directory, variables and functions of one command are there for the next."""
 
     async def run(
         self,
@@ -267,9 +263,9 @@ class Shell(Protocol):
     ) -> ExecutionResult:
         """Run a command; calls wait for each other.
 
-        A timeout interrupts the command and kills what it has started. When the shell had to die for that, ended itself
-        (`exit`, `exec`, `set -e`) or had died before, `metadata["shell_restarted"]` is true: directory, variables and
-        functions are those of a new shell from then on.
+        A timeout interrupts the command and kills what it has started. If the shell had to die for that, ended itself
+        (`exit`, `exec`, `set -e`) or had died before, `metadata["shell_restarted"]` is true: from then on directory,
+        variables and functions are those of a new shell.
         """
         ...
 
@@ -283,7 +279,7 @@ class Shell(Protocol):
 
 
 class Slot(Protocol):
-    """One leased workspace. Every method raises `StaleLease` after release and `SlotLost` when the slot died."""
+    """One leased workspace. Every method raises `StaleLease` after release and `SlotLost` if the slot has died."""
 
     @property
     def slot_id(self) -> str: ...
@@ -310,16 +306,16 @@ class Slot(Protocol):
         verdict: bool = False,
         spill: bool = True,
     ) -> ExecutionResult:
-        """Run `bash -c command`, or an argv as it is, to its end or its timeout, which kills the whole process tree.
+        """Run `bash -c command`, or an argv, to its end or its timeout, which kills the whole process tree.
 
-        `spill` keeps output that is longer than `max_output_bytes` in a file of the slot. `verdict` opens descriptor 3
-        of the command as a channel of its own: what is written there is returned apart from the output (at most
-        16 MiB). Cancelling the call kills the command.
+        `spill` keeps output that exceeds `max_output_bytes` in a file of the slot. `verdict` opens descriptor 3 of the
+        command as a channel of its own, returned apart from the output (at most 16 MiB). Cancelling the call kills the
+        command.
         """
         ...
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
-        """A stateful shell, which starts with its first command; `state` is what `Shell.state` of another one gave."""
+        """A stateful shell, which starts with its first command; `state` comes from `Shell.state` of another one."""
         ...
 
     async def spawn(
@@ -331,20 +327,21 @@ class Slot(Protocol):
         stdin: bool = True,
         terminal: TerminalSize | None = None,
     ) -> Process:
-        """Start a background process; with `terminal` it has one of its own, else a pipe for input if `stdin` is set.
+        """Start a background process; with `terminal` it has one of its own, otherwise a pipe for input if `stdin` is
+        set.
 
-        A program that is not there raises FileNotFoundError, one that cannot run PermissionError.
+        Raises FileNotFoundError for a missing program, PermissionError for one that cannot be run.
         """
         ...
 
     async def processes(self) -> Sequence[Process]:
-        """The background processes of this slot, those that have ended included, oldest first."""
+        """The background processes of this slot, including ended ones, oldest first."""
         ...
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write atomically, creating parent directories. `mode` None keeps an existing file's, else 0o644."""
+        """Write atomically, creating parent directories. `mode` None keeps an existing file's mode, otherwise 0o644."""
         ...
 
     @overload
@@ -352,8 +349,8 @@ class Slot(Protocol):
     @overload
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, stands for whatever cannot be read as
-        one: nothing, a directory, a fifo, a link in a circle, more than a call may read."""
+        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, is returned for whatever cannot be
+        read as a file: nothing, a directory, a fifo, a circular link, more than one call may read."""
         ...
 
     async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None: ...
@@ -361,61 +358,61 @@ class Slot(Protocol):
     async def list_dir(self, path: str = ".") -> list[FileInfo]: ...
 
     async def stat(self, path: str) -> FileInfo | None:
-        """None when nothing is there. Symlinks are not followed."""
+        """The entry at a path, symlinks not followed; None if nothing is there."""
         ...
 
     async def make_dir(self, path: str) -> None:
-        """A directory with its parents. One that is there already is fine."""
+        """Make a directory with its parents, if it does not exist."""
         ...
 
     async def make_link(self, path: str, target: str) -> None:
-        """A symlink, in place of a file or symlink that is there. Its target need not be."""
+        """Make a symlink, in place of an existing file or symlink. Its target need not exist."""
         ...
 
     async def upload(self, local: Path, path: str) -> int:
-        """Write a file of this machine, of any size, with its permission bits: the bytes of it. Atomic, as writing is.
+        """Write a file of this machine, of any size, with its permission bits, atomically; its bytes.
 
         For whole directories: `transfer.upload_dir`.
         """
         ...
 
     async def download(self, path: str, local: Path) -> int:
-        """Write a file of the slot, of any size, to one of this machine, which appears whole: the bytes of it."""
+        """Write a file of the slot, of any size, to one of this machine, which appears whole; its bytes."""
         ...
 
     async def remove(self, path: str) -> None:
-        """Remove a file or a whole directory. Nothing there is not an error."""
+        """Remove a file or a whole directory, if it exists."""
         ...
 
     async def arguments(self, pid: int) -> Sequence[str] | None:
-        """The arguments of a process by the number that the slot gives it, as the kernel says; None where none lives.
+        """The arguments of a process by its number in the slot, as the kernel reports them; None if no such process
+        lives.
 
-        A process that is just being started has none yet. No program or file of the slot has a part in this, nor in
-        `ask`.
+        A process that is just being started has none yet. This and `ask` use no program or file of the slot.
         """
         ...
 
     async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
         """What a service at 127.0.0.1 in the slot answers to these bytes until it closes the connection.
 
-        OSError where nobody listens, or the answer has no end in time; what is longer than `max_bytes` is cut off.
+        Raises OSError if nothing listens, or the answer does not end in time; an answer longer than `max_bytes` is cut.
         """
         ...
 
     async def changes(self) -> list[Change]:
-        """What differs from the snapshot (or image) this slot started from. Cost grows with the change alone."""
+        """What differs from the snapshot (or image) this slot started from. The cost grows with the change alone."""
         ...
 
     async def freeze(self) -> int:
-        """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
+        """Stop every process of the slot until the next call to it, for example while no agent acts; how many."""
         ...
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
-        """Another slot with the files of this one as they are now, for as long as the block lasts; this one goes on.
+        """Another slot with this one's present files, for as long as the block lasts; this one continues.
 
-        So what may be done next can be tried at any step. It is not counted as one of the pool's: who holds a slot must
-        not wait for another. Processes, `/tmp` and `/dev/shm` are not in it. Raises `SandboxError` on a rung without
-        layers.
+        For trying the next step at any time. The fork does not count as one of the pool's slots: a holder of a slot
+        must not wait for another. Processes, `/tmp` and `/dev/shm` are not in it. Raises `SandboxError` on a rung
+        without layers.
         """
         ...
 
@@ -424,7 +421,8 @@ class Slot(Protocol):
 class View:
     """Which part of a sealed workspace's change a new slot sees: everything under `only`, without `without`.
 
-    Paths left out show the snapshot that the sealed slot had started from. This is how grading drops an agent's plants.
+    Paths that are left out show the snapshot that the sealed slot had started from. Grading uses this to drop files
+    that an agent has planted.
     """
 
     only: tuple[str, ...] = ("/",)
@@ -432,8 +430,8 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One line of the ladder: whether `rung` can be had here, and if not, why and what would change that."""
+class RungStatus:
+    """Whether an isolation level is available here; if not, why, and what would change that."""
 
     rung: Rung
     available: bool
@@ -451,7 +449,7 @@ class Backend(Protocol):
     def fork(self) -> Fork: ...
 
     async def start(self) -> None:
-        """Raises `IsolationUnavailable`, before any slot exists, when the rung asked for cannot be had."""
+        """Raises `IsolationUnavailable`, before any slot exists, if the requested rung is not available."""
         ...
 
     async def aclose(self) -> None:
@@ -463,23 +461,20 @@ class Backend(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """How many slots there can be at a time, once it is started; None is no limit of the backend's."""
+        """How many slots there can be at a time, after `start`; None if the backend has no limit."""
         ...
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot: ...
-
-    def adopt(self, slot: Slot, trajectory_id: str) -> Slot | None:
-        """The lease of a slot that was made ahead, for a trajectory; None when it is no longer alive."""
-        ...
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot and its processes (proved by pidfd); its change becomes an immutable layer."""
         ...
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """What the slot's files are now; the slot goes on. Cost grows with the change since the last checkpoint.
+        """The slot's present files as a snapshot; the slot continues. The cost grows with the change since the last
+        one.
 
-        Processes are not in a snapshot. Raises `SandboxError` where a backend cannot do it.
+        Processes are not in a snapshot. Raises `SandboxError` if a backend cannot do it.
         """
         ...
 
@@ -502,7 +497,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Lasting(Protocol):
-    """What a backend has besides whose slots can outlive the process that leased them."""
+    """What a backend has in addition if its slots can outlive the process that leased them."""
 
     @property
     def stays(self) -> bool:
@@ -510,12 +505,12 @@ class Lasting(Protocol):
         ...
 
     def leases(self) -> Sequence[Slot]:
-        """The slots that were there when it was started, under new leases."""
+        """The slots that existed when it was started, under new leases."""
         ...
 
 
 class SlotSource(Protocol):
-    """What hands out slots to the layers above: the pool."""
+    """Hands out slots to the layers above: the pool."""
 
     async def acquire(
         self,
@@ -540,16 +535,11 @@ class SlotSource(Protocol):
     async def forget(self, snapshot: Snapshot) -> None: ...
 
 
-Ladder = Sequence[Step]
-OutputStream = AsyncIterator[bytes]
-
-
 def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
-    """As plain JSON."""
+    """What a slot was made from as plain JSON: a service keeps it for the next client."""
     network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
     mounts = [[mount.source, mount.target] for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
-    about["warm_shell"] = spec.warm_shell
     return about | {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
 
 
@@ -562,6 +552,5 @@ def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
         limits=Limits(**about["limits"]),
         mounts=tuple(Mount(*mount) for mount in about["mounts"]),
         env=tuple((name, value) for name, value in about["env"]),
-        warm_shell=about["warm_shell"],
     )
     return about["trajectory_id"], spec

@@ -1,8 +1,8 @@
-"""Whole directories into a slot and out of it, byte for byte, entry by entry through the slot's file calls: no shell.
+"""Copies whole directories into a slot and out of it, entry by entry through the slot's file calls: without a shell.
 
 Links are copied as links and never followed; permission bits are kept, owners and times are not. Sockets, devices and
-fifos are left out and named. Invariant: nothing is written outside of the two directories, whatever the other side is
-called or leads to.
+fifos are left out and listed. Invariant: nothing is written outside of the two directories, whatever names or links the
+other side has.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from palaestra.sandbox.slot import Slot
 
 AT_ONCE = 16
-"""Files under way at a time."""
+"""How many files are transferred concurrently."""
 
 
 @dataclass(slots=True)
 class Transferred:
-    """What went over: files and links, their bytes, and the paths of what is neither file, link nor directory."""
+    """The result: number of files and links, their bytes, and the paths that are neither file, link nor directory."""
 
     files: int = 0
     size: int = 0
@@ -31,7 +31,7 @@ class Transferred:
 
 
 async def upload_dir(slot: Slot, local: Path, path: str) -> Transferred:
-    """Copy what a directory of this machine holds into one of the slot, which is made. Raises OSError."""
+    """Copy the contents of a directory of this machine into one of the slot, which is made. Raises OSError."""
     done, jobs = Transferred(), _Jobs()
     await slot.make_dir(path)
     trail = [(local, path)]
@@ -54,7 +54,7 @@ async def upload_dir(slot: Slot, local: Path, path: str) -> Transferred:
 
 
 async def download_dir(slot: Slot, path: str, local: Path) -> Transferred:
-    """Copy what a directory of the slot holds into one of this machine, which is made. Raises OSError."""
+    """Copy the contents of a directory of the slot into one of this machine, which is made. Raises OSError."""
     done, jobs = Transferred(), _Jobs()
     local.mkdir(parents=True, exist_ok=True)
     trail = [(path, local)]
@@ -63,7 +63,7 @@ async def download_dir(slot: Slot, path: str, local: Path) -> Transferred:
         for entry in await slot.list_dir(there):
             target = here / posixpath.basename(entry.path)
             if target.is_symlink() or (entry.kind == "symlink" and target.is_file()):
-                target.unlink()  # what is there already must not lead elsewhere
+                target.unlink()  # an existing link must not lead elsewhere
             if entry.kind == "symlink":
                 target.symlink_to(entry.target)
                 done.files += 1
@@ -85,7 +85,7 @@ async def _downloaded(slot: Slot, path: str, target: Path, mode: int) -> int:
 
 
 class _Jobs:
-    """Files on their way, some at a time. The first failure ends all and is raised."""
+    """Transfers under way. The first failure cancels the others and is raised."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -103,7 +103,7 @@ class _Jobs:
             await self._wait(asyncio.FIRST_COMPLETED)
 
     async def finish(self) -> None:
-        """Wait for the last."""
+        """Wait for all."""
         while self._running:
             await self._wait(asyncio.ALL_COMPLETED)
 

@@ -41,7 +41,7 @@ async def shown(backend: LocalBackend, snapshot: Snapshot, command: str) -> str:
 async def copied(slot: Slot) -> int:
     """How many bytes a further checkpoint had to copy."""
     assert isinstance(slot, LocalSlot)
-    return int((await slot.server.call("checkpoint", slot.lease())).fields["copied_bytes"])
+    return int((await slot.requests.call("checkpoint", slot.lease())).fields["copied_bytes"])
 
 
 def test_every_step_can_be_forked(on_each_rung: WithSlot) -> None:
@@ -167,7 +167,7 @@ def test_a_slot_can_be_forked_several_times_at_once(on_each_rung: WithSlot) -> N
         moving = 'x=$(wc -l < beat); until [ "$(wc -l < beat)" != "$x" ]; do :; done; echo moves'
         assert (await slot.execute(moving, timeout_s=10)).output == "moves\n"
         assert isinstance(slot, LocalSlot)
-        assert (await slot.server.call("stats", {})).fields["layers"] == 0
+        assert (await slot.requests.call("stats", {})).fields["layers"] == 0
 
     on_each_rung(body)
 
@@ -202,7 +202,7 @@ def test_a_snapshot_that_nobody_waits_for_any_more_is_dropped(on_each_rung: With
             making.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await making
-            assert (await slot.server.call("stats", {})).fields["layers"] == 1
+            assert (await slot.requests.call("stats", {})).fields["layers"] == 1
         assert await shown(backend, base, "ls | wc -l") == "1000\n"
 
     on_each_rung(body)
@@ -225,7 +225,7 @@ def test_what_stands_on_a_forgotten_snapshot_can_be_kept_all_the_same(on_each_ru
         base = await backend.seal(slot)
         other = await backend.create(SlotSpec(), "other", base)
         await backend.forget(base)
-        with pytest.raises(SandboxError, match="no longer there"):
+        with pytest.raises(SandboxError, match="layer-"):
             await backend.create(SlotSpec(), "late", base)
         await other.write_text("b", "2")
         live = await backend.checkpoint(other)
@@ -284,11 +284,11 @@ def test_a_holder_of_a_slot_can_try_something_in_a_fork_of_it(on_each_rung: With
                 raise ZeroDivisionError
 
         await slot.execute("echo 1 > step; mkdir d; sleep 1000 >/dev/null 2>&1 & echo $! > d/pid")
-        before = (await slot.server.call("stats", {})).fields
+        before = (await slot.requests.call("stats", {})).fields
         with pytest.raises(ZeroDivisionError):
             await spoil()
         assert (await slot.execute('cat step; kill -0 "$(cat d/pid)" && echo lives')).output == "2lives\n"
-        assert (await slot.server.call("stats", {})).fields == before
+        assert (await slot.requests.call("stats", {})).fields == before
         with pytest.raises(StaleLease):
             await forks[0].execute("true")
 

@@ -22,7 +22,7 @@ import pytest
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.isolation import self_test_confined
+from palaestra.sandbox.isolation import self_test
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Fork, Mount, Rung, Slot, SlotSpec, View
 from sandbox.processes import descendants, ignoring, table
@@ -313,9 +313,9 @@ def test_a_workspace_that_was_closed_can_be_begun_in_by_the_next() -> None:
 
 def test_the_proof_is_held_by_any_shell() -> None:
     async def body(_: LocalBackend, slot: Slot) -> None:
-        lines = (await slot.execute(["sh", "-c", self_test_confined.SCRIPT])).output.splitlines()
+        lines = (await slot.execute(["sh", "-c", self_test.CONFINED_SCRIPT])).output.splitlines()
         facts = {word: [line.partition(" ")[2].strip()] for line in lines for word in line.split()[:1]}
-        assert all(self_test_confined.claims(facts, server_is_root=ROOT).values()), facts
+        assert all(self_test.confined_claims(facts, server_is_root=ROOT).values()), facts
 
     confined(body)
 
@@ -544,7 +544,7 @@ def test_who_has_no_home_keeps_slots_workspaces_and_services_apart() -> None:
     for kind in ("", "snapshots-"):
         with contextlib.suppress(OSError):  # it is not empty: somebody else's
             os.rmdir(f"/var/tmp/palaestra-{kind}{SOMEBODY}")
-    if "no isolation can be had" in ran.stderr:
+    if "no isolation is available" in ran.stderr:
         pytest.skip(ran.stderr.splitlines()[-1])
     assert ran.stdout == "both\n", ran.stderr[-2000:]
 
@@ -572,7 +572,7 @@ def test_commands_start_as_on_the_other_rungs(rung: Rung) -> None:
 
 def test_a_pool_has_as_many_places_as_the_rung() -> None:
     async def main() -> None:
-        pool = SlotPool(SlotPoolConfig(max_slots=3, warm_slots=0 if ROOT else 2), LocalBackend(rung=Rung.CONFINED))
+        pool = SlotPool(SlotPoolConfig(max_slots=3), LocalBackend(rung=Rung.CONFINED))
         try:
             await pool.start()
         except IsolationUnavailable as error:

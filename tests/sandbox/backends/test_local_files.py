@@ -298,7 +298,7 @@ def test_an_upload_of_what_cannot_be_read_to_its_end_leaves_nothing(with_slot: W
     async def body(backend: LocalBackend, slot: Slot) -> None:
         assert isinstance(slot, LocalSlot)
         with pytest.raises(OSError, match="the disk is broken"):
-            await slot.server.upload_file({**slot.lease(), "path": "f"}, Failing(bytes(8 << 20)))
+            await slot.requests.upload_file({**slot.lease(), "path": "f"}, Failing(bytes(8 << 20)))
         assert (await slot.execute("ls -A")).output == ""
 
     with_slot(body)

@@ -12,7 +12,7 @@ import pytest
 
 from palaestra.core.errors import ImageError, IsolationUnavailable
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.images.store import ImageStore
+from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 pytestmark = pytest.mark.slots

@@ -213,7 +213,7 @@ def test_what_cannot_be_had_is_refused_before_anything_runs(tmp_path: Path) -> N
         with pytest.raises(SandboxError, match="start"):
             await LocalBackend().create(SlotSpec(), "early")
         async with LocalBackend() as backend:
-            with pytest.raises(ConfigError, match="is not there"):
+            with pytest.raises(ConfigError, match="missing"):
                 await backend.create(SlotSpec(image=str(tmp_path / "missing")), "x")
             with pytest.raises(ConfigError, match="not a directory on this machine"):
                 await backend.create(SlotSpec(mounts=(Mount(str(tmp_path / "missing"), "/opt/x"),)), "x")

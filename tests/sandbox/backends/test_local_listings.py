@@ -9,7 +9,7 @@ import pytest
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.sandbox.slotd.protocol.frames import MAX_FRAME
-from palaestra.sandbox.slotd.requests.streams import MAX_BYTES
+from palaestra.sandbox.slotd.streams import MAX_LIST_BYTES
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots
@@ -61,7 +61,7 @@ def test_changes_longer_than_a_message(with_slot: WithSlot) -> None:
 def test_changes_that_would_fill_the_memory_are_refused(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await slot.execute(["python3", "-c", DEEP.format(depth=390, files=6000)])
-        with pytest.raises(OSError, match=f"list has more than {MAX_BYTES} bytes"):
+        with pytest.raises(OSError, match=f"list has more than {MAX_LIST_BYTES} bytes"):
             await slot.changes()
         await is_well(backend)
 

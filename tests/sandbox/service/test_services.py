@@ -119,9 +119,9 @@ def test_a_former_holder_is_refused_after_somebody_else_attached(place: Path) ->
             (found,) = second.leases()
             assert isinstance(slot, LocalSlot)
             assert isinstance(found, LocalSlot)
-            slot.server, slot.released = found.server, False  # a holder that has lost count
+            former = {"slot": slot.slot_id, "epoch": slot.epoch}
             with pytest.raises(StaleLease, match=f"epoch {slot.epoch}"):
-                await slot.execute("true")
+                await found.requests.call("exec", {**former, "command": "true"})
             await second.end()
 
     running(body)
@@ -131,7 +131,7 @@ def test_snapshots_go_with_the_client_that_knows_them(place: Path) -> None:
     async def layers(of: LocalBackend) -> int:
         slot = of.leases()[0]
         assert isinstance(slot, LocalSlot)
-        return int((await slot.server.call("stats", {})).fields["layers"])
+        return int((await slot.requests.call("stats", {})).fields["layers"])
 
     async def body() -> None:
         async with backend(place) as first:
@@ -256,7 +256,6 @@ def test_what_a_slot_was_made_from_comes_back() -> None:
             Limits(cpus=0.5),
             (Mount("/a", "/b"),),
             (("A", "b"),),
-            warm_shell=True,
         ),
     ):
         assert slot.decode_lease(slot.encode_lease("t", spec)) == ("t", spec)

@@ -62,7 +62,7 @@ def test_a_path_left_out_shows_the_base(base_tree: Tree, tree: Tree, path: str) 
         write(root / "tree", tree)
         (root / "trash").mkdir()
         before, agent = read(root / "base"), read(root / "tree")
-        copy_workspace.Cut(str(root / "tree"), str(root / "base"), str(root / "trash")).leave_out(path)
+        copy_workspace.CopyCut(str(root / "tree"), str(root / "base"), str(root / "trash")).leave_out(path)
         after = read(root / "tree")
         assert under(after, path) == under(before, path)
         way = {str(parent) for parent in Path(path).parents}
@@ -80,7 +80,7 @@ def test_a_path_alone_is_the_trees_and_the_rest_the_bases(base_tree: Tree, tree:
         write(root / "tree", tree)
         (root / "trash").mkdir()
         before, agent = read(root / "base"), read(root / "tree")
-        copy_workspace.Cut(str(root / "tree"), str(root / "base"), str(root / "trash")).keep_only([path])
+        copy_workspace.CopyCut(str(root / "tree"), str(root / "base"), str(root / "trash")).keep_only([path])
         after = read(root / "tree")
         assert under(after, path) == under(agent, path)
         way = {str(parent) for parent in Path(path).parents}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from palaestra.sandbox.slotd import files
-from palaestra.sandbox.slotd.layers.copy_tree import Copy
+from palaestra.sandbox.slotd.layers.copy_tree import TreeCopy
 from palaestra.sandbox.slotd.layers.overlay import UNFINISHED
 
 
@@ -78,6 +78,6 @@ def test_a_file_that_is_being_written_is_in_no_list_and_no_copy(root: int, tmp_p
 def seen(root: int, tmp_path: Path, copy: str) -> list[str]:
     """The names in `/d/nested`, as listed and then as copied."""
     listed = result(files.list_directory(root, "/d/nested"))
-    for _ in Copy().tree(str(tmp_path / "d/nested"), str(tmp_path / copy)):
+    for _ in TreeCopy().tree(str(tmp_path / "d/nested"), str(tmp_path / copy)):
         pass
     return [*sorted(os.path.basename(entry["path"]) for entry in listed), *sorted(os.listdir(tmp_path / copy))]

@@ -19,7 +19,7 @@ from palaestra import process_registry, use_session
 from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON
-from palaestra.processes.notifications import MAX_TOLD, Told
+from palaestra.processes.notifications import MAX_NOTIFICATIONS, Notifications
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import Watch
 from palaestra.sandbox.backends.local import LocalBackend
@@ -199,18 +199,13 @@ def test_what_is_told_waits_for_synchronous_code() -> None:
 
 def test_where_nobody_reads_the_oldest_gives_way(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
-        told = Told()
-        registry = ProcessRegistry(told=told)
-        watch = Watch(on_exit=True)
-        for number in range(2):
-            await registry.spawn(desk.slot, f"exit {number}", task_id="t", watch=watch)
-            event = await registry.completion_queue.get()
-            session = registry.get(event.session_id)
-            assert session is not None
-            for _ in range(MAX_TOLD // 2):
-                told.event(session, event)
+        told = Notifications()
+        session = await ProcessRegistry(notifications=told).spawn(desk.slot, "true", task_id="t")
+        for code in range(2):
+            for _ in range(MAX_NOTIFICATIONS // 2 + code):
+                told.add_event(session, "completion", "", code)
         codes = [told.completion_queue.get_nowait()["exit_code"] for _ in range(told.completion_queue.qsize())]
-        assert codes == [0] * (MAX_TOLD // 2 - 1) + [1] * (MAX_TOLD // 2 + 1)
+        assert codes == [0] * (MAX_NOTIFICATIONS // 2 - 1) + [1] * (MAX_NOTIFICATIONS // 2 + 1)
 
     at_desk(scenario)
 

@@ -48,7 +48,7 @@ from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.schedule import read_timings
 from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.isolation.probe import warning
+from palaestra.sandbox.isolation.isolation_probe import warning
 
 
 def main(environment: object, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:

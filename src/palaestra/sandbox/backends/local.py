@@ -1,46 +1,45 @@
 """Slots on this machine's own kernel, without a container runtime: the default backend.
 
 On the rungs `full` and `userns` a slot is a set of namespaces around a copy-on-write root. Creating one takes
-milliseconds, a command costs little more than the same command outside, and a prepared workspace is forked by stacking
-layers, whatever its size.
+milliseconds, a command costs little more than outside, and a prepared workspace is forked by stacking layers, whatever
+its size.
 
 Covered there: own processes, mounts, IPC, host name and (network off) network; a root that holds nothing of the host
 but an allow-list of system directories or the given image, writable only as a copy; no new privileges, a handful of
-capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. When any process
-of ours is killed, the kernel ends all slots and takes their mounts with them. With a list of hosts, a slot's network is
-empty but for a proxy that keeps to the list; that needs root.
+capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. If any process of
+ours is killed, the kernel ends all slots and removes their mounts. With a list of hosts, a slot's network is empty
+except for a proxy that enforces the list; that needs root.
 
 `full` needs root. The slot's root is a private uid outside, and owners of the system's files are mapped, so everything
-in the root can be changed in the slot; memory (files in the workspace and /tmp count too), processes and processor are
+in the root can be changed in the slot; memory (including files in the workspace and /tmp), processes and processor are
 limited by control groups. All slots of one backend share that uid range.
 
-`userns` needs no root. The slot's root is the user who started the run, and nobody else exists: system files belong to
-nobody and cannot be changed, `chown` to other users fails. Memory is limited per process, not per slot; processor time
-is not limited. (Root who asks for this rung by name gets a private uid range instead of its own uid.)
+`userns` needs no root. The slot's root is the user who started the run, and no other user exists: system files belong
+to nobody and cannot be changed, `chown` to other users fails. Memory is limited per process, not per slot; processor
+time is not limited. (If root asks for this rung by name, slots get a private uid range instead of root's own uid.)
 
 `confined` is for ordinary containers, which allow no namespaces. A slot is a directory, Landlock around it, a system
 call filter, limits per process and, for root, a user. Covered: files outside its own workspace, home and TMPDIR (the
 system's programs and settings can be read, nothing else), signals and tracing, TCP, UDP and abstract sockets while the
 network is off, System V objects. Not covered: names and command lines of all processes in the container, sockets that
-are files open to everybody (without root: to the same user), the amount of disk and of memory in all, processor time;
-before Linux 6.12 also abstract sockets while the network is on. What differs for commands: no list of hosts, no image,
-mounts only at their own path; the workspace lies elsewhere and `/workspace` is a link to it where root could make one
-(lost by programs that close all descriptors); TMPDIR and not /tmp; absolute paths into a workspace do not hold in its
-forks, which are copies. Without root there is one slot at a time, and a command in it can end it.
+are files open to all users (without root: to the same user), the amount of disk and of memory in all, processor time;
+before Linux 6.12 also abstract sockets while the network is on. Commands see these differences: no list of hosts, no
+image, mounts only at their own path; the workspace lies elsewhere and `/workspace` is a link to it if root could make
+one (lost by programs that close all descriptors); TMPDIR and not /tmp; absolute paths into a workspace do not hold in
+its forks, which are copies. Without root there is one slot at a time, and a command in it can end it.
 
 `none`, only by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
 Not covered on any rung: kernel bugs, and side channels between slots. A slot with the network on shares the host's
-network namespace, its loopback and abstract sockets included, and cloud metadata addresses but on `full`, where they
-are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the host's
-/usr can be read in a slot.
+network namespace, its loopback and abstract sockets included, and can reach cloud metadata addresses except on `full`,
+where they are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the
+host's /usr can be read in a slot.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import sys
@@ -48,38 +47,36 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
+from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.core.types import JSON, AllowList, Network
-from palaestra.sandbox.images.store import ImageStore
-from palaestra.sandbox.isolation.hints import explain
-from palaestra.sandbox.isolation.self_test import prove
-from palaestra.sandbox.local.client import SlotServer
-from palaestra.sandbox.local.local_slot import LocalSlot, environment
+from palaestra.sandbox.images.image_store import ImageStore
+from palaestra.sandbox.isolation.self_test import explain, prove
+from palaestra.sandbox.local.client import Requests, SlotClient
+from palaestra.sandbox.local.direct.direct_slot import DirectClient
+from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.service import service_client
 from palaestra.sandbox.slot import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View, decode_lease, encode_lease
 from palaestra.sandbox.slotd.network import allowlist
-from palaestra.sandbox.slotd.protocol import init_messages
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
-"""The rungs this backend has, best first. The last only for who asks for it by name."""
+"""The rungs of this backend, best first. The last is used only if it is asked for by name."""
 
-_WAY_OUT = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-_WAY_OUT += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
+_TO_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+_TO_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
 
 
 _NARROWER = "give a list of hosts instead, or run as root"
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 class LocalBackend:
     """One slot server and its slots. `rung` asks for exactly that rung, `require` for that one or better.
 
-    Without either, the best rung there is. `native_init` False keeps the Python init where a native one was built,
-    which costs megabytes per slot, and counts with them in every command's `max_rss_bytes`. With `service`, a name, the
-    slots live in a process of their own: they stay when this backend is closed or dies, and whoever starts a backend of
-    that name next has them in `leases`. `start` raises `IsolationUnavailable`, with the reason, before any slot.
+    Without either, the best available rung is used. With `service`, a name, the slots live in a process of their own:
+    they stay when this backend is closed or dies, and the next backend of that name has them in `leases`. `start`
+    raises `IsolationUnavailable`, with the reason, before any slot exists.
     """
 
     name = "local"
@@ -89,15 +86,14 @@ class LocalBackend:
         *,
         rung: Rung | None = None,
         require: Rung | None = None,
-        native_init: bool = True,
         images: ImageStore | None = None,
         service: str | None = None,
         service_directory: Path | None = None,
     ) -> None:
-        self._wanted, self._required, self._native_init = rung, require, native_init
+        self._wanted, self._required = rung, require
         self._images = images or ImageStore()
         self._service = None if service is None else service_client.socket_path(service, service_directory)
-        self._server: SlotServer | None = None
+        self._server: SlotClient | None = None
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
         self._loaded: dict[str, tuple[str, ...]] = {}
@@ -108,27 +104,26 @@ class LocalBackend:
 
     @classmethod
     def from_isolation(cls, isolation: str, *, require_sandbox: bool = False) -> LocalBackend:
-        """From the words of a configuration: `best`, or a rung by name. Raises `ConfigError` for another word."""
+        """From the value of a configuration: `best`, or a rung's name. Raises `ConfigError` for another value."""
         require = Rung.USERNS if require_sandbox else None
         if isolation == "best":
             return cls(require=require)
         names = {rung.label: rung for rung in Rung}
         if isolation not in names:
-            raise ConfigError(f"isolation {isolation!r} is none of best, {', '.join(reversed(names))}")
+            raise ConfigError(f"unknown isolation {isolation!r}; use best, {', '.join(reversed(names))}")
         return cls(rung=names[isolation], require=require)
 
     async def start(self) -> None:
-        """Start the server on the best rung allowed and prove it in a throw-away slot. Idempotent."""
+        """Start the server on the best allowed rung and prove it in a throw-away slot. Idempotent."""
         if self._server is not None:
             return
         reasons = []
         for rung in self._candidates():
             reason = await self.attempt(rung)
             if reason is None:
-                _tell_once(self.note)
                 return
             reasons.append(f"{rung.label}: {reason}")
-        raise IsolationUnavailable(f"no isolation can be had here ({'; '.join(reasons)}). To mend it: {_WAY_OUT}.")
+        raise IsolationUnavailable(f"no isolation is available here ({'; '.join(reasons)}). To fix it: {_TO_FIX}.")
 
     def _candidates(self) -> list[Rung]:
         wanted = [rung for rung in BUILT if rung > Rung.NONE] if self._wanted is None else [self._wanted]
@@ -140,10 +135,10 @@ class LocalBackend:
         return allowed
 
     async def attempt(self, rung: Rung) -> str | None:
-        """Start on one rung and prove it; the reason where that cannot be done, and then nothing is left running."""
+        """Start on one rung and prove it; the reason if that fails, and then nothing is left running."""
         try:
             await self._start_server(rung)
-            if not self._running().hello.get("leases"):  # a service that holds some was proved when it was started
+            if not self._running().hello.get("leases"):  # a service with leases was proved when it was started
                 slot = await self.create(SlotSpec(), "proof")
                 await prove(slot)
                 await self.destroy(slot)
@@ -158,24 +153,25 @@ class LocalBackend:
     async def _start_server(self, rung: Rung) -> None:
         prefix = _interpreter_prefix()
         self._rung = rung
-        settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1, "native_init": self._native_init}
+        settings = {"prefix": prefix, "first_epoch": self._last_epoch + 1}
         if self._service is None:
-            self._server = await SlotServer.start(rung.label, settings, self._on_lost)
+            kind = DirectClient if rung is Rung.FULL else SlotClient  # the one place that plugs in the direct path
+            self._server = await kind.start(rung.label, settings, self._on_lost)
         else:
             self._server = await service_client.attach(self._service, rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:
-        """End the server, every slot and every layer; leave a service, which keeps its slots. Idempotent."""
+        """End the server, every slot and every layer; detach from a service, which keeps its slots. Idempotent."""
         server, self._server = self._server, None
         for slot in self._slots.values():
-            slot.released = True
+            slot.release()
         self._slots.clear()
         if server is not None:
             await server.aclose()
         await self._images.aclose()
 
     async def end(self) -> None:
-        """Close, and end the service with all it holds, where this is one."""
+        """Close, and end the service with all its slots if there is one."""
         await self.aclose()
         if self._service is not None:
             await service_client.end(self._service)
@@ -190,8 +186,7 @@ class LocalBackend:
         server, found = self._running(), []
         for lease in server.hello.get("leases", ()):
             trajectory_id, spec = decode_lease(lease["about"])
-            slot = LocalSlot(server, spec, trajectory_id, self.rung, (lease["slot"], lease["epoch"]), self._forked)
-            found.append(self._slots.setdefault(slot.epoch, slot))
+            found.append(self._add(server, server, lease, spec, trajectory_id))
         return list(found)
 
     async def __aenter__(self) -> LocalBackend:
@@ -203,19 +198,14 @@ class LocalBackend:
 
     @property
     def fork(self) -> Fork:
-        """Layers are stacked, but on the rungs without mounts they are copied."""
+        """Layers are stacked, except on the rungs without mounts, which copy."""
         return Fork.NATIVE if self.rung >= Rung.USERNS else Fork.COPY
 
     @property
     def rung(self) -> Rung:
-        """The rung in force. Before `start`, the best that was asked for."""
+        """The rung in force; before `start`, the best that was asked for."""
         chosen = self._wanted if self._rung is None else self._rung
         return Rung.FULL if chosen is None else chosen  # not `or`: the rung `none` is 0
-
-    @property
-    def note(self) -> str:
-        """What this backend has to do without on its rung, and what would mend that; empty for nothing."""
-        return str(self._running().hello.get("note", ""))
 
     @property
     def capacity(self) -> int | None:
@@ -239,49 +229,40 @@ class LocalBackend:
             "allow": _allowed(spec),
             "limits": asdict(spec.limits),
             "mounts": _mounts(spec),
-            "env": environment(spec, self._bin_dir if image is None else ""),
-            "warm_shell": spec.warm_shell and self.rung >= Rung.USERNS,
+            "env": _environment(spec, self._bin_dir if image is None else ""),
         }
         if self._service is not None:
             fields["about"] = encode_lease(trajectory_id, spec)
         server = await self._living()
-        reply = await server.make("create", fields, functools.partial(_unmake, server))
-        if reply["exposed"]:
-            _tell_once(
-                f"slots with the network on reach cloud metadata addresses here: {reply['exposed']}; {_NARROWER}"
-            )
-        lease = (reply["slot"], reply["epoch"])
-        reach = server.reach(*lease, init_messages.environment(fields["env"]), fields["warm_shell"])
-        slot = LocalSlot(server, spec, trajectory_id, self.rung, lease, self._forked, reach)
-        self._slots[slot.epoch] = slot
-        self._last_epoch = max(self._last_epoch, slot.epoch)
-        return slot
+        made, requests = await server.create(fields)
+        if made["exposed"]:
+            _warn_once(f"slots with the network on reach cloud metadata addresses here: {made['exposed']}; {_NARROWER}")
+        return self._add(server, requests, made, spec, trajectory_id)
 
-    def adopt(self, slot: Slot, trajectory_id: str) -> Slot | None:
-        """The lease of a slot that was made ahead; None when it, or its server, has died meanwhile."""
-        ours = self._own(slot)
-        if ours.lost or ours.released or ours.server.ended:
-            return None
-        ours.trajectory_id = trajectory_id
-        return ours
+    def _add(
+        self, server: SlotClient, requests: Requests, lease: Mapping[str, JSON], spec: SlotSpec, trajectory_id: str
+    ) -> LocalSlot:
+        name, epoch = lease["slot"], lease["epoch"]
+        slot = LocalSlot(requests, name, epoch, self.rung, spec, trajectory_id, self._forked, server.loop)
+        self._last_epoch = max(self._last_epoch, epoch)
+        return self._slots.setdefault(epoch, slot)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot; its change becomes a layer, cut to `view` where one is given."""
+        """End the slot; its change becomes a layer, cut to `view` if given."""
         ours = self._own(slot)
         fields = {**ours.lease(), "view": _view(view)}
-        ours.released = True
+        ours.release()
         self._slots.pop(ours.epoch, None)
-        return _snapshot(await ours.server.make("seal", fields, _forget_topmost), ours.spec)
+        return _snapshot(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """What the slot's files are now; the slot goes on. Its processes are stopped meanwhile, and are not in it.
+        """The slot's present files; the slot continues. Its processes are stopped meanwhile, and are not in it.
 
         What has not changed since the slot's last checkpoint is shared with that one. Raises `SandboxError` for a
         process that does not stop, and on a rung without layers.
         """
         ours = self._own(slot)
-        with ours.surveyed(), ours.stopped():
-            return _snapshot(await ours.server.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
+        return _snapshot(await ours.requests.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
     async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
@@ -296,15 +277,15 @@ class LocalBackend:
             await self.forget(snapshot)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:
-        """Copy a snapshot to an empty folder of this machine, whiteouts and owners included; the bytes of its files."""
+        """Copy a snapshot to an empty folder of this machine, with whiteouts and owners; the bytes of its files."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "folder": os.path.realpath(folder)}
         reply = await self._running().call("save", fields)
         return int(reply.fields["bytes"])
 
     async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
-        """A snapshot that was saved, used where it lies. Raises FileNotFoundError where it is gone.
+        """A saved snapshot, used in place. Raises FileNotFoundError if it is gone.
 
-        The server locks the folder (flock, shared) for as long as a slot or snapshot stands on it.
+        The server locks the folder (flock, shared) for as long as a slot or snapshot uses it.
         """
         image = None if spec.image is None else await self._images.directory(spec.image)
         server = await self._living()
@@ -324,28 +305,28 @@ class LocalBackend:
         return [Change(**change) for change in found]
 
     async def destroy(self, slot: Slot) -> None:
-        """End the slot and drop its files. One that is gone already is fine."""
+        """End the slot and drop its files. Does nothing if it is gone already."""
         ours = self._own(slot)
         if ours.released:
             return
         fields = ours.lease()
-        ours.released = True
+        ours.release()
         self._slots.pop(ours.epoch, None)
-        if not ours.server.ended:
-            await ours.server.call("destroy", fields)
+        with contextlib.suppress(SlotLost):  # then it has ended with its server
+            await ours.requests.call("destroy", fields)
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer, once nothing stands on it. One that is gone already is fine."""
+        """Drop the snapshot's topmost layer once nothing uses it. Does nothing if it is gone already."""
         layers = self._loaded.pop(snapshot.snapshot_id, snapshot.layers[:1])
         if self._server is not None:
             await self._running().call("forget", {"layers": list(layers)})
 
     def stats(self) -> Mapping[str, JSON]:
-        """What there is at the moment."""
+        """The present counts."""
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
 
-    async def _living(self) -> SlotServer:
-        """The server, started anew where it has died: its slots and snapshots are lost, but not the run."""
+    async def _living(self) -> SlotClient:
+        """The server, started again if it has died: its slots and snapshots are lost, but not the run."""
         async with self._restarting:
             server, rung = self._running(), self.rung
             if server.ended:
@@ -354,7 +335,7 @@ class LocalBackend:
                 await self._start_server(rung)
             return self._running()
 
-    def _running(self) -> SlotServer:
+    def _running(self) -> SlotClient:
         if self._server is None:
             raise SandboxError("the local backend is not running; call start() first")
         return self._server
@@ -365,24 +346,18 @@ class LocalBackend:
         return slot
 
     def _on_lost(self, name: str, epoch: int) -> None:
-        if not name:  # it is the whole server, which every call reports
+        if not name:  # the whole server, which every call will report
             for slot in self._slots.values():
-                slot.lose()
+                slot.requests.slot_ended()
             return
         if epoch in self._slots:
-            self._slots[epoch].lose()
+            self._slots[epoch].requests.slot_ended()
         self._lost += 1
 
 
-def _unmake(server: SlotServer, made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
-    """What undoes the making of a slot."""
-    server.forget(made["epoch"])
-    return "destroy", made
-
-
-def _tell_once(note: str) -> None:
-    if note and note not in _told:
-        _told.add(note)
+def _warn_once(note: str) -> None:
+    if note not in _warned:
+        _warned.add(note)
         _log.warning("%s", note)
 
 
@@ -391,9 +366,27 @@ def _name(rung: Rung | None) -> str:
 
 
 def _interpreter_prefix() -> str:
-    """Where the running interpreter is installed, unless it is where slots see it anyway."""
+    """Where the running interpreter is installed, unless slots see it anyway."""
     prefix = os.path.realpath(sys.base_prefix)
     return "" if f"{prefix}/".startswith("/usr/") else prefix
+
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _environment(spec: SlotSpec, bin_dir: str) -> dict[str, JSON]:
+    """The variables of all commands of a slot; `bin_dir`, if given, comes first in PATH."""
+    path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
+    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
+
+
+def _proxies(spec: SlotSpec) -> dict[str, str]:
+    """The proxy variables of a slot with a list of hosts, which has no other way out."""
+    if not isinstance(spec.network, AllowList):
+        return {}
+    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
+    return {**dict.fromkeys(names, f"http://127.0.0.1:{allowlist.PROXY_PORT}"), **own}
 
 
 def _allowed(spec: SlotSpec) -> JSON:
@@ -423,7 +416,7 @@ def _view(view: View | None) -> JSON:
 
 
 def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
-    """What undoes the making of a snapshot: those below its topmost layer are others'."""
+    """Undoes the making of a snapshot; the layers below its topmost one belong to others."""
     return "forget", {"layers": made["layers"][:1]}
 
 

@@ -1,39 +1,205 @@
-"""Putting the layers of an image into a directory, trusting nothing that they say.
+"""Reads images on disk and puts their layers into a directory.
 
-Every name is opened below the directory (openat2, RESOLVE_IN_ROOT), so that no `..`, link or race leads out of it.
-Left out: devices (a slot has its own), set-uid and set-gid bits (a slot takes no notice, the host's users would), and
-extended attributes, file capabilities among them.
+    a directory with bin/ or usr/       the root itself: nothing to do (a debootstrap tree, an unpacked image)
+    a directory with oci-layout         an OCI image layout (image-spec, image-layout.md): index.json, blobs/
+    a tar file of a root                `docker export`, `debootstrap --make-tarball`, `tar -C root -c .`
+    a tar file with manifest.json       `docker save`
+    a tar file with oci-layout          an OCI image layout in one file
 
-Whiteouts as in the OCI image specification, layer.md: `.wh.NAME` takes NAME of the layers below away, `.wh..wh..opq`
+Layers may be plain or compressed with gzip, bzip2 or xz. Blobs of OCI layouts are checked against their digests.
+
+Nothing in a layer is trusted. Every name is opened below the directory (openat2, RESOLVE_IN_ROOT), so that no `..`,
+link or race leads out of it. Left out are devices (a slot has its own), set-uid and set-gid bits (a slot ignores them,
+but users of the host could use them) and extended attributes, including file capabilities.
+
+Whiteouts follow the OCI image specification, layer.md: `.wh.NAME` removes NAME of the layers below, `.wh..wh..opq`
 everything that they have in its directory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
+import json
 import lzma
 import os
+import platform
 import shutil
 import stat
 import tarfile
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import BinaryIO
 
 from palaestra.core.errors import ImageError
+from palaestra.core.types import JSON
 from palaestra.sandbox.slotd import syscalls
+
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+_MAX_JSON_BYTES, _PIECE_BYTES = 16 << 20, 1 << 20
+
+OpenBlob = Callable[[str], AbstractContextManager[BinaryIO]]
+"""Opens a file of the image by its name inside it; raises KeyError or FileNotFoundError if it is missing."""
 
 MAX_DEPTH = 256
 MAX_ENTRIES = 5_000_000
 
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _IDS, _NOBODY = 65536, 65534
-_PIECE_BYTES = 1 << 20
 _INSIDE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 
 
+def layers(path: str) -> Iterator[tarfile.TarFile]:
+    """The layers of the image at `path`, lowest first, each open until the next is asked for. Raises `ImageError`."""
+    try:
+        if os.path.isdir(path):
+            yield from _of_layout(path, _file_opener(path))
+            return
+        with tarfile.open(path) as archive:
+            names = {name.removeprefix("./") for name in _first_names(archive)}
+            if "oci-layout" in names or "index.json" in names:
+                yield from _of_layout(path, _member_opener(archive))
+            elif "manifest.json" in names:
+                yield from _of_saved(path, _member_opener(archive))
+            else:
+                archive_again = tarfile.open(path)  # noqa: SIM115 - closed below; the first one has been read ahead
+                with archive_again:
+                    yield archive_again
+    except (tarfile.TarError, EOFError, KeyError, json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        with open(path, "rb") if os.path.isfile(path) else io.BytesIO() as file:
+            hint = _compression_hint(file.read(4))
+        raise ImageError(f"{path} cannot be read as an image: {error or type(error).__name__}{hint}") from error
+
+
+def identity(path: str) -> str:
+    """The SHA-256 of an image in hexadecimal, so that it is unpacked once.
+
+    Of an OCI layout, the digest of its manifest; of a file, that of its bytes.
+    """
+    if os.path.isdir(path):
+        try:
+            with open(os.path.join(path, "index.json"), "rb") as file:
+                return str(_choose(_load(file))["digest"]).rpartition(":")[2]
+        except (OSError, KeyError, json.JSONDecodeError) as error:
+            raise ImageError(f"{path} cannot be read as an image: {error}") from error
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_layout(path: str) -> bool:
+    """Whether a directory is an OCI layout and not a root."""
+    return os.path.isfile(os.path.join(path, "oci-layout")) or (
+        os.path.isfile(os.path.join(path, "index.json")) and os.path.isdir(os.path.join(path, "blobs"))
+    )
+
+
+def _of_layout(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
+    with open_blob("index.json") as file:
+        entry = _choose(_load(file))
+    while True:
+        with _checked(open_blob, entry["digest"], path) as file:
+            manifest = _load(file)
+        if "layers" in manifest:
+            break
+        entry = _choose(manifest)  # an index in the index: one image for several machines
+    for layer in manifest["layers"]:
+        with _checked(open_blob, layer["digest"], path) as file:
+            yield from _layer(file, path)
+
+
+def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
+    with open_blob("manifest.json") as file:
+        images = json.loads(file.read(_MAX_JSON_BYTES))
+    if len(images) != 1:
+        raise ImageError(f"{path} holds {len(images)} images; save only one")
+    for name in images[0]["Layers"]:
+        with open_blob(name) as file:
+            yield from _layer(file, path)
+
+
+def _layer(file: BinaryIO, path: str) -> Iterator[tarfile.TarFile]:
+    start = file.read(4)
+    file.seek(0)
+    if hint := _compression_hint(start):
+        raise ImageError(f"{path} has a layer that cannot be read{hint}")
+    with tarfile.open(fileobj=file) as layer:
+        yield layer
+
+
+def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
+    """The entry for this machine, or the only one."""
+    entries: list[dict[str, JSON]] = index["manifests"]
+    wanted = _MACHINES.get(platform.machine(), platform.machine())
+    fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]
+    if not entries or (len(entries) > 1 and not fitting):
+        raise ImageError(f"the image has nothing for {wanted}, among {len(entries)} entries")
+    return fitting[0] if fitting else entries[0]
+
+
+def _load(file: BinaryIO) -> dict[str, JSON]:
+    loaded = json.loads(file.read(_MAX_JSON_BYTES))
+    if not isinstance(loaded, dict):
+        raise KeyError("an object was expected")
+    return loaded
+
+
+@contextmanager
+def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[BinaryIO]:
+    """A blob, after its bytes have been checked against its digest."""
+    kind, _, value = digest.partition(":")
+    if kind not in ("sha256", "sha512") or not value.isalnum():
+        raise ImageError(f"{path} names a blob by {digest!r}, which is not a digest")
+    with open_blob(f"blobs/{kind}/{value}") as file:
+        digested = hashlib.new(kind)
+        while data := file.read(_PIECE_BYTES):
+            digested.update(data)
+        if digested.hexdigest() != value:
+            raise ImageError(f"{path} is damaged: blob {digest} has other bytes")
+        file.seek(0)
+        yield file
+
+
+def _file_opener(folder: str) -> OpenBlob:
+    @contextmanager
+    def opener(name: str) -> Iterator[BinaryIO]:
+        with open(os.path.join(folder, name), "rb") as file:
+            yield file
+
+    return opener
+
+
+def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
+    names = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
+
+    @contextmanager
+    def opener(name: str) -> Iterator[BinaryIO]:
+        file = archive.extractfile(names[name])
+        assert file is not None
+        with file:
+            yield file  # type: ignore[misc]  # typeshed has IO[bytes]
+
+    return opener
+
+
+def _first_names(archive: tarfile.TarFile) -> Iterator[str]:
+    """The first entries are enough to recognise a root."""
+    for count, member in enumerate(archive):
+        yield member.name
+        top = member.name.removeprefix("./").partition("/")[0]
+        if count > 0 and top in ("bin", "etc", "usr", "lib", "dev"):
+            return
+
+
+def _compression_hint(start: bytes) -> str:
+    return "; it is compressed with zstd: write it with gzip" if start == _ZSTD else ""
+
+
 class Unpacking:
-    """One image on its way into an empty directory. `add` each layer, lowest first, then `finish`."""
+    """Unpacks one image into an empty directory: `add` each layer, lowest first, then `finish`."""
 
     def __init__(self, directory: str, image: str, max_bytes: int, stop: threading.Event) -> None:
         self.bytes = 0
@@ -45,12 +211,12 @@ class Unpacking:
         self._parent: tuple[str, int] | None = None
 
     def add(self, layer: tarfile.TarFile) -> None:
-        """One layer. Raises `ImageError` for what cannot be an image's."""
+        """Unpack one layer. Raises `ImageError` for one that is invalid."""
         self._made.clear()
         while (member := layer.next()) is not None:
             layer.members.clear()  # type: ignore[attr-defined]  # it would keep them all
             if self._stop.is_set():
-                raise ImageError(f"{self._image}: unpacking was given up")
+                raise ImageError(f"{self._image}: unpacking was cancelled")
             self._entries += 1
             path = self._clean(member.name)
             if self._entries > MAX_ENTRIES:
@@ -64,24 +230,24 @@ class Unpacking:
                 self._directories[""] = member
 
     def finish(self) -> None:
-        """Give the directories their modes and times, now that nothing is put into them any more."""
+        """Give the directories their modes and times, now that they are complete."""
         self._leave_parent()
         for path, member in sorted(self._directories.items(), reverse=True):
             with contextlib.suppress(OSError), self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                 self._adopt(fd, member)
         names = set(os.listdir(self._root))
         if not names & {"bin", "usr"}:
-            raise ImageError(f"{self._image} holds no root file system: there is no /bin and no /usr in it")
+            raise ImageError(f"{self._image} is not a root file system: it has neither /bin nor /usr")
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the directory."""
         self._leave_parent()
         os.close(self._root)
 
     def _clean(self, name: str) -> str:
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name or len(parts) > MAX_DEPTH:
-            raise ImageError(f"{self._image} is no image: it names {name[:200]!r}")
+            raise ImageError(f"{self._image} is not an image: it names {name[:200]!r}")
         return "/".join(parts)
 
     def _put(self, layer: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
@@ -101,7 +267,7 @@ class Unpacking:
         status = _status(parent, name)
         if status is not None and stat.S_ISLNK(status.st_mode):
             with contextlib.suppress(OSError), self._opened(path, os.O_PATH | os.O_DIRECTORY):
-                return  # as with `bin -> usr/bin`: what comes is for the directory it leads to
+                return  # as with `bin -> usr/bin`: entries go to the directory behind it
         if status is None or not stat.S_ISDIR(status.st_mode):
             _remove(parent, name)
             os.mkdir(name, 0o700, dir_fd=parent)
@@ -123,7 +289,7 @@ class Unpacking:
         elif member.isreg():
             self._put_file(layer, member, parent, name)
         else:
-            raise ImageError(f"{self._image}: {member.name!r} is of a kind that no image has")
+            raise ImageError(f"{self._image}: {member.name!r} has a type that images cannot have")
 
     def _put_file(self, layer: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
         self.bytes += member.size
@@ -146,7 +312,7 @@ class Unpacking:
         os.utime(fd, (member.mtime, member.mtime))
 
     def _clear(self, parent: int, folder: str) -> None:
-        """Take away what is not of this layer."""
+        """Remove what is not of this layer."""
         for name in os.listdir(parent):
             path = f"{folder}/{name}" if folder else name
             if path not in self._made:
@@ -161,7 +327,7 @@ class Unpacking:
             path = path.rpartition("/")[0]
 
     def _enter(self, folder: str) -> int:
-        """The directory that the next entries go into, made where it is missing."""
+        """The directory of the next entries, made if it is missing."""
         if self._parent is None or self._parent[0] != folder:
             self._leave_parent()
             self._parent = (folder, self._open_folder(folder))
@@ -195,7 +361,7 @@ class Unpacking:
 
 
 def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_bytes: int, stop: threading.Event) -> int:
-    """All layers, lowest first, into an empty directory; the bytes of its files."""
+    """Unpack all layers, lowest first, into an empty directory; the bytes of its files."""
     unpacking = Unpacking(directory, image, max_bytes, stop)
     try:
         for layer in layers:
@@ -209,7 +375,7 @@ def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_by
 
 
 def _remove(parent: int, name: str) -> None:
-    """Remove what a layer below has at a name. Nothing there is fine."""
+    """Remove what a layer below has at a name, if anything."""
     status = _status(parent, name)
     if status is not None and stat.S_ISDIR(status.st_mode):
         shutil.rmtree(name, dir_fd=parent)
@@ -225,5 +391,5 @@ def _status(parent: int, name: str) -> os.stat_result | None:
 
 
 def _id(number: int) -> int:
-    """Owners beyond a slot's range are nobody there."""
+    """Owners beyond a slot's range become nobody."""
     return number if 0 <= number < _IDS else _NOBODY

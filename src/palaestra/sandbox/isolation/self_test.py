@@ -1,14 +1,20 @@
-"""Whether a fresh slot really is isolated: asked of the slot itself, before anything else runs on its rung.
+"""Checks a fresh slot from the inside before anything else runs on its rung: is it really isolated?
 
-Not a test suite; it catches a kernel, container or policy that took a call and did not do it.
+It finds a kernel, container or policy that accepted a call and did not do it. On the rungs without namespaces a slot
+tries to leave by means that any command has: builtins and redirections of any shell (only bash can try sockets), so
+that the kernel refuses and not a program.
+
+`explain` adds to an error what the kernel or a container usually has refused, and what would change that. The slot
+server reports only the call that failed; the setting behind it cannot be known for sure from inside.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 
 from palaestra.core.errors import IsolationUnavailable
-from palaestra.sandbox.isolation import self_test_confined
 from palaestra.sandbox.slot import Rung, Slot
 from palaestra.sandbox.slotd.namespaced.privileges import KEPT
 
@@ -24,6 +30,55 @@ echo "interfaces $n"
 ( : > /proc/sys/kernel/hostname ) 2>/dev/null && echo sysctl writable
 : > /workspace/.proof && echo "workspace writable"
 """
+
+CONFINED_SCRIPT = r"""
+while read -r key value effective _; do case $key in
+NoNewPrivs:|Seccomp:|CapBnd:|CapEff:) echo "$key $value";; Uid:) echo "uid $effective";; esac
+done < /proc/self/status
+while read -r key value; do case $key in PPid:) server=$value;; esac; done < "/proc/$PPID/status"
+kill -0 "$server" 2>/dev/null && echo "signals server"
+kill -0 "$PPID" 2>/dev/null && echo "signals init"
+( : > /etc/.palaestra-proof ) 2>/dev/null && echo "writes system"
+( : > ../.proof ) 2>/dev/null && echo "writes beside"
+( : < /etc/shadow ) 2>/dev/null && echo "reads shadow"
+set -- /var/*; [ "$1" = "/var/*" ] || echo "reads var"
+case "$( ( exec 3<>/dev/tcp/127.0.0.1/9 ) 2>&1 )" in *"not supported"*) echo "inet none";; esac
+[ -n "$BASH_VERSION" ] || echo "inet untried"
+: > .proof && echo "workspace writable"
+"""
+
+_CONTAINER = "docker allows it with `--cap-add SYS_ADMIN --cap-add NET_ADMIN`, or, for a user other than root, with "
+_CONTAINER += "`--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
+
+_HINTS: Sequence[tuple[str, str]] = (
+    (
+        r"unshare 0x1\w{7}: (Operation not permitted|No space)",
+        "user namespaces are not allowed: sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
+        f"kernel.apparmor_restrict_unprivileged_userns=0; {_CONTAINER}",
+    ),
+    (r"unshare 0x\w+: Operation not permitted", f"namespaces are not allowed; {_CONTAINER}"),
+    (r"unshare 0x\w+: Invalid argument", "this kernel is built without one of the namespaces"),
+    (
+        r"mount proc on .*(not permitted|denied)",
+        "parts of /proc are masked here, and then no other may be mounted: docker's "
+        "`--security-opt systempaths=unconfined` lifts that",
+    ),
+    (
+        r"mount overlay on .*(No such device|not permitted|Invalid argument)",
+        "the kernel has no overlay file system, or (before Linux 5.11) none in user namespaces, "
+        "or the directory below is on a file system that it does not take",
+    ),
+    (
+        r"mount_setattr: (Function not implemented|Invalid argument|not permitted|Operation not)",
+        "owners of files cannot be mapped: that takes Linux 5.12 (5.19 below overlays) and a file system that has it; "
+        "the rung userns does without",
+    ),
+    (r"open_tree|move_mount", "this takes the mount calls of Linux 5.2, and the right to mount"),
+    (r"step 12 ?: Operation not permitted", "a network of its own takes docker's `--cap-add NET_ADMIN` too"),
+    (r"close_range: Function not implemented", "this takes Linux 5.9"),
+    (r"openat2|RESOLVE", "this takes Linux 5.6"),
+    (r"control groups? .*(Read-only|denied|not permitted)", "docker: `-v /sys/fs/cgroup:/sys/fs/cgroup`"),
+)  # fmt: skip
 
 
 async def prove(slot: Slot) -> None:
@@ -41,18 +96,18 @@ async def prove(slot: Slot) -> None:
 
 
 async def _prove_files(slot: Slot) -> None:
-    """That the server reaches the slot's files, and nothing but them. Commands do not need what this needs."""
+    """Check that the server reaches the slot's files, which needs other system calls than commands do."""
     await slot.read_bytes(".proof", max_bytes=0)
 
 
 async def _prove_confined(slot: Slot) -> None:
     """The same for the rungs without namespaces; `none` only has to run commands."""
-    result = await slot.execute(self_test_confined.SCRIPT, timeout_s=10.0)
+    result = await slot.execute(CONFINED_SCRIPT, timeout_s=10.0)
     facts: dict[str, list[str]] = {}
     for line in result.output.splitlines():
         name, _, value = line.partition(" ")
         facts.setdefault(name, []).append(value.strip())
-    claims = self_test_confined.claims(facts, server_is_root=os.geteuid() == 0)
+    claims = confined_claims(facts, server_is_root=os.geteuid() == 0)
     if slot.rung is Rung.NONE:
         claims = {"commands do not run": claims["commands do not run"]}
     failures = [name for name, held in claims.items() if not held]
@@ -75,3 +130,34 @@ def _claims(facts: dict[str, str], rung: Rung) -> dict[str, bool]:
         "its workspace is not writable": facts.get("workspace") == "writable",
         "its root is root outside": rung is not Rung.FULL or int(facts.get("outside", "0")) > 0,
     }
+
+
+def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]:
+    """What must hold, named by its failure. `facts` are the words that the script wrote, by the first one.
+
+    If the server is not root, a command can signal its own init, and a process keeps its bounding set, from which `no
+    new privileges` removes nothing.
+    """
+    uid = facts.get("uid", [""])[0]
+    bounding = facts.get("CapBnd:", ["1"]) if server_is_root else ["0"]
+    return {
+        "commands do not run": uid.isdigit(),
+        "its user is root": uid != "0",
+        "it can gain privileges": facts.get("NoNewPrivs:") == ["1"],
+        "no system call filter": facts.get("Seccomp:") == ["2"],
+        "it holds capabilities": all(int(word, 16) == 0 for word in (*bounding, *facts.get("CapEff:", ["1"]))),
+        "it can signal the slot server": "server" not in facts.get("signals", []),
+        "it can signal its init": not server_is_root or "init" not in facts.get("signals", []),
+        "it can write outside its directories": "writes" not in facts,
+        "it can read more than the system's programs": "reads" not in facts,
+        "it has the internet's sockets": facts.get("inet") in (["none"], ["untried"]),
+        "its workspace is not writable": facts.get("workspace") == ["writable"],
+    }
+
+
+def explain(message: str) -> str:
+    """The message, with what usually causes it."""
+    for pattern, hint in _HINTS:
+        if re.search(pattern, message):
+            return f"{message} ({hint})"
+    return message

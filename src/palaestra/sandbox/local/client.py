@@ -1,132 +1,313 @@
-"""The client's end of a slot server: the process, the stream, and requests as coroutines.
+"""The client's side of a slot server: the process, the stream, and requests as coroutines.
 
-Requests are multiplexed by number on one socket pair, so a slow command delays nobody; `in_flight.py` has what they
-raise, and what becomes of one whose caller is cancelled.
+Requests are multiplexed by number on one stream, so a slow command delays no other request. Errors come back typed:
+those a file call can expect are builtins (`FileNotFoundError`, …), all others are errors of the sandbox.
+
+A coroutine that is cancelled while its request runs waits for the answer first (a command is killed, and its death is
+proved), so that nothing continues without its caller.
+
+The stream uses asyncio's descriptor callbacks, not its transports and protocols, which cost as many calls per request
+as everything else that the client does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
-from palaestra.core.errors import SlotLost
+from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
 from palaestra.core.types import JSON
-from palaestra.sandbox.local.direct.files import Hands, Reach
-from palaestra.sandbox.local.requests import InFlight, OnData, OnHole, Reply, Wire, error_of, settle
+from palaestra.sandbox.slotd.event_loop import WRITE
 from palaestra.sandbox.slotd.protocol import frames
-from palaestra.sandbox.slotd.protocol.frames import CHUNK, Frame, Kind
-from palaestra.sandbox.slotd.protocol.init_messages import Environment
+from palaestra.sandbox.slotd.protocol.frame_connection import FrameConnection
+from palaestra.sandbox.slotd.protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameKind
 
 _SLOTD = Path(__file__).parents[1] / "slotd"
 _CLOSE_PATIENCE_S = 15.0
 _READ_AHEAD_BYTES = 4 << 20
 
-Undo = Callable[[dict[str, JSON]], tuple[str, dict[str, JSON]]]
-"""The request that undoes another, from what that one was answered."""
-
+OnData = Callable[[bytes], object]
+OnHole = Callable[[int], object]
 OnLost = Callable[[str, int], None]
+"""Gets the name and epoch of a slot that died without having been ended; an empty name for the whole server."""
+
+Undo = Callable[[Fields], tuple[str, Fields]]
+"""The request that undoes another, from that one's answer."""
 
 
-class SlotServer:
-    """One running slot server. Made by `start`; ends with `aclose`, or with this process."""
+class CommandNotStarted(Exception):
+    """A program that could not be run; the slot turns it into exit status 126 or 127, as a shell would."""
+
+    def __init__(self, errno: int, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class Pending:
+    """One request that waits for its answer."""
+
+    __slots__ = ("answered", "failure", "number", "on_data", "on_hole", "reply", "taken", "waiter")
+
+    def __init__(self, number: int, on_data: OnData | None, on_hole: OnHole | None) -> None:
+        self.number, self.on_data, self.on_hole = number, on_data, on_hole
+        self.taken = 0
+        self.failure: Exception | None = None
+        self.answered = False
+        self.reply: Frame | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def answer(self, reply: Frame | None, failure: Exception | None = None) -> None:
+        """Set the result; the waiter may already have been cancelled."""
+        self.answered, self.reply = True, reply
+        self.failure = self.failure or failure
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def outcome(self) -> Frame:
+        """Wait for the answer. Raises the error that it holds."""
+        if not self.answered:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        if self.failure is not None:
+            raise self.failure
+        assert self.reply is not None
+        return self.reply
+
+    async def settled(self) -> None:
+        """Wait for the answer after a cancellation."""
+        if not self.answered:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await settle(self.waiter)
+
+
+class Requests(ABC):
+    """Sends requests about slots and waits for their answers. `SlotClient` sends them to the slot server.
+
+    Forked children close the descriptors of every instance: they can use no slot, and would keep alive what this
+    process drops.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        _instances.add(self)
+
+    @abstractmethod
+    async def call(
+        self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
+    ) -> Frame:
+        """Send a request and wait for its answer. `fields` becomes its own.
+
+        `on_data` and `on_hole` get what comes before the answer; their errors end the request. Raises ValueError for a
+        request that is too long.
+        """
+
+    @abstractmethod
+    async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
+        """A request that makes something, which its answer names. If it is cancelled, what it made is undone."""
+
+    @abstractmethod
+    async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
+        """Write a file whose pieces follow the request, at the pace at which the server takes them."""
+
+    @abstractmethod
+    def slot_ended(self) -> None:
+        """The slot has ended: close what is held for it alone."""
+
+    @abstractmethod
+    def close_in_child(self) -> None:
+        """Close every descriptor and nothing else, in a forked child."""
+
+    async def read(self, op: str, fields: Fields) -> bytes:
+        """A request whose answer may be long and come in pieces."""
+        pieces: list[bytes] = []
+        last = await self.call(op, fields, on_data=pieces.append)
+        return b"".join((*pieces, last.data)) if pieces else last.data
+
+    async def listing(self, op: str, fields: Fields) -> list[dict[str, JSON]]:
+        """A request whose answer is a list of objects, sorted by path."""
+        found: list[dict[str, JSON]] = json.loads(await self.read(op, fields))
+        return sorted(found, key=lambda entry: str(entry["path"]))
+
+    async def download(self, fields: Fields, file: IO[bytes]) -> None:
+        """Read a file of a slot into one of this machine, with its holes."""
+        last = await self.call(
+            "read",
+            {**fields, "holes": True},
+            on_data=file.write,
+            on_hole=lambda size: file.seek(size, os.SEEK_CUR),
+        )
+        file.write(last.data)
+        file.truncate()
+
+    async def upload(self, fields: Fields, data: bytes) -> None:
+        """Write a file of a slot."""
+        if len(data) <= CHUNK:
+            await self.call("write", fields, data)
+        else:
+            await self.send_file(fields, _pieces_of(data))
+
+    async def upload_file(self, fields: Fields, file: IO[bytes]) -> int:
+        """Write a file of a slot from one of this machine, of which little is in memory at a time: its bytes."""
+        await self.send_file(fields, _pieces_from(file))
+        return file.tell()
+
+    # The table of pending requests
+
+    @abstractmethod
+    def _send(self, kind: FrameKind, number: int, fields: Fields, data: bytes = b"") -> None: ...
+
+    def _begin(self, on_data: OnData | None = None, on_hole: OnHole | None = None) -> Pending:
+        """A new pending request; the caller removes it."""
+        number = next(self._numbers)
+        pending = self._pending[number] = Pending(number, on_data, on_hole)
+        return pending
+
+    async def _abandon(self, pending: Pending) -> None:
+        """Cancel a request and wait for its end."""
+        if not pending.answered:
+            self._send(FrameKind.CANCEL, pending.number, {})
+        await pending.settled()
+
+    def _on_frame(self, frame: Frame) -> bool:
+        """Take a frame for a pending request; False if no such request is pending."""
+        kind, pending = frame.kind, self._pending.get(frame.request)
+        if pending is None:
+            return False
+        if kind is FrameKind.RESULT or kind is FrameKind.HELLO:
+            pending.answer(frame)
+        elif kind is FrameKind.DATA:
+            self._take(frame, pending)
+        elif kind is FrameKind.ERROR:
+            pending.answer(None, error_of(frame.fields))
+        return True
+
+    def _take(self, frame: Frame, pending: Pending) -> None:
+        if pending.on_data is not None and pending.failure is None:
+            try:
+                if frame.fields and pending.on_hole is not None:
+                    pending.on_hole(frame.fields["hole"])
+                else:
+                    pending.on_data(frame.data)
+            except Exception as error:  # of the caller's callback: its command ends, and the caller gets the error
+                pending.failure = error
+                self._send(FrameKind.CANCEL, pending.number, {})
+        pending.taken += len(frame.data)
+        if pending.taken >= WINDOW // 2:
+            self._send(FrameKind.CREDIT, pending.number, {"bytes": pending.taken})
+            pending.taken = 0
+
+
+class SlotClient(Requests):
+    """One running slot server. Made by `start` or `attach`; ends with `aclose`, or with this process."""
 
     def __init__(self, on_lost: OnLost) -> None:
+        super().__init__()
         self._on_lost = on_lost
-        self._loop = asyncio.get_running_loop()
-        self._wire: Wire | None = None
-        self._in_flight = InFlight(self._send)
+        self.loop = asyncio.get_running_loop()
+        """The event loop on which it can be used."""
+        self._stream: socket.socket | None = None
+        self._connection: FrameConnection
+        self._ready: Callable[[], object] = lambda: None
+        self._drained = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._log: IO[bytes] | None = None
         self._over: Exception | None = None
         self._refusal: Exception | None = None
         self._gone = asyncio.Event()
-        self._hands: Hands | None = None
-        self.hello: dict[str, JSON] = {}
-        """What the server said of itself."""
+        self.hello: Fields = {}
+        """The server's HELLO."""
 
     @classmethod
-    async def launch(cls, rung: str) -> tuple[SlotServer, socket.socket]:
-        """A server that somebody else will talk to: its process, and the stream to it."""
-        server = cls(lambda name, epoch: None)
+    async def launch(cls, rung: str) -> tuple[SlotClient, socket.socket]:
+        """A server for another process to use: its process, and the stream to it."""
+        client = cls(lambda name, epoch: None)
         ours, theirs = socket.socketpair()
         with theirs:
-            await server._spawn(theirs, rung)
-        return server, ours
+            await client._spawn(theirs, rung)
+        return client, ours
 
     @classmethod
-    async def attach(cls, path: str, on_lost: OnLost) -> SlotServer:
-        """The server behind a socket, which goes on after `aclose`. Raises `SandboxError` while another one has it."""
-        server = cls(on_lost)
+    async def attach(cls, path: str, on_lost: OnLost) -> SlotClient:
+        """The server behind a socket; it stays after `aclose`. Raises `SandboxError` while another client has it."""
+        client = cls(on_lost)
         stream = socket.socket(socket.AF_UNIX)
         try:
             stream.setblocking(False)
-            await server._loop.sock_connect(stream, path)
+            await client.loop.sock_connect(stream, path)
         except BaseException:
             stream.close()
             raise
-        server._wire = Wire(stream, server._on_frame, server._on_end)
+        client._connect(stream)
         try:
-            server.hello = (await server.request(Kind.HELLO, {"version": frames.VERSION})).fields
+            await client._greet({})
         except BaseException:
-            await server.aclose()
+            await client.aclose()
             raise
-        return server
+        return client
 
     @classmethod
-    async def start(cls, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotServer:
-        """Start a server for a rung. Raises `IsolationUnavailable` when it refuses."""
-        server = cls(on_lost)
+    async def start(cls, rung: str, settings: Fields, on_lost: OnLost) -> Self:
+        """Start a server for a rung. Raises `IsolationUnavailable` if it refuses."""
+        client = cls(on_lost)
         ours, theirs = socket.socketpair()
         try:
-            with theirs, contextlib.ExitStack() as others:
-                hands = others.enter_context(server._open_hands()) if rung == "full" else None
-                await server._spawn(theirs, rung, hands)
-            server._wire = Wire(ours, server._on_frame, server._on_end)
-            server.hello = (await server.request(Kind.HELLO, {"version": frames.VERSION, **settings})).fields
+            with theirs:
+                await client._spawn(theirs, rung)
+            client._connect(ours)
+            await client._greet(settings)
         except BaseException:
-            await server.aclose()
+            await client.aclose()
             ours.close()
             raise
-        return server
+        return client
 
-    def _open_hands(self) -> socket.socket:
-        """Be ready to take the roots that the server hands over; the server's end."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._hands = Hands(ours)
-        return theirs
-
-    async def _spawn(self, stream: socket.socket, rung: str, hands: socket.socket | None = None) -> None:
+    async def _spawn(self, stream: socket.socket, rung: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        inherited = [stream.fileno()] if hands is None else [stream.fileno(), hands.fileno()]
-        arguments = [sys.executable, "-I", "-S", str(_SLOTD), str(inherited[0]), rung, *map(str, inherited[1:])]
-        self._process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=self._log,
-            env={},
-            cwd="/",
-            pass_fds=inherited,
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as handed:
+            others = [handed.enter_context(each).fileno() for each in self._sockets_for_server()]
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_SLOTD), str(stream.fileno()), rung, *map(str, others)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=self._log,
+                env={},
+                cwd="/",
+                pass_fds=[stream.fileno(), *others],
+                start_new_session=True,
+            )
+
+    def _sockets_for_server(self) -> Sequence[socket.socket]:
+        """Sockets that the server inherits besides the stream; they are closed here."""
+        return ()
+
+    def _connect(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._connection = FrameConnection(self, stream, self._on_stream_frame, self._end)
+
+    async def _greet(self, settings: Fields) -> None:
+        pending = self._begin()
+        try:
+            self._send(FrameKind.HELLO, pending.number, {"version": frames.VERSION, **settings})
+            self.hello = (await pending.outcome()).fields
+        finally:
+            del self._pending[pending.number]
 
     @property
     def pid(self) -> int:
-        """The pid of the process that watches the server, or of the service it belongs to."""
+        """The process that watches the server, or the service it belongs to."""
         return int(self.hello["pid"]) if self._process is None else self._process.pid
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that it can be used on."""
-        return self._loop
 
     @property
     def ended(self) -> bool:
@@ -134,12 +315,12 @@ class SlotServer:
         return self._over is not None
 
     async def aclose(self) -> None:
-        """End the server, and with it every slot, or leave a service. Returns when that is done. Idempotent."""
-        if self._wire is not None:
-            if self._process is None:
-                self._wire.write_eof()  # the service lets go, then the next one can attach
+        """End the server with every slot, or detach from a service. Returns when that is done. Idempotent."""
+        if self._stream is not None:
+            if self._process is None and self._over is None:
+                self._stream.shutdown(socket.SHUT_WR)  # the service detaches, then the next client can attach
                 await settle(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
-            self._wire.close()
+            self._end()
         if self._process is not None:
             waiting = asyncio.ensure_future(self._process.wait())
             await settle(waiting, _CLOSE_PATIENCE_S)
@@ -148,128 +329,166 @@ class SlotServer:
                 await self._process.wait()
         if self._log is not None:
             self._log.close()
-        if self._hands is not None:
-            self._hands.close()
 
-    def reach(self, name: str, epoch: int, environment: Environment, warm_shell: bool) -> Reach | None:
-        """What the server has handed over of a slot that has been made just now, if anything. Asked for once."""
-        if self._hands is None:
-            return None
+    async def create(self, fields: Fields) -> tuple[Fields, Requests]:
+        """Make a slot: the server's answer, and where requests about the slot go from now on."""
+        return await self.make("create", fields, lambda made: ("destroy", made)), self
 
-        async def ask(op: str) -> dict[str, JSON]:
-            return (await self.call(op, {"slot": name, "epoch": epoch})).fields
-
-        return self._hands.reach(name, epoch, environment, warm_shell, ask)
-
-    def forget(self, epoch: int) -> None:
-        """Nobody will ask for that."""
-        if self._hands is not None:
-            self._hands.forget(epoch)
-
-    def call(
-        self, op: str, fields: dict[str, JSON], data: bytes = b"", on_data: OnData | None = None
-    ) -> Coroutine[None, None, Reply]:
-        """One request, to its answer. `fields` becomes its own."""
+    async def call(
+        self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
+    ) -> Frame:
         fields["op"] = op
-        return self._in_flight.request(Kind.REQUEST, fields, data, on_data)
+        pending = self._begin(on_data, on_hole)
+        try:
+            self._send(FrameKind.REQUEST, pending.number, fields, data)
+            return await pending.outcome()
+        except asyncio.CancelledError:
+            await self._abandon(pending)
+            raise
+        finally:
+            del self._pending[pending.number]
 
-    async def read(self, op: str, fields: dict[str, JSON]) -> bytes:
-        """A request whose answer may be long, and comes in pieces."""
-        pieces: list[bytes] = []
-        last = await self.call(op, fields, on_data=pieces.append)
-        return b"".join((*pieces, last.data)) if pieces else last.data
+    async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
+        pending = self._begin()
+        try:
+            self._send(FrameKind.REQUEST, pending.number, {"op": op, **fields})
+            return (await pending.outcome()).fields
+        except asyncio.CancelledError:
+            await pending.settled()
+            if pending.reply is not None:
+                op, fields = undo(pending.reply.fields)
+                await settle(asyncio.ensure_future(self.call(op, fields)))
+            raise
+        finally:
+            del self._pending[pending.number]
 
-    async def listing(self, op: str, fields: dict[str, JSON]) -> list[dict[str, JSON]]:
-        """The same where the answer is a list of objects, by path."""
-        found: list[dict[str, JSON]] = json.loads(await self.read(op, fields))
-        return sorted(found, key=lambda entry: str(entry["path"]))
+    async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
+        pending = self._begin()
+        try:
+            self._send(FrameKind.REQUEST, pending.number, {"op": "write", **fields, "follows": True})
+            async for piece in pieces:
+                if pending.answered:
+                    break
+                self._send(FrameKind.DATA, pending.number, {}, piece)
+                while self._connection.waiting and self._over is None:
+                    self._drained.clear()
+                    await self._drained.wait()
+            self._send(FrameKind.END, pending.number, {})
+            await pending.outcome()
+        except BaseException:
+            await self._abandon(pending)
+            raise
+        finally:
+            del self._pending[pending.number]
 
-    async def download(self, fields: dict[str, JSON], file: IO[bytes]) -> None:
-        """Read a file of a slot into one of this machine. Its holes are holes there."""
-        last = await self.request(
-            Kind.REQUEST,
-            {"op": "read", **fields, "holes": True},
-            on_data=file.write,
-            on_hole=lambda size: file.seek(size, os.SEEK_CUR),
-        )
-        file.write(last.data)
-        file.truncate()
+    def slot_ended(self) -> None:
+        """Does nothing: it holds nothing for a single slot."""
 
-    def request(
-        self, kind: Kind, fields: dict[str, JSON], on_data: OnData | None = None, on_hole: OnHole | None = None
-    ) -> Coroutine[None, None, Reply]:
-        """One frame, to its answer. Raises ValueError for what is too long for a frame."""
-        return self._in_flight.request(kind, fields, b"", on_data, on_hole)
+    def close_in_child(self) -> None:
+        """Close the stream in a forked child. The event loop's descriptors are still its parent's."""
+        if self._stream is not None:
+            self._over = self._over or SlotLost("slots cannot be used in a forked process")
+            self._stream.close()
 
-    async def make(self, op: str, fields: dict[str, JSON], undo: Undo) -> dict[str, JSON]:
-        """A request that makes something, of which the answer tells. Cancelled, it leaves nothing behind."""
-        with self._in_flight.begin() as call:
-            try:
-                self._send(Kind.REQUEST, call.number, {"op": op, **fields})
-                return (await call.outcome()).fields
-            except asyncio.CancelledError:
-                await call.settled()
-                if call.reply is not None:
-                    op, fields = undo(call.reply.fields)
-                    await settle(asyncio.ensure_future(self.call(op, fields)))
-                raise
-
-    async def upload(self, fields: dict[str, JSON], data: bytes) -> None:
-        """Write a file. What is more than one piece follows the request, at the pace at which the server takes it."""
-        if len(data) <= CHUNK:
-            await self.call("write", fields, data)
-        else:
-            await self._upload(fields, _pieces_of(data))
-
-    async def upload_file(self, fields: dict[str, JSON], file: IO[bytes]) -> int:
-        """The same with what a file of this machine holds, of which little is in memory at a time: its bytes."""
-        await self._upload(fields, _pieces_from(file))
-        return file.tell()
-
-    async def _upload(self, fields: dict[str, JSON], pieces: AsyncIterator[bytes]) -> None:
-        wire = self._wire
-        assert wire is not None
-        with self._in_flight.begin() as call:
-            self._send(Kind.REQUEST, call.number, {"op": "write", **fields, "follows": True})
-            try:
-                async for piece in pieces:
-                    if call.answered:
-                        break
-                    self._send(Kind.DATA, call.number, None, piece)
-                    await wire.drained()
-                self._send(Kind.END, call.number)
-                await call.outcome()
-            except BaseException:
-                await self._in_flight.abandon(call)
-                raise
-
-    def _send(self, kind: Kind, number: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
+    def _send(self, kind: FrameKind, number: int, fields: Fields, data: bytes = b"") -> None:
         if self._over is not None:
             raise self._over
-        assert self._wire is not None, "the server has been started"
-        self._wire.link.send(kind, number, fields, data)
+        self._connection.send(kind, number, fields, data)
 
-    def _on_end(self, error: Exception | None) -> None:
-        why = f": {error}" if error is not None else self._last_words()
-        self._over = self._refusal or SlotLost(f"the slot server has ended{why}")
-        self._gone.set()
-        self._in_flight.fail(self._over)
-        self._on_lost("", 0)
-
-    def _on_frame(self, frame: Frame) -> None:
-        if self._in_flight.on_frame(frame):
+    def _on_stream_frame(self, frame: Frame) -> None:
+        if self._on_frame(frame):
             return
-        if frame.kind is Kind.LOST:
+        if frame.kind is FrameKind.LOST:
             self._on_lost(frame.fields["slot"], frame.fields["epoch"])
-        elif frame.kind is Kind.ERROR and frame.request == 0:
+        elif frame.kind is FrameKind.ERROR and frame.request == 0:
             self._refusal = error_of(frame.fields)
 
-    def _last_words(self) -> str:
+    def _end(self, error: Exception | None = None) -> None:
+        """Close the stream, fail all pending requests and report the loss. Idempotent."""
+        if self._over is not None or self._stream is None:
+            return
+        why = f": {error}" if error is not None else self._last_log()
+        self._over = self._refusal or SlotLost(f"the slot server has ended{why}")
+        self.unwatch(self._stream.fileno())
+        self._stream.close()
+        self._drained.set()
+        self._gone.set()
+        for pending in self._pending.values():
+            pending.answer(None, self._over)
+        self._on_lost("", 0)
+
+    def _last_log(self) -> str:
         if self._log is None or self._log.closed:
             return ""
         size = os.fstat(self._log.fileno()).st_size
         text = os.pread(self._log.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
         return f": {text}" if text else ""
+
+    # Implements `Watcher` for its connection
+
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call whenever the stream is readable."""
+        self._ready = call
+        self.loop.add_reader(fd, self._on_ready)
+
+    def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None:
+        """Also call when the stream is writable, or no longer."""
+        if events & WRITE:
+            self.loop.add_writer(fd, self._on_ready)
+        else:
+            self.loop.remove_writer(fd)
+            self._drained.set()
+
+    def unwatch(self, fd: int) -> None:
+        """Call no more."""
+        self.loop.remove_reader(fd)
+        self.loop.remove_writer(fd)
+
+    def _on_ready(self) -> None:
+        try:
+            self._ready()
+        except Exception as error:
+            self._end(error)
+
+
+_instances: weakref.WeakSet[Requests] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for each in list(_instances):
+        each.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+async def settle(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:
+    """Wait for the end of work that cannot be left half done, however often the caller is cancelled meanwhile."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            done, _ = await asyncio.wait([future], timeout=patience_s)
+            if not done:
+                future.cancel()
+                return
+    if not future.cancelled():
+        future.exception()
+
+
+def error_of(fields: Fields) -> Exception:
+    """The exception for an ERROR frame."""
+    message = fields["message"]
+    match fields["error"]:
+        case "os":
+            return OSError(fields["errno"], message, fields.get("path"))
+        case "exec":
+            return CommandNotStarted(fields["errno"], message)
+        case "stale":
+            return StaleLease(message)
+        case "lost":
+            return SlotLost(message)
+        case "isolation":
+            return IsolationUnavailable(message)
+    return SandboxError(message)
 
 
 async def _pieces_of(data: bytes) -> AsyncIterator[bytes]:
@@ -278,7 +497,7 @@ async def _pieces_of(data: bytes) -> AsyncIterator[bytes]:
 
 
 async def _pieces_from(file: IO[bytes]) -> AsyncIterator[bytes]:
-    """Read in a thread, many pieces at a time: the disk may be slow, and a thread per piece would be."""
+    """Read in a thread, since the disk may be slow; many pieces at a time, since a thread per piece would be."""
     while data := await asyncio.to_thread(file.read, _READ_AHEAD_BYTES):
         for start in range(0, len(data), CHUNK):
             yield data[start : start + CHUNK]

@@ -1,34 +1,29 @@
-"""Text files of a slot, over its bytes: the same for every kind of slot.
+"""A leased slot of a slot server, with its shells and processes: what everything above this layer works with.
 
-Reading replaces what is no UTF-8 and writing takes any text that a model may write: neither raises for its content.
-
-A leased slot of the local backend: the `Slot` that everything above this layer works with.
+Each method sends one request. Where it goes is decided when the slot is made (`SlotClient.create`): to the server, or,
+for commands and small files of a slot of the rung `full`, to `direct/`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import itertools
+import math
 import os
 import secrets
+import signal
 import stat
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import overload
 
-from palaestra.core.errors import InfraError, TaskError
-from palaestra.core.types import JSON, AllowList
-from palaestra.sandbox.local.client import SlotServer
-from palaestra.sandbox.local.direct.commands import Line, NoRoom
-from palaestra.sandbox.local.direct.files import AskServer, Reach
-from palaestra.sandbox.local.lease import MAX_OUTPUT_BYTES, Lease, limit, program, require
-from palaestra.sandbox.local.process import LocalProcess
-from palaestra.sandbox.local.requests import CommandNotStarted, Reply
-from palaestra.sandbox.local.shell import LocalShell
+from palaestra.core.errors import InfraError, SandboxError, SlotLost, StaleLease, TaskError
+from palaestra.core.types import JSON
+from palaestra.sandbox.local.client import CommandNotStarted, Requests
 from palaestra.sandbox.slot import (
     DEFAULT_OUTPUT_BYTES,
     MAX_FILE_BYTES,
@@ -36,12 +31,28 @@ from palaestra.sandbox.slot import (
     Change,
     ExecutionResult,
     FileInfo,
+    OutputPiece,
+    ProcessStatus,
     Rung,
     Slot,
     SlotSpec,
     TerminalSize,
 )
-from palaestra.sandbox.slotd.network.allowlist import PROXY_PORT
+from palaestra.sandbox.slotd.protocol import frames
+from palaestra.sandbox.slotd.protocol.frames import Frame
+
+MAX_OUTPUT_BYTES = 16 << 20
+MAX_STDIN_BYTES = 32 << 20
+
+SHELL_FILES = 107
+"""The descriptors that a shell takes to start: those up to 99, and a copy of each of its seven."""
+
+_SHELLS: Mapping[int, str | None] = {0: None, frames.BASH: "bash", frames.SH: "sh"}
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_ENOENT = 2
+_PIECE_BYTES = 128 << 10
+_LONGEST_WAIT_S = 30.0
+"""Of one request; longer waits are repeated."""
 
 
 class TextFiles(ABC):
@@ -60,7 +71,7 @@ class TextFiles(ABC):
     @overload
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced; `missing`, if given, where there is no file to be read."""
+        """The file as UTF-8, undecodable bytes replaced; `missing`, if given, for whatever cannot be read as a file."""
         try:
             return (await self.read_bytes(path)).decode(errors="replace")
         except OSError as error:
@@ -69,7 +80,7 @@ class TextFiles(ABC):
             return missing
 
     async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None:
-        """Write as UTF-8; surrogates, which have no place in it, are written as the bytes they stand for."""
+        """Write as UTF-8. Surrogates, which UTF-8 does not have, are written as the bytes they stand for."""
         try:
             data = text.encode(errors="surrogateescape")
         except UnicodeEncodeError:  # lone surrogates, as models write them in JSON
@@ -77,167 +88,33 @@ class TextFiles(ABC):
         await self.write_bytes(path, data, mode=mode)
 
 
-SHELL_FILES = 107
-"""What a shell takes to start: descriptors up to 99, and one beside each of its seven (`slotd/shells.py`)."""
-
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-def environment(spec: SlotSpec, bin_dir: str) -> dict[str, JSON]:
-    """What the commands of a slot have besides what a call adds; `bin_dir` comes first in PATH where it is given."""
-    path = f"{bin_dir}:{_SYSTEM_PATH}" if bin_dir and bin_dir not in _SYSTEM_PATH.split(":") else _SYSTEM_PATH
-    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
-
-
-def _proxies(spec: SlotSpec) -> dict[str, str]:
-    """How programs learn of the one way out of a slot with a list of hosts."""
-    if not isinstance(spec.network, AllowList):
-        return {}
-    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
-    own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
-    return {**dict.fromkeys(names, f"http://127.0.0.1:{PROXY_PORT}"), **own}
-
-
-Forking = Callable[["LocalSlot"], AbstractAsyncContextManager[Slot]]
-"""How the backend forks a slot of its own."""
-
-
 class LocalSlot(TextFiles):
-    """One slot of one server, for as long as its lease lasts. Made by `LocalBackend.create`."""
+    """Implements `Slot`, for as long as its lease lasts. Made by `LocalBackend.create`; `fork` forks it."""
 
     def __init__(
-        self,
-        server: SlotServer,
-        spec: SlotSpec,
-        trajectory_id: str,
-        rung: Rung,
-        lease: tuple[str, int],
-        fork: Forking,
-        reach: Reach | None = None,
-    ) -> None:
-        self.server, self.spec, self._trajectory_id, self._fork = server, spec, trajectory_id, fork
-        self.lost = False
-        """Whether the server has reported that the slot died."""
-        self._lease = Lease(server, *lease, rung)
-        self._reach, self._frozen, self._surveys = reach, False, 0
-        self._still: set[asyncio.Future[None]] = set()
-
-    @property
-    def slot_id(self) -> str:
-        return self._lease.slot_id
-
-    @property
-    def epoch(self) -> int:
-        return self._lease.epoch
-
-    @property
-    def trajectory_id(self) -> str:
-        return self._trajectory_id
-
-    @trajectory_id.setter
-    def trajectory_id(self, value: str) -> None:
-        self._trajectory_id = value
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that it can be used on."""
-        return self.server.loop
-
-    @property
-    def released(self) -> bool:
-        """Whether the lease has ended; nothing is asked of the server any more then."""
-        return self._lease.released
-
-    @released.setter
-    def released(self, value: bool) -> None:
-        self._lease.released = value
-        self._let_go()
-
-    def lose(self) -> None:
-        """The slot has died, or its server."""
-        self.lost = True
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._reach is not None:
-            self._reach.close()
-            self._reach = None
-
-    def _at_hand(self) -> Reach:
-        """For a call that may do without the server, which lets a slot that stands still go on at the next one.
-
-        Raises `AskServer` where it may not.
-        """
-        if self._reach is None or self._frozen:
-            self._frozen = False
-            raise AskServer
-        return self._reach
-
-    @contextlib.contextmanager
-    def surveyed(self) -> Iterator[None]:
-        """For a request that goes through many files: what is written meanwhile is so by the server, between its steps,
-        so that no file is found half made."""
-        self._surveys += 1
-        try:
-            yield
-        finally:
-            self._surveys -= 1
-
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """For a request that stops the slot's processes: commands wait meanwhile, so that none begins beside them."""
-        end = asyncio.get_running_loop().create_future()
-        self._still.add(end)
-        try:
-            yield
-        finally:
-            self._still.discard(end)
-            end.set_result(None)
-
-    def command(
-        self,
-        op: str,
-        fields: dict[str, JSON],
-        data: bytes = b"",
-        on_data: Callable[[bytes], None] | None = None,
-        line: Line | None = None,
-    ) -> Coroutine[None, None, Reply]:
-        """A request for commands (`slotd/command_requests.py`), over the line where it is one's own.
-
-        Raises `StaleLease` after release.
-        """
-        if line is None or self._lease.released:
-            return self.server.call(op, {**self._lease.fields(), **fields}, data, on_data)
-        if self._still or self._frozen:
-            return self._when_it_goes_on(line.request(op, fields, data, on_data))
-        return line.request(op, fields, data, on_data)
-
-    async def _when_it_goes_on(self, request: Coroutine[None, None, Reply]) -> Reply:
-        """Nothing is started in a slot that stands still."""
-        try:
-            while self._still:
-                await asyncio.wait(self._still)
-            await self._entry("/")  # the server lets what stands still go on
-        except BaseException:
-            request.close()
-            raise
-        return await request
-
-    @property
-    def line(self) -> Line | None:
-        """To the slot's init, where there is one."""
-        return None if self._reach is None else self._reach.line
-
-    @property
-    def rung(self) -> Rung:
-        return self._lease.rung
-
-    def __repr__(self) -> str:
-        return f"<LocalSlot {self.slot_id} of {self._trajectory_id!r}{' (released)' if self.released else ''}>"
+        self, requests: Requests, slot_id: str, epoch: int, rung: Rung, spec: SlotSpec, trajectory_id: str,
+        fork: Callable[[LocalSlot], AbstractAsyncContextManager[Slot]], loop: asyncio.AbstractEventLoop,
+    ) -> None:  # fmt: skip
+        self.requests, self.slot_id, self.epoch, self.rung = requests, slot_id, epoch, rung
+        self.spec, self.trajectory_id, self.loop, self._fork = spec, trajectory_id, loop, fork
+        self.released = False
+        """Whether the lease has ended; then no request is sent any more."""
+        self._rung = rung.label
+        self._results = itertools.count(1)
 
     def lease(self) -> dict[str, JSON]:
-        """What names this lease in a request. Raises `StaleLease` after release."""
-        return self._lease.fields()
+        """The fields that name this lease in a request. Raises `StaleLease` after release."""
+        if self.released:
+            raise StaleLease(f"the lease of {self.slot_id} (epoch {self.epoch}) has ended")
+        return {"slot": self.slot_id, "epoch": self.epoch}
+
+    def release(self) -> None:
+        """End the lease on this side."""
+        self.released = True
+        self.requests.slot_ended()
+
+    def __repr__(self) -> str:
+        return f"<LocalSlot {self.slot_id} of {self.trajectory_id!r}{' (released)' if self.released else ''}>"
 
     async def execute(
         self,
@@ -252,9 +129,11 @@ class LocalSlot(TextFiles):
         verdict: bool = False,
         spill: bool = True,
     ) -> ExecutionResult:
-        """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; no such program is exit 127."""
-        fields = program(command)
-        limit(fields, timeout_s, max_output_bytes, stdin)
+        """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; a missing program is exit
+        127."""
+        fields = self.lease()
+        _add_command(fields, command)
+        _add_bounds(fields, timeout_s, max_output_bytes, stdin)
         if cwd != WORKSPACE:
             fields["cwd"] = cwd
         if env:
@@ -266,27 +145,23 @@ class LocalSlot(TextFiles):
         if not spill:
             fields["no_spill"] = True
         try:
-            try:
-                line = None if self._reach is None else self._reach.line
-                reply = await self.command("exec", fields, stdin, on_output, line)
-            except NoRoom:
-                reply = await self.command("exec", fields, stdin, on_output)
+            reply = await self.requests.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
-            return self._lease.not_started(command, error)
-        return self._lease.result(reply.fields, reply.data, timeout_s)
+            return self.not_started(command, error)
+        return self.result(reply, timeout_s)
 
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
     ) -> LocalShell:
-        """A stateful shell; see `Slot.shell`. Raises `TaskError` where its limits allow too few open files for one."""
+        """A stateful shell; see `Slot.shell`. Raises `TaskError` if the task's limits allow too few open files."""
         files = self.spec.limits.open_files
         if files is not None and files < SHELL_FILES:
             raise TaskError(
                 f"{self!r} may have {files} open files, and a stateful shell needs {SHELL_FILES} to start: "
                 f"set limits.open_files of the task to that or more"
             )
-        line = self.line if self.line is not None and self.line.has_room() else None
-        return await LocalShell.open(functools.partial(self.command, line=line), self._lease, cwd, env, state)
+        reply = await self.requests.call("shell", {**self.lease(), "cwd": cwd, "env": dict(env or {})})
+        return LocalShell(self, reply.fields["shell"], state)
 
     async def spawn(
         self,
@@ -297,70 +172,60 @@ class LocalSlot(TextFiles):
         stdin: bool = True,
         terminal: TerminalSize | None = None,
     ) -> LocalProcess:
-        """Start a background process; see `Slot.spawn`."""
-        return await LocalProcess.start(self._lease, command, cwd, env, stdin, terminal)
+        size = None if terminal is None else [terminal.rows, terminal.columns]
+        extra = {} if terminal is None else {"TERM": "xterm-256color"}
+        fields = {**self.lease(), "cwd": cwd, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
+        _add_command(fields, command)
+        try:
+            reply = await self.requests.call("spawn", fields)
+        except CommandNotStarted as error:
+            name = command if isinstance(command, str) else command[0]
+            raise OSError(error.errno, str(error), name[:200]) from None
+        return LocalProcess(self, reply.fields)
 
     async def processes(self) -> list[LocalProcess]:
-        """The background processes of this slot, oldest first."""
-        reply = await self.server.call("processes", self.lease())
-        return [LocalProcess(self._lease, fields) for fields in reply.fields["processes"]]
+        reply = await self.requests.call("processes", self.lease())
+        return [LocalProcess(self, fields) for fields in reply.fields["processes"]]
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
-        """The file from `offset` to its end; OSError (EFBIG) where that is more than `max_bytes`."""
-        require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
-        if isinstance(path, str):
-            with contextlib.suppress(AskServer):
-                return await self._at_hand().read(path, offset, max_bytes)
-        fields = {**self._lease.fields(), "path": path, "offset": offset, "max_bytes": max_bytes}
-        return await self.server.read("read", fields)
+        """The file from `offset` to its end. Raises OSError (EFBIG) if that is more than `max_bytes`."""
+        _require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
+        fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
+        return await self.requests.read("read", fields)
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write atomically, creating parent directories. A link is followed, inside the slot."""
-        if isinstance(path, str) and isinstance(data, bytes) and not self._surveys:
-            with contextlib.suppress(AskServer):
-                await self._at_hand().write(path, data, mode)
-                return
-        fields = {**self._lease.fields(), "path": path}
+        """Write atomically, creating parent directories. Links are followed inside the slot."""
+        fields = {**self.lease(), "path": path}
         if mode is not None:
             fields["mode"] = mode
-        await self.server.upload(fields, data)
+        await self.requests.upload(fields, data)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory, sorted by name; their paths are absolute."""
-        with self.surveyed():
-            found = await self.server.listing("list", {**self.lease(), "path": path})
+        found = await self.requests.listing("list", {**self.lease(), "path": path})
         return [FileInfo(**entry) for entry in found]
 
     async def stat(self, path: str) -> FileInfo | None:
-        """What is at a path, links not followed; None when there is nothing."""
-        entry = await self._entry(path)
+        entry = (await self.requests.call("stat", {**self.lease(), "path": path})).fields["entry"]
         return None if entry is None else FileInfo(**entry)
 
-    async def _entry(self, path: str) -> dict[str, JSON] | None:
-        if isinstance(path, str):
-            with contextlib.suppress(AskServer):
-                return await self._at_hand().describe(path)
-        reply = await self.server.call("stat", {**self.lease(), "path": path})
-        found: dict[str, JSON] | None = reply.fields["entry"]
-        return found
-
     async def make_dir(self, path: str) -> None:
-        await self.server.call("mkdir", {**self.lease(), "path": path})
+        await self.requests.call("mkdir", {**self.lease(), "path": path})
 
     async def make_link(self, path: str, target: str) -> None:
-        await self.server.call("link", {**self.lease(), "path": path, "target": target})
+        await self.requests.call("link", {**self.lease(), "path": path, "target": target})
 
     async def upload(self, local: Path, path: str) -> int:
         with await asyncio.to_thread(local.open, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            return await self.server.upload_file({**self.lease(), "path": path, "mode": mode}, file)
+            return await self.requests.upload_file({**self.lease(), "path": path, "mode": mode}, file)
 
     async def download(self, path: str, local: Path) -> int:
         part = local.with_name(f".{secrets.token_hex(12)}")  # without the name, which may be as long as names can be
         fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
         try:
             with await asyncio.to_thread(part.open, "xb") as file:
-                await self.server.download(fields, file)
+                await self.requests.download(fields, file)
                 size = file.tell()
             part.rename(local)
         finally:
@@ -368,41 +233,242 @@ class LocalSlot(TextFiles):
         return size
 
     async def remove(self, path: str) -> None:
-        """Remove a file or a whole directory. Nothing there is not an error."""
-        with self.surveyed():
-            await self.server.call("remove", {**self.lease(), "path": path})
+        await self.requests.call("remove", {**self.lease(), "path": path})
 
     async def freeze(self) -> int:
-        """Stop every process of the slot until the next call to it, and say how many: while nobody acts, say."""
-        self._frozen = True
-        try:
-            with self.stopped():
-                reply = await self.server.call("freeze", self.lease())
-        finally:
-            self._frozen = True  # a call meanwhile came before everything stood still
-        return int(reply.fields["processes"])
+        return int((await self.requests.call("freeze", self.lease())).fields["processes"])
 
     async def arguments(self, pid: int) -> list[str] | None:
-        """The arguments of a process of the slot, as the kernel says; see `Slot.arguments`."""
-        reply = await self.server.call("arguments", {**self.lease(), "pid": pid})
+        reply = await self.requests.call("arguments", {**self.lease(), "pid": pid})
         found: list[str] | None = reply.fields["arguments"]
         return found
 
     async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
-        """What a service of the slot answers; see `Slot.ask`."""
-        require(0 < port < 1 << 16, "a port is a number from 1 to 65535")
+        _require(0 < port < 1 << 16, "a port is a number from 1 to 65535")
         fields = {**self.lease(), "port": port, "timeout_s": timeout_s, "max_bytes": max_bytes}
-        return (await self.server.call("ask", fields, request)).data
+        return (await self.requests.call("ask", fields, request)).data
 
     async def changes(self) -> list[Change]:
-        """What differs from where this slot started, as seen while looking: commands may be running."""
-        with self.surveyed():
-            found = await self.server.listing("changes", self.lease())
-        return [Change(**change) for change in found]
+        """What differs from the slot's start, as the walk sees it: commands may be running."""
+        return [Change(**change) for change in await self.requests.listing("changes", self.lease())]
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
-        """Another slot from what this one's files are now; see `Slot.fork`."""
         return self._fork(self)
 
+    def result(self, reply: Frame, timeout_s: float) -> ExecutionResult:
+        """The result of a command from its RESULT, under the next id."""
+        data = reply.data
+        code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = frames.decode_result(data)
+        data = data[frames.RESULT_SIZE :]
+        metadata: dict[str, JSON] = {
+            "exit_code": code, "returncode": code, "rung": self._rung, "duration_s": duration_s, "cpu_s": cpu_s,
+            "max_rss_bytes": max_rss_bytes, "shell": _SHELLS[flags & (frames.BASH | frames.SH)],
+            "timeout": flags & frames.TIMEOUT != 0, "cancelled": flags & frames.CANCELLED != 0,
+            "swept": flags & frames.SWEPT != 0, "oom": flags & frames.OOM != 0,
+            "output_total_bytes": total, "truncated": total > head + tail, **reply.fields,
+        }  # fmt: skip
+        if flags & frames.STATEFUL:
+            metadata["shell_restarted"] = flags & frames.RESTARTED != 0
+        if total > head + tail:
+            gap = f"\n… {total - head - tail} of {total} bytes left out{_where(metadata)} …\n"
+            output = data[:head].decode(errors="replace") + gap + data[head : head + tail].decode(errors="replace")
+        else:
+            output = data[: head + tail].decode(errors="replace")
+        error = ""
+        if code:
+            error = f"Command timed out after {timeout_s:g}s" if flags & frames.TIMEOUT else f"Exit code: {code}"
+        name = f"{self.slot_id}.{next(self._results)}"
+        return ExecutionResult(code == 0, output, error, name, self.slot_id, metadata, data[head + tail :])
 
-__all__ = ["MAX_OUTPUT_BYTES", "LocalSlot"]
+    def not_started(self, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
+        """The result of a program that could not be run, as a shell would report it."""
+        code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
+        program = command if isinstance(command, str) else command[0]
+        text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
+        result = frames.encode_result(code, 0, len(text), 0, len(text), 0.0, 0.0, 0)
+        return self.result(Frame(frames.FrameKind.RESULT, 0, {}, result + text), 0)
+
+
+# Options come last when they are restored, since some of them would end the restoring. Variables of bash itself and
+# read-only ones cannot be set. In a subshell, so that nothing of the shell changes.
+_SAVE = r"""(printf '__slot_options() {\n'; set +o; shopt -p; umask -p; printf '}\n'; set +eux
+for __slot_name in $(compgen -v); do
+  case $__slot_name in
+    BASH*|COMP_*|DIRSTACK|EPOCH*|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|*RANDOM|SECONDS|_|__slot_name) continue
+  esac
+  case ${!__slot_name@a} in *r*) continue; esac
+  declare -p "$__slot_name"
+done
+declare -f; alias -p; printf 'builtin cd -- %q\n__slot_options; unset -f __slot_options\n' "$PWD") 2>/dev/null
+"""
+_STATE_TIMEOUT_S = 30.0
+
+
+class LocalShell:
+    """Implements `Shell`. Made by `LocalSlot.shell`."""
+
+    def __init__(self, slot: LocalSlot, name: int, state: bytes) -> None:
+        self._slot, self._name, self._state = slot, name, state
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    async def run(
+        self,
+        command: str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> ExecutionResult:
+        """Run a command; see `Shell.run`. Its time begins when the commands before it are over."""
+        fields = {**self._slot.lease(), "shell": self._name, "command": command}
+        _add_bounds(fields, timeout_s, max_output_bytes, stdin)
+        if on_output is not None:
+            fields["stream"] = True
+        await self._turn.acquire()  # not `async with`, which is two more coroutines for each command
+        try:
+            if self._state:
+                await self._restore()
+            reply = await self._slot.requests.call("run", fields, stdin, on_output)
+        except CommandNotStarted as error:
+            return self._slot.not_started(command, error)
+        finally:
+            self._turn.release()
+        return self._slot.result(reply, timeout_s)
+
+    async def _restore(self) -> None:
+        state, self._state = self._state.decode(errors="surrogateescape"), b""
+        fields = {**self._slot.lease(), "shell": self._name, "command": state}
+        _add_bounds(fields, _STATE_TIMEOUT_S, 0, b"")
+        with contextlib.suppress(CommandNotStarted):
+            await self._slot.requests.call("run", fields)
+
+    async def state(self) -> bytes:
+        """The state for another shell; see `Shell.state`. Raises `SandboxError` if it is too large."""
+        result = await self.run(_SAVE, timeout_s=_STATE_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
+        if result.metadata["truncated"] or result.metadata["timeout"]:
+            raise SandboxError(f"the state of the shell in {self._slot.slot_id} cannot be saved: it is too large")
+        return result.output.encode(errors="surrogateescape")
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(StaleLease, SlotLost):  # then it has ended with its slot
+                await self._slot.requests.call("close_shell", {**self._slot.lease(), "shell": self._name})
+
+    async def __aenter__(self) -> LocalShell:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+
+class LocalProcess:
+    """Implements `Process`: a handle of a background process, which many readers may share. Made by `LocalSlot`."""
+
+    def __init__(self, slot: LocalSlot, fields: Mapping[str, JSON]) -> None:
+        self._slot, self.process_id, self.pid = slot, int(fields["process"]), int(fields["pid"])
+
+    def __repr__(self) -> str:
+        return f"<LocalProcess {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
+
+    async def status(self) -> ProcessStatus:
+        return _status(await self._call("wait", wait_s=0))
+
+    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
+        _require(max_bytes > 0, "max_bytes must be positive")
+        return (await self._read(cursor, max_bytes, wait_s))[0]
+
+    async def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
+        while True:
+            piece, running = await self._read(cursor, _PIECE_BYTES, _LONGEST_WAIT_S)
+            if piece.data:
+                yield piece
+            elif not running:
+                return
+            cursor = piece.end
+
+    async def write(self, data: bytes) -> None:
+        """Write to its input; see `Process.write`. Cancelled, it may have written a part."""
+        for start in range(0, len(data), _PIECE_BYTES):
+            await self._call("input", data[start : start + _PIECE_BYTES], close=False)
+
+    async def close_input(self) -> None:
+        """End its input, if it is open."""
+        with contextlib.suppress(BrokenPipeError):
+            await self._call("input", close=True)
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to its process group, if it runs."""
+        await self._call("signal", signal=int(signal.Signals(number)))
+
+    async def resize(self, size: TerminalSize) -> None:
+        await self._call("resize", rows=size.rows, columns=size.columns)
+
+    async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
+        left = math.inf if timeout_s is None else timeout_s
+        while True:
+            step = min(left, _LONGEST_WAIT_S)
+            status = _status(await self._call("wait", wait_s=step))
+            left -= step
+            if not status.running or left <= 0:
+                return status
+
+    async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
+        return _status(await self._call("kill", grace_s=grace_s))
+
+    async def forget(self) -> None:
+        await self._call("dismiss")
+
+    async def _read(self, cursor: int, max_bytes: int, wait_s: float) -> tuple[OutputPiece, bool]:
+        reply = await self._call("output", cursor=cursor, max_bytes=max_bytes, wait_s=wait_s)
+        start = int(reply.fields["start"])
+        lost = max(0, start - cursor) if cursor >= 0 else 0
+        return OutputPiece(reply.data, start, lost), bool(reply.fields["running"])
+
+    async def _call(self, op: str, data: bytes = b"", **fields: JSON) -> Frame:
+        return await self._slot.requests.call(op, {**self._slot.lease(), "process": self.process_id, **fields}, data)
+
+
+def _status(reply: Frame) -> ProcessStatus:
+    known = ("pid", "running", "exit_code", "started_s", "duration_s", "output_total_bytes", "terminal", "cpu_s",
+             "max_rss_bytes", "full_output_path", "full_output_bytes")  # fmt: skip
+    fields = {name: reply.fields[name] for name in known if name in reply.fields}
+    return ProcessStatus(process_id=reply.fields["process"], **fields)
+
+
+def _add_command(fields: dict[str, JSON], command: str | Sequence[str]) -> None:
+    """Add a command line for the shell, or an argv. Raises ValueError for an empty argv."""
+    if isinstance(command, str):
+        fields["command"] = command
+    else:
+        fields["argv"] = [str(argument) for argument in command]
+        _require(bool(fields["argv"]), "an argv needs at least the program")
+
+
+def _add_bounds(fields: dict[str, JSON], timeout_s: float, max_output_bytes: int, stdin: bytes) -> None:
+    """Add the bounds of a command that are not the usual ones. Raises ValueError for invalid ones."""
+    if not 0 < timeout_s < math.inf:  # also false for NaN
+        raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+    if not 0 <= max_output_bytes <= MAX_OUTPUT_BYTES:
+        raise ValueError(f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
+    if len(stdin) > MAX_STDIN_BYTES:
+        raise ValueError(f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
+    if timeout_s != frames.USUAL_TIMEOUT_S:
+        fields["timeout_s"] = timeout_s
+    if max_output_bytes != frames.USUAL_OUTPUT_BYTES:
+        fields["max_output_bytes"] = max_output_bytes
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _where(fields: Mapping[str, JSON]) -> str:
+    path = fields.get("full_output_path")
+    if path is None:
+        return ""
+    part = "all of it is" if fields["full_output_bytes"] >= fields["output_total_bytes"] else "its beginning is"
+    return f"; {part} in {path}"

@@ -1,8 +1,8 @@
-"""Which slot servers run on this machine, found in the process table: nothing written down could be out of date.
+"""Lists the slot servers of this machine from the process table, which cannot be out of date.
 
 A server is a process named `slotd`, a slot one named `slot-init`, each the first of a process namespace; a process of a
-slot can take the names but not be the first of a namespace. Servers of other users are seen by root alone. Slots of the
-rungs without namespaces are not counted.
+slot can take the names but not be the first of a namespace. Only root sees servers of other users. Slots of the rungs
+without namespaces are not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """One slot server: whose, for which client, how many slots and processes, and since how many seconds."""
+    """One slot server: its owner, its client, how many slots and processes it has, and its age."""
 
     pid: int
     uid: int
@@ -39,7 +39,7 @@ class _Seen:
 
 
 def running_servers() -> list[RunningServer]:
-    """All that this user may see, oldest first."""
+    """All servers that this user may see, oldest first."""
     table = {seen.pid: seen for seen in map(_read, _pids()) if seen is not None}
     children: dict[int, list[int]] = {}
     for seen in table.values():

@@ -1,13 +1,13 @@
-"""The process that holds slots for clients that come and go: one slot server below, one client at a time above.
+"""The process of a service: holds slots for clients that come and go, one client at a time.
 
-It is the slot server's client, and passes frames on between that server and whoever is attached to its unix socket.
-When a client goes, its running commands are cancelled, its snapshots are dropped, since nobody knows them any more, and
-its slots stay, under leases that the next client gets anew: with a new epoch, so that a late call of the former one is
-refused. When this process is killed, the slot server sees the end of its stream and everything ends with it, as with
-any client.
+It is the slot server's client, and passes frames between that server and the client that is attached to its unix
+socket. When a client goes, its running commands are cancelled and its snapshots dropped, since nobody knows them any
+more. Its slots stay; the next client gets their leases with a new epoch, so that late calls of the former one are
+refused. If this process is killed, the slot server sees the end of its stream and everything ends with it, as with any
+client.
 
-Run by `palaestra.sandbox.service.service_client`, which makes the socket (in a directory of the user's alone, mode
-0600). It ends when it is told to, when the slot server has died, or when it has held nothing and nobody for a minute.
+`service_client.py` runs it and makes the socket (in a directory of the user's alone, mode 0600). It ends when it is
+told to, when the slot server has died, or after a minute without client and slots.
 """
 
 from __future__ import annotations
@@ -20,36 +20,33 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.local.client import SlotServer
+from palaestra.sandbox.local.client import SlotClient
 from palaestra.sandbox.slotd.protocol import frames
-from palaestra.sandbox.slotd.protocol.frames import RECEIVE_BYTES, Decoder, Frame, Kind
+from palaestra.sandbox.slotd.protocol.frames import RECEIVE_BYTES, Frame, FrameDecoder, FrameKind
 
 IDLE_S = 60.0
-
-OnAnswer = Callable[[Frame], None]
 
 
 @dataclass
 class Visitor:
-    """One connection. `numbers` maps its requests to those below."""
+    """One connection. `numbers` maps its requests to those sent to the slot server."""
 
     writer: asyncio.StreamWriter
     client: bool = False
     numbers: dict[int, int] = field(default_factory=dict)
 
-    def send(self, kind: Kind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
-        """Pass one frame up. A connection that is gone takes nothing."""
+    def send(self, kind: FrameKind, request: int, fields: dict[str, JSON] | None = None, data: bytes = b"") -> None:
+        """Send one frame, unless the connection is gone."""
         if not self.writer.is_closing():
             self.writer.write(frames.encode(kind, request, fields, data))
 
 
 @dataclass
 class _Request:
-    """One request below, and for whom."""
+    """One request to the slot server, and the visitor it is for."""
 
     visitor: Visitor
     number: int
@@ -59,8 +56,8 @@ class _Request:
 class Broker:
     """Serves one socket with one slot server, until `over`."""
 
-    def __init__(self, below: asyncio.StreamWriter, rung: str, note: str) -> None:
-        self._below, self._rung, self._note = below, rung, note
+    def __init__(self, below: asyncio.StreamWriter, rung: str) -> None:
+        self._below, self._rung = below, rung
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Request] = {}
         self._own: dict[int, asyncio.Future[Frame]] = {}
@@ -75,7 +72,7 @@ class Broker:
 
     async def visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its HELLO to its end."""
-        visitor, decoder = Visitor(writer), Decoder()
+        visitor, decoder = Visitor(writer), FrameDecoder()
         try:
             if not _is_same_user(writer):
                 return
@@ -84,19 +81,19 @@ class Broker:
                     await self._on_visitor(visitor, frame)
                 await self._below.drain()
         except (OSError, ValueError, frames.ProtocolError):
-            pass  # a visitor that breaks off, or talks nonsense
+            pass  # the visitor is gone, or does not follow the protocol
         finally:
             self._leave(visitor)
             writer.close()
 
     async def _on_visitor(self, visitor: Visitor, frame: Frame) -> None:
-        if frame.kind is Kind.HELLO:
+        if frame.kind is FrameKind.HELLO:
             await self._hello(visitor, frame)
-        elif frame.kind is Kind.REQUEST and frame.fields["op"] == "end":
+        elif frame.kind is FrameKind.REQUEST and frame.fields["op"] == "end":
             self.over.set()
         elif not visitor.client:
-            visitor.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": "not attached"})
-        elif frame.kind is Kind.REQUEST:
+            visitor.send(FrameKind.ERROR, frame.request, {"error": "sandbox", "message": "not attached"})
+        elif frame.kind is FrameKind.REQUEST:
             number = visitor.numbers[frame.request] = next(self._numbers)
             self._pending[number] = _Request(visitor, frame.request, frame.fields)
             self._below.write(frames.encode(frame.kind, number, frame.fields, frame.data))
@@ -104,45 +101,43 @@ class Broker:
             self._below.write(frames.encode(frame.kind, visitor.numbers[frame.request], frame.fields, frame.data))
 
     async def _hello(self, visitor: Visitor, frame: Frame) -> None:
-        about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung, "note": self._note}
+        about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung}
         if frame.fields.get("look"):
             about |= {"attached": self._client is not None, "leases": list(self._leases.values())}
-            visitor.send(Kind.HELLO, frame.request, about)
+            visitor.send(FrameKind.HELLO, frame.request, about)
         elif frame.fields["version"] != frames.VERSION:
-            message = (
-                f"the service speaks version {frames.VERSION} of the protocol; end it: palaestra slots clean --all"
-            )
-            visitor.send(Kind.ERROR, frame.request, {"error": "isolation", "message": message})
+            message = f"the service uses version {frames.VERSION} of the protocol; end it: palaestra slots clean --all"
+            visitor.send(FrameKind.ERROR, frame.request, {"error": "isolation", "message": message})
         elif self._client is not None:
-            message = "another process is attached to this service; wait for its end, or name another service"
-            visitor.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": message})
+            message = "another process is attached to this service; wait for its end, or use another service"
+            visitor.send(FrameKind.ERROR, frame.request, {"error": "sandbox", "message": message})
         else:
             self._client, visitor.client = visitor, True
             for name in list(self._leases):
                 await self._renew(name)
-            visitor.send(Kind.HELLO, frame.request, about | {"leases": list(self._leases.values())})
+            visitor.send(FrameKind.HELLO, frame.request, about | {"leases": list(self._leases.values())})
 
     async def _renew(self, name: str) -> None:
-        """A lease's new epoch: whoever held it before is refused from now on."""
+        """Give a lease a new epoch: its former holder is refused from now on."""
         lease = self._leases[name]
         answer = await self._ask({"op": "renew", "slot": name, "epoch": lease["epoch"]})
-        if answer.kind is Kind.RESULT:
+        if answer.kind is FrameKind.RESULT:
             lease["epoch"] = answer.fields["epoch"]
         else:
             self._leases.pop(name, None)
 
     def _leave(self, visitor: Visitor) -> None:
-        """Its commands are killed, its snapshots dropped, its slots stay."""
+        """Cancel a visitor's commands and drop its snapshots; its slots stay."""
         for number in visitor.numbers.values():
-            self._below.write(frames.encode(Kind.CANCEL, number))
+            self._below.write(frames.encode(FrameKind.CANCEL, number))
         if self._client is visitor:
             self._client = None
             self._drop(self._layers)
 
     def _drop(self, layers: set[str]) -> None:
-        """Forget snapshots; what slots stand on stays until they end."""
+        """Forget snapshots; slots keep the layers that they use."""
         fields: dict[str, JSON] = {"op": "forget", "layers": sorted(layers)}
-        self._below.write(frames.encode(Kind.REQUEST, next(self._numbers), fields))
+        self._below.write(frames.encode(FrameKind.REQUEST, next(self._numbers), fields))
         layers.clear()
 
     # Below
@@ -150,11 +145,11 @@ class Broker:
     async def _ask(self, fields: dict[str, JSON]) -> Frame:
         number = next(self._numbers)
         self._own[number] = asyncio.get_running_loop().create_future()
-        self._below.write(frames.encode(Kind.REQUEST, number, fields))
+        self._below.write(frames.encode(FrameKind.REQUEST, number, fields))
         return await self._own[number]
 
-    async def listen_below(self, reader: asyncio.StreamReader, decoder: Decoder) -> None:
-        """Until the slot server ends."""
+    async def listen_below(self, reader: asyncio.StreamReader, decoder: FrameDecoder) -> None:
+        """Take frames until the slot server ends."""
         while data := await reader.read(RECEIVE_BYTES):
             for frame in decoder.feed(data):
                 self._on_below(frame)
@@ -164,8 +159,8 @@ class Broker:
         self.over.set()
 
     def _on_below(self, frame: Frame) -> None:
-        final = frame.kind in (Kind.RESULT, Kind.ERROR)
-        if frame.kind is Kind.LOST:
+        final = frame.kind in (FrameKind.RESULT, FrameKind.ERROR)
+        if frame.kind is FrameKind.LOST:
             self._leases.pop(frame.fields["slot"], None)
             if self._client is not None:
                 self._client.send(frame.kind, 0, frame.fields)
@@ -182,14 +177,14 @@ class Broker:
     def _account(self, request: _Request, answer: Frame) -> None:
         """Keep the list of leases, and of the client's snapshots."""
         asked, op = request.fields, request.fields["op"]
-        if op == "create" and answer.kind is Kind.RESULT:
+        if op == "create" and answer.kind is FrameKind.RESULT:
             lease = {"slot": answer.fields["slot"], "epoch": answer.fields["epoch"], "about": asked.get("about", {})}
             self._leases[answer.fields["slot"]] = lease
         elif op in ("destroy", "seal"):
             self._leases.pop(asked["slot"], None)
         if op == "forget":
             self._layers.difference_update(asked["layers"])
-        elif op in ("seal", "checkpoint", "view", "load") and answer.kind is Kind.RESULT:
+        elif op in ("seal", "checkpoint", "view", "load") and answer.kind is FrameKind.RESULT:
             made = set(answer.fields["layers"][: None if op == "load" else 1])
             if request.visitor is self._client:
                 self._layers |= made
@@ -197,7 +192,7 @@ class Broker:
                 self._drop(made)
 
     async def watch_idleness(self) -> None:
-        """End when nobody is attached and nothing is held for so long."""
+        """End after a while without client and slots."""
         idle_s = 0.0
         while idle_s < IDLE_S:
             await asyncio.sleep(1.0)
@@ -206,30 +201,30 @@ class Broker:
 
 
 def _is_same_user(writer: asyncio.StreamWriter) -> bool:
-    """Besides the permissions of the socket: what the kernel says about the other side."""
+    """Check the user on the other side, in addition to the permissions of the socket."""
     credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return struct.unpack("3i", credentials)[1] in (0, os.geteuid())
 
 
 def _say(fields: dict[str, JSON]) -> None:
-    """Tell whoever has started this process how it went, once."""
+    """Report to the starting process, once, how the start went."""
     os.write(1, json.dumps(fields).encode() + b"\n")
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
 
 
 async def _serve(listener: socket.socket, path: str, rung: str, settings: dict[str, JSON]) -> None:
-    server, stream = await SlotServer.launch(rung)
+    server, stream = await SlotClient.launch(rung)
     reader, writer = await asyncio.open_unix_connection(sock=stream)
-    decoder = Decoder()
-    writer.write(frames.encode(Kind.HELLO, 0, {"version": frames.VERSION, **settings}))
+    decoder = FrameDecoder()
+    writer.write(frames.encode(FrameKind.HELLO, 0, {"version": frames.VERSION, **settings}))
     frame = next(iter(decoder.feed(await reader.read(RECEIVE_BYTES))), None)
-    if frame is None or frame.kind is not Kind.HELLO:
+    if frame is None or frame.kind is not FrameKind.HELLO:
         _unlink(path)
         _say(frame.fields if frame else {"message": "the slot server has ended"})
         await server.aclose()
         return
-    broker = Broker(writer, rung, frame.fields["note"])
+    broker = Broker(writer, rung)
     ready = await asyncio.start_unix_server(broker.visit, sock=listener)
     _say({})
     async with asyncio.TaskGroup() as group:
@@ -247,7 +242,7 @@ def main() -> None:
     """`broker FD PATH RUNG SETTINGS`: serve the listening socket FD, whose name is PATH."""
     number, path, rung, settings = sys.argv[1:]
     if os.fork():
-        os._exit(0)  # nobody's child, so that nobody has to wait for its end
+        os._exit(0)  # so that no process has to wait for its end
     try:
         asyncio.run(_serve(socket.socket(fileno=int(number)), path, rung, json.loads(settings)))
     except BaseException:
@@ -256,7 +251,7 @@ def main() -> None:
 
 
 def _unlink(path: str) -> None:
-    """Before anybody is told of the end: the name may be somebody else's after it."""
+    """Remove the socket before its end is noticed: afterwards the name may belong to another service."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 

@@ -1,7 +1,7 @@
-"""Services: slots that outlive their client, by name. Starting, finding, attaching to and ending them.
+"""Services: named processes whose slots outlive their client. Starting, finding, attaching to and ending them.
 
-A service is a process (`broker.py`) with a unix socket `NAME.sock` in a directory of this user's alone. Only one starts
-it, under a lock; a socket that nobody listens on is what a killed one has left, and is removed by the next.
+A service is a process (`broker.py`) with a unix socket `NAME.sock` in a directory of this user's alone. Starts are
+serialised by a lock. A socket on which nothing listens was left by a killed service, and the next start removes it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
-from palaestra.sandbox.local.client import OnLost, SlotServer
+from palaestra.sandbox.local.client import OnLost, SlotClient
 from palaestra.sandbox.slotd.protocol import frames
-from palaestra.sandbox.slotd.protocol.frames import Decoder, Kind
+from palaestra.sandbox.slotd.protocol.frames import FrameDecoder, FrameKind
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 _LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
@@ -29,7 +29,7 @@ _LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service that runs: `leases` are objects with slot, epoch and about; `attached` says whether by anybody."""
+    """One running service: `leases` are objects with slot, epoch and about; `attached` is whether it has a client."""
 
     name: str
     pid: int
@@ -39,13 +39,13 @@ class Service:
 
 
 def default_directory() -> Path:
-    """Where this user's services are: not on a disk, and in no slot's view."""
+    """Where this user's services are: not on a disk, and not visible in slots."""
     run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
     return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
 
 
 def socket_path(name: str, directory: Path | None = None) -> Path:
-    """The socket of a service. Raises `ConfigError` for what is no name, and for a directory that is not ours alone."""
+    """The socket of a service. Raises `ConfigError` for an invalid name, and if others have access to the directory."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a service; use letters, digits, dots and dashes")
     folder = directory or default_directory()
@@ -56,12 +56,13 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
     return folder / f"{name}.sock"
 
 
-async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotServer:
-    """Attach to a service, started where it does not run. Raises `SandboxError` while another process is attached."""
+async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
+    """Attach to a service, which is started if it does not run. Raises `SandboxError` while another process is
+    attached."""
     async with _turn(path):
         if not _listens(path):
             await _start(path, rung, settings)
-        server = await SlotServer.attach(str(path), on_lost)
+        server = await SlotClient.attach(str(path), on_lost)
     if server.hello["rung"] != rung:
         await server.aclose()
         runs = f"the service {path.stem} runs on the rung {server.hello['rung']}, not {rung}"
@@ -70,15 +71,15 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
 
 
 async def look(path: Path) -> Service | None:
-    """What a service holds, without attaching; None where none listens."""
+    """What a service holds, without attaching; None if it does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
         return None
     try:
-        writer.write(frames.encode(Kind.HELLO, 1, {"version": frames.VERSION, "look": True}))
+        writer.write(frames.encode(FrameKind.HELLO, 1, {"version": frames.VERSION, "look": True}))
         async with asyncio.timeout(_LOOK_PATIENCE_S):
-            decoder = Decoder()
+            decoder = FrameDecoder()
             while data := await reader.read(frames.RECEIVE_BYTES):
                 for frame in decoder.feed(data):
                     fields = frame.fields
@@ -92,13 +93,13 @@ async def look(path: Path) -> Service | None:
 
 
 async def end(path: Path) -> None:
-    """End a service and every slot it holds, whoever is attached. One that does not run is fine."""
+    """End a service and every slot it holds, whoever is attached. Does nothing if it does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
         return
     try:
-        writer.write(frames.encode(Kind.REQUEST, 1, {"op": "end"}))
+        writer.write(frames.encode(FrameKind.REQUEST, 1, {"op": "end"}))
         async with asyncio.timeout(_END_PATIENCE_S):
             while await reader.read(frames.RECEIVE_BYTES):
                 pass
@@ -145,7 +146,7 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
 
 
 def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
-    """One process at a time decides whether a service runs."""
+    """Serialise decisions whether a service runs."""
     return file_lock(path.with_suffix(".lock"), poll_s=_TURN_S)
 
 

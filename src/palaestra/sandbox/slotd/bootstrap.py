@@ -1,8 +1,9 @@
-"""How the server comes to life, and what is left to do when it dies.
+"""Starts a server for the rungs with namespaces, and cleans up after its death.
 
-Two processes. The first, in a session of its own, makes a process namespace and starts the server as its pid 1, so that
-the kernel kills every process of every slot when the server dies, whoever killed it. Then the first waits for that and
-removes the control groups. If the first dies, the server is killed with it, and the next start removes the groups.
+There are two processes. The first, in a session of its own, makes a process namespace and starts the server as its pid
+1, so that the kernel kills every process of every slot when the server dies, whoever killed it. Then the first waits
+for that and removes the control groups. If the first dies, the server is killed with it, and the next start removes the
+groups.
 """
 
 from __future__ import annotations
@@ -17,42 +18,43 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from . import syscalls
 from .exec import pipes
 from .namespaced import cgroups, host, namespaces, privileges
-from .namespaced.namespaced_rung import Layered
-from .protocol.frames import Fields, Kind, encode
-from .rung import Workshop
-from .server import Server
+from .namespaced.namespaced_rung import NamespaceDriver
+from .protocol.frames import Fields, FrameKind, encode
+from .rung import AnyDriver
+from .server import SlotServer
 
 _REMOVE_PATIENCE_S = 5.0
 _FEWEST_FILES = 256
-"""With fewer, commands would fail for want of descriptors, and be scored for it."""
+"""With fewer, commands would fail for lack of descriptors and be scored for it."""
 
 
 def main(arguments: list[str]) -> int:
-    """`slotd FD full|userns [HANDS]`: serve the client at the other end of the stream socket FD.
+    """`slotd FD full|userns [HANDOVER]`: serve the client at the other end of the stream socket FD.
 
-    A client that is root as well gets the roots of its slots over the socket HANDS (`handing.py`).
+    A client that is root as well gets descriptors of its slots over the socket HANDOVER.
     """
     stream = socket.socket(fileno=int(arguments[0]))
-    hands = socket.socket(fileno=int(arguments[2])) if len(arguments) > 2 else None
+    handover = socket.socket(fileno=int(arguments[2])) if len(arguments) > 2 else None
     full = arguments[1] == "full"
     logging.basicConfig(stream=sys.stderr, format="slotd: %(message)s")
-    group: cgroups.ServerGroup | None = None
+    group: cgroups.ServerCgroup | None = None
     try:
         require_files()
         group = _make_group() if full else None
-        server = _fork_server(stream, full, group, hands)
+        server = _fork_server(stream, full, group, handover)
     except OSError as error:
         if group is not None:
             group.remove()
-        stream.sendall(encode(Kind.ERROR, 0, refusal(error)))
+        stream.sendall(encode(FrameKind.ERROR, 0, refusal(error)))
         return 1
     stream.close()
-    if hands is not None:
-        hands.close()
+    if handover is not None:
+        handover.close()
     os.waitpid(server, 0)
     deadline = time.monotonic() + _REMOVE_PATIENCE_S
     while group is not None and not group.remove() and time.monotonic() < deadline:
@@ -60,15 +62,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _make_group() -> cgroups.ServerGroup:
-    """The server's control groups. What other servers have left is removed on the way."""
+def _make_group() -> cgroups.ServerCgroup:
+    """The server's control groups. Removes those of dead servers first."""
     if not namespaces.is_real_root():
         raise PermissionError(1, "needs root")
     hierarchies = cgroups.find()
     if not hierarchies:
         raise OSError(38, "no control group hierarchy with memory and pids is mounted writable here")
     cgroups.sweep(hierarchies)
-    group = cgroups.ServerGroup(hierarchies, f"{os.getpid()}-{time.time_ns():x}")
+    group = cgroups.ServerCgroup(hierarchies, f"{os.getpid()}-{time.time_ns():x}")
     try:
         group.create()
     except OSError as error:
@@ -79,40 +81,30 @@ def _make_group() -> cgroups.ServerGroup:
 
 
 def _fork_server(
-    stream: socket.socket, full: bool, group: cgroups.ServerGroup | None, hands: socket.socket | None
+    stream: socket.socket, full: bool, group: cgroups.ServerCgroup | None, handover: socket.socket | None
 ) -> int:
-    """The server's pid. In the server itself this never returns."""
+    """The server's pid. Never returns in the server."""
     if not privileges.supported():
         raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
     if not full and not namespaces.is_real_root():
         namespaces.enter_single_namespace(os.getuid(), os.getgid())
     syscalls.unshare(syscalls.CLONE_NEWPID)
     watcher_reader, watcher_writer = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(watcher_reader)
-        return child
-    os.close(watcher_writer)
-    status = 1
-    try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        make_ready()
+
+    def prepare() -> None:
         pipes.nothing()
         host.enter_own_root()
-        serve(stream, lambda settings: Layered(full, group, settings), watcher_reader, hands)
-        status = 0
-    except OSError as error:
-        stream.setblocking(True)
-        stream.sendall(encode(Kind.ERROR, 0, refusal(error)))
-    except Exception:
-        logging.exception("the slot server has failed")  # the client shows it as the server's last words
-    finally:
-        logging.shutdown()
-        os._exit(status)
+
+    child = os.fork()
+    if child == 0:
+        os.close(watcher_writer)
+        run_server(stream, prepare, lambda settings: NamespaceDriver(full, group, settings), watcher_reader, handover)
+    os.close(watcher_reader)
+    return child
 
 
 def require_files() -> None:
-    """Raise OSError where this process may not open as many files as slots take."""
+    """Raise OSError if this process may not open as many files as slots take."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < _FEWEST_FILES:
         few = f"only {hard} files may be open here, and slots take {_FEWEST_FILES}"
@@ -120,31 +112,51 @@ def require_files() -> None:
 
 
 def make_ready() -> None:
-    """What every server does first: it does not end by accident, and shows nothing of the host in its name."""
+    """Protect the server from accidental ends, and hide the host's paths in its name."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     syscalls.overwrite_command_line("slotd")
     syscalls.set_name("slotd")
-    os.umask(0o022)  # what slots are given has the modes that it is given, whoever started the server
+    os.umask(0o022)  # files in slots get the modes that are asked for
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     sys.setrecursionlimit(10_000)
 
 
-def serve(
+def run_server(
     stream: socket.socket,
-    open_workshop: Callable[[Fields], Workshop],
+    prepare: Callable[[], None],
+    open_driver: Callable[[Fields], AnyDriver],
     watcher: int,
-    hands: socket.socket | None = None,
-) -> None:
-    """The life of the server, until the client or the watching process is gone."""
-    server = Server(stream, open_workshop, hands)
-    server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
-    # What is here now stays: the forks for slots share it for as long as nobody touches it.
-    gc.collect()
-    gc.freeze()
-    server.loop.run()
+    handover: socket.socket | None = None,
+) -> NoReturn:
+    """The life of the server, in the child of a fork, until the client or the watching process is gone.
+
+    The client gets an OSError from before the server's start as the refusal, and later errors as the reason of its end.
+    """
+    status, started = 1, False
+    try:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        make_ready()
+        prepare()
+        server = SlotServer(stream, open_driver, handover)
+        server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
+        # Forks of this process share its present objects as long as nobody touches them.
+        gc.collect()
+        gc.freeze()
+        started = True
+        server.loop.run()
+        status = 0
+    except Exception as error:
+        if started or not isinstance(error, OSError):
+            logging.exception("the slot server has failed")  # the client reads the log when the server has ended
+        else:
+            stream.sendall(encode(FrameKind.ERROR, 0, refusal(error)))
+    finally:
+        logging.shutdown()
+        os._exit(status)
 
 
 def refusal(error: OSError) -> Fields:
+    """The ERROR for a server that cannot be started."""
     return {"error": "isolation", "message": error.strerror or str(error)}

@@ -1,8 +1,8 @@
-"""The server's event loop: descriptors, timers and long jobs, in one thread. A client has one inside its own.
+"""The server's event loop: descriptors, timers and long jobs, in one thread.
 
-One thread, because the server forks slots and a fork beside other threads is unsafe. What takes long is a *job*, a
-generator that yields between pieces of work; each round runs one piece of every job, so that nobody waits for somebody
-else's large file.
+One thread, because the server forks slots and forking next to other threads is unsafe. Whatever takes long is a *job*,
+a generator that yields between pieces of work. Each round runs one piece of every job, so that no request waits for
+another one's large file.
 """
 
 from __future__ import annotations
@@ -14,51 +14,77 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 Callback = Callable[[], object]
 Job = Iterator[None]
 
 _MANY = 64
-"""Cancelled timers that are not worth a look; descriptors of one round."""
+"""How many cancelled timers may pile up; how many descriptors one round handles."""
 
 _LONGEST_S = 3600.0
-"""The longest wait: epoll counts milliseconds in 31 bits, and a command may be given a year."""
+"""The longest wait: epoll counts milliseconds in 31 bits, and a command's time limit may be a year."""
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
-class Timer:
-    """A call at a later time; `cancel` makes it nothing."""
+class Timer(Protocol):
+    """A call at a later time."""
 
+    def cancel(self) -> None: ...
+
+
+class Watcher(Protocol):
+    """Calls back when a descriptor is ready."""
+
+    def watch(self, fd: int, call: Callback) -> None: ...
+
+    def watch_for(self, fd: int, events: int, call: Callback) -> None: ...
+
+    def unwatch(self, fd: int) -> None: ...
+
+
+class EventLoop(Watcher, Protocol):
+    """What commands need of a loop; implemented by the server's `EpollLoop` and by the client's `AsyncioLoop`."""
+
+    def watch_soon(self, fd: int, call: Callback) -> None:
+        """Like `watch`, but may begin a little later: for output that is read at the command's end anyway."""
+        ...
+
+    def close(self, fd: int) -> None: ...
+
+    def later(self, seconds: float, call: Callback) -> Timer: ...
+
+
+class _Timer:
     __slots__ = ("call", "loop")
 
-    def __init__(self, call: Callback, loop: Loop) -> None:
+    def __init__(self, call: Callback, loop: EpollLoop) -> None:
         self.call: Callback | None = call
         self.loop = loop
 
     def cancel(self) -> None:
-        """Never make the call."""
         if self.call is not None:
             self.call = None
             self.loop.forget_timer()
 
 
-class Loop:
-    """Callbacks run to their end, one at a time. An exception in one ends the loop: it is a bug of the server."""
+class EpollLoop:
+    """Runs callbacks to their end, one at a time. An exception in one ends the loop: it is a bug of the server."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._watched: dict[int, Callback] = {}
         self._special: set[int] = set()
-        """Those that are not watched for reading alone."""
-        self._timers: list[tuple[float, int, Timer]] = []
+        """Descriptors that are watched for more than reading."""
+        self._timers: list[tuple[float, int, _Timer]] = []
         self._forgotten = 0
         self._order = itertools.count()
         self._jobs: deque[Job] = deque()
         self.running = True
 
     def watch(self, fd: int, call: Callback) -> None:
-        """Call whenever `fd` is readable (or at its end). Who watched it before does no longer."""
+        """Call whenever `fd` is readable or at its end, instead of its former callback."""
         if fd not in self._watched:
             self._epoll.register(fd, READ)
         elif fd in self._special:
@@ -67,7 +93,6 @@ class Loop:
         self._watched[fd] = call
 
     watch_soon = watch
-    """For what need not be watched from this moment on; here it is."""
 
     def watches(self, fd: int) -> bool:
         """Whether a descriptor is watched."""
@@ -80,28 +105,29 @@ class Loop:
         (self._special.discard if events == READ else self._special.add)(fd)
 
     def unwatch(self, fd: int) -> None:
-        """Stop watching; a descriptor that is not watched is fine."""
+        """Stop watching. Does nothing for a descriptor that is not watched."""
         self._special.discard(fd)
         if self._watched.pop(fd, None) is not None:
-            try:  # noqa: SIM105 - once or more per command, and the shorter form costs three calls
+            try:  # noqa: SIM105 - runs for every command, and the shorter form costs three calls
                 self._epoll.unregister(fd)
             except OSError:  # it was closed already
                 pass
 
     def close(self, fd: int) -> None:
-        """Stop watching a descriptor and close it: the kernel forgets it then, but for copies that a fork still has."""
+        """Stop watching a descriptor and close it. The kernel then drops it from the epoll set, unless a fork has
+        it."""
         self._watched.pop(fd, None)
         self._special.discard(fd)
         os.close(fd)
 
     def later(self, seconds: float, call: Callback) -> Timer:
         """Call once after so many seconds."""
-        timer = Timer(call, self)
+        timer = _Timer(call, self)
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
         return timer
 
     def forget_timer(self) -> None:
-        """One more timer that is cancelled. They leave when they are half: a command's limit may be hours away."""
+        """Count a cancelled timer. They are removed once they are half of all: a time limit may be hours away."""
         self._forgotten += 1
         if self._forgotten > _MANY and 2 * self._forgotten > len(self._timers):
             self._timers = [entry for entry in self._timers if entry[2].call is not None]
@@ -109,16 +135,16 @@ class Loop:
             self._forgotten = 0
 
     def start(self, job: Job) -> None:
-        """Run a generator to its end, a piece per round."""
+        """Run a generator to its end, one piece per round."""
         self._jobs.append(job)
 
     def run(self) -> None:
-        """Until `running` is set to False."""
+        """Run until `running` is set to False."""
         while self.running:
             self.turn(self.patience())
 
     def turn(self, patience: float | None = 0) -> None:
-        """One round: what is ready within so many seconds, and what is due."""
+        """One round: handle what gets ready within so many seconds, and what is due."""
         watched = self._watched
         ready = self._epoll.poll(patience, _MANY)
         if len(ready) == 1:
@@ -127,7 +153,7 @@ class Loop:
                 call()
         else:
             for fd, call in [(fd, watched.get(fd)) for fd, _ in ready]:
-                # A callback may have closed what a later descriptor of the same round names.
+                # A callback may have closed a descriptor that comes later in the same round.
                 if call is not None and watched.get(fd) is call:
                     call()
         if self._timers:
@@ -136,16 +162,16 @@ class Loop:
             self._run_jobs()
 
     def end(self) -> None:
-        """Watch nothing any more, and let go of the descriptor. Idempotent."""
+        """Stop watching everything and close the epoll descriptor. Idempotent."""
         self._watched.clear()
         self._epoll.close()
 
     def fileno(self) -> int:
-        """The descriptor that is readable while something watched is."""
+        """The epoll descriptor, which is readable while a watched descriptor is ready."""
         return self._epoll.fileno()
 
     def patience(self) -> float | None:
-        """How long a round may wait: until the next timer, or for ever."""
+        """How long a round may wait: until the next timer; None without one."""
         if self._jobs:
             return 0
         timers = self._timers

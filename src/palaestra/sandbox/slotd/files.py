@@ -1,11 +1,11 @@
-"""Files of a slot, reached from outside through its root: no shell, no program of the slot's.
+"""Files of a slot, reached from outside through its root: without a shell or program of the slot.
 
 Every path is opened with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS) from a descriptor of the slot's root, so no
-link, `..` or race leads out of it. What is opened is looked at before it is opened for real: only regular files are
-read or replaced, so a fifo or device cannot hold the server up, and the files of /proc are left to commands.
+link, `..` or race leads out of it. The type is checked before a file is opened for real: only regular files are read or
+replaced, so a fifo or device cannot hold up the server, and files of /proc are left to commands.
 
-Names that are created belong to the slot's root. Writing replaces: a new file is filled beside the old one and renamed
-over it, with the owner and mode of the old one.
+New files belong to the slot's root. Writing replaces: a new file is filled next to the old one and renamed over it,
+with the owner and mode of the old one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .layers.overlay import UNFINISHED, kind_of
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000
 MAX_NESTED = 1000
-"""How deep what is removed may be."""
+"""How deep a tree may be that is removed."""
 
 _HANDLE = os.O_PATH | os.O_DIRECTORY
 _IN_ROOT = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
@@ -36,7 +36,7 @@ _PAUSE_EVERY = 256
 
 
 def absolute(path: str) -> str:
-    """The path as seen from the slot's root. Raises OSError for one that no file can have."""
+    """The path from the slot's root. Raises OSError for one that no file can have."""
     if not path:
         raise FileNotFoundError(errno.ENOENT, "the path is empty", path)
     if not path.isascii():
@@ -50,7 +50,7 @@ def absolute(path: str) -> str:
 
 
 def open_at(root: int, path: str, flags: int) -> int:
-    """Open inside the root; errors carry the slot's path."""
+    """Open a path inside the root; errors carry the slot's path."""
     try:
         return syscalls.openat2(root, path, flags, _IN_ROOT)
     except OSError as error:
@@ -58,10 +58,7 @@ def open_at(root: int, path: str, flags: int) -> int:
 
 
 def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple[int, int]:
-    """A descriptor at `offset`, and how many bytes there are to read from there.
-
-    Raises OSError EFBIG where there are more than `max_bytes`.
-    """
+    """A descriptor at `offset`, and how many bytes follow. Raises OSError (EFBIG) if they are more than `max_bytes`."""
     handle = open_at(root, path, os.O_PATH)
     try:
         status = os.fstat(handle)
@@ -86,10 +83,10 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
 
 
 class Writing:
-    """One file that is being written. Nothing is seen of it before `finish`; `discard` forgets it.
+    """One file that is being written. It appears with `finish`, or is dropped with `discard`.
 
-    After `finish` it waits for `close`, so that who asked can be told first. Raises OSError: FileNotFoundError where
-    the directory is missing and is not to be made, with its parents.
+    After `finish` it waits for `close`, so that the answer can be sent first. Raises OSError: FileNotFoundError if the
+    directory does not exist and is not to be made.
     """
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int, *, make_folders: bool = True) -> None:
@@ -102,7 +99,7 @@ class Writing:
         old_mode = 0o644 if self._status is None else stat.S_IMODE(self._status.st_mode)
         self._mode = old_mode if wanted is None else wanted
         self._owner = owner
-        self._temporary = f".{os.urandom(12).hex()}"  # without the name, which may be as long as names can be
+        self._temporary = f".{os.urandom(12).hex()}"  # not derived from the name, which may have the maximal length
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._fd = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
@@ -112,7 +109,7 @@ class Writing:
         UNFINISHED.add(self._temporary)
 
     def add(self, data: bytes) -> None:
-        """The next piece."""
+        """Write the next piece."""
         try:
             written = os.write(self._fd, data)
             while written < len(data):
@@ -121,7 +118,7 @@ class Writing:
             raise OSError(error.errno, error.strerror, self._path) from None
 
     def finish(self) -> None:
-        """Put the file in its place."""
+        """Put the file in place."""
         uid, gid = (self._owner, self._owner) if self._status is None else (self._status.st_uid, self._status.st_gid)
         try:
             os.fchown(self._fd, uid, gid)
@@ -133,12 +130,12 @@ class Writing:
         UNFINISHED.discard(self._temporary)
 
     def close(self) -> None:
-        """Let go of what has been written."""
+        """Close the descriptors."""
         os.close(self._fd)
         os.close(self._folder)
 
     def discard(self) -> None:
-        """Forget what was written."""
+        """Drop what was written."""
         try:
             os.unlink(self._temporary, dir_fd=self._folder)
         except OSError:
@@ -149,7 +146,7 @@ class Writing:
 
 
 def create(root: int, path: str, owner: int) -> int:
-    """A new file, open for writing, made with its parents. Raises OSError where there is something already."""
+    """A new file, open for writing, with its parent directories. Raises OSError if something is there already."""
     folder = _make_folders(root, posixpath.dirname(path), owner)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -161,12 +158,12 @@ def create(root: int, path: str, owner: int) -> int:
 
 
 def make_directory(root: int, path: str, owner: int) -> None:
-    """A directory, made with its parents. One that is there already is fine."""
+    """Make a directory with its parents, if it does not exist."""
     os.close(_make_folders(root, absolute(path), owner))
 
 
 def make_link(root: int, path: str, target: str, owner: int) -> None:
-    """A symbolic link, made with its parents, in place of a file or link that is there. It may lead anywhere."""
+    """Make a symbolic link with its parents, in place of a file or link. It may lead anywhere."""
     folder, name = posixpath.split(_plain(absolute(path)))
     parent = _make_folders(root, folder, owner)
     try:
@@ -181,7 +178,7 @@ def make_link(root: int, path: str, target: str, owner: int) -> None:
 
 
 def describe(root: int, path: str) -> dict[str, Any] | None:
-    """The entry at a path, links not followed; None when there is nothing."""
+    """The entry at a path, links not followed; None if nothing is there."""
     path = absolute(path)
     try:
         fd = open_at(root, path, os.O_PATH | os.O_NOFOLLOW)
@@ -217,7 +214,7 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
 
 
 def remove(root: int, path: str) -> Iterator[None]:
-    """Remove whatever is at a path, as a job. Nothing there is fine. Raises OSError, also where it is too deep."""
+    """Remove what is at a path, if anything, as a job. Raises OSError, also if it is nested too deep."""
     path = _plain(absolute(path))
     folder, name = posixpath.split(path)
     if not name:
@@ -235,7 +232,7 @@ def remove(root: int, path: str) -> Iterator[None]:
 
 
 def unlink(root: int, path: str) -> None:
-    """Remove one file. Raises OSError where there is none, or a directory."""
+    """Remove one file. Raises OSError if there is none, or a directory."""
     folder, name = posixpath.split(path)
     parent = open_at(root, folder, _HANDLE)
     try:
@@ -245,9 +242,9 @@ def unlink(root: int, path: str) -> None:
 
 
 def _remove(parent: int, name: str) -> Iterator[None]:
-    """Depth first and without recursion; the descriptors held are those of one chain of directories.
+    """Remove depth first without recursion; the open descriptors are those of one chain of directories.
 
-    What somebody else removes meanwhile is gone, which is all that was wanted.
+    Whatever another process removes meanwhile is ignored.
     """
     try:
         os.unlink(name, dir_fd=parent)
@@ -261,7 +258,7 @@ def _remove(parent: int, name: str) -> Iterator[None]:
         while trail:
             own, fd, folders = trail[-1]
             if folders:
-                if len(trail) == MAX_NESTED:  # each holds a descriptor, and those are the whole server's
+                if len(trail) == MAX_NESTED:  # each holds one of the server's descriptors
                     raise OSError(errno.ENAMETOOLONG, f"directories are nested more than {MAX_NESTED} deep")
                 yield from _enter(fd, folders.pop(), trail)
             else:
@@ -275,7 +272,8 @@ def _remove(parent: int, name: str) -> Iterator[None]:
 
 
 def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> Iterator[None]:
-    """Empty a directory of all but directories, and put it on the trail, open, with what is left in it."""
+    """Remove all but directories from a directory, and put it on the trail, open, with the directories that it
+    holds."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     except FileNotFoundError:
@@ -296,9 +294,10 @@ def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> I
 
 
 def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tuple[int, os.stat_result | None, str]:
-    """Where writing to `path` should: links in its last component are followed, inside the root.
+    """Where writing to `path` leads: links in its last component are followed, inside the root.
 
-    The directory, opened (and made where it is missing, if asked to); what is there; the path without links at its end.
+    Returns the directory, opened (and made if it is missing and `make_folders`); what is there; the path without links
+    at its end.
     """
     for _ in range(_MAX_LINKS):
         folder, _, name = path.rpartition("/")
@@ -320,7 +319,7 @@ def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tu
 
 
 def _make_folders(root: int, path: str, owner: int) -> int:
-    """A handle of a directory, made with its parents where it is missing."""
+    """A handle of a directory, made with its parents if it is missing."""
     try:
         return _open_folder(root, path)
     except FileNotFoundError:
@@ -337,13 +336,13 @@ def _make_folders(root: int, path: str, owner: int) -> int:
 
 
 def _open_folder(root: int, path: str) -> int:
-    """A handle of a directory. Right below the root, as the workspace is, there is nothing on the way to resolve."""
+    """A handle of a directory. Directly below the root, as the workspace is, nothing has to be resolved."""
     name = path[1:]
     if "/" not in name and name != "..":
         try:
             return os.open(name or ".", _HANDLE | os.O_NOFOLLOW, dir_fd=root)
         except OSError:
-            pass  # it is a link, or not there
+            pass  # it is a link, or does not exist
     return open_at(root, path, _HANDLE)
 
 
@@ -366,7 +365,7 @@ def _status(folder: int, name: str) -> os.stat_result | None:
 
 
 def _plain(path: str) -> str:
-    """Without `.`, `..` and double slashes, also at the start, where POSIX would keep two."""
+    """A path without `.`, `..` and double slashes, even at the start, where POSIX would keep two."""
     return posixpath.normpath(f"/{path.lstrip('/')}")
 
 

@@ -1,7 +1,29 @@
-"""The slot server: takes requests from one client and owns all slots and layers of a run.
+"""The slot server: takes requests from one client and owns all slots and layers of a run. It serves, besides the
+requests of `server_slot.OPERATIONS`:
 
-Requests run in the order of their frames where they are quick; what takes time (a command, a long listing) goes on
-beside the others. A request that fails is answered with an ERROR and harms nobody else.
+    op                  fields                                      RESULT
+    create              image, layers, network, allow, limits,      slot, epoch, exposed: why it can reach metadata
+                        mounts, env                                 addresses
+    renew, destroy      the lease                                   epoch; nothing
+    oom, hung           the lease                                   oom; nothing. From a client that starts commands
+    read                path, offset, max_bytes, holes              the file's bytes
+    write               path, mode, follows, and the bytes
+    stat, list          path                                        entry; a list of entries
+    mkdir, link, remove path; target of a link
+    arguments           pid                                         arguments: of a live process, else null
+    ask                 port, timeout_s, max_bytes, and the bytes   what 127.0.0.1 answered until it hung up
+    changes             the lease                                   a list of changes
+    freeze              the lease                                   processes: how many were stopped. The next request
+                                                                    about the slot lets them continue
+    checkpoint          the lease                                   layers, copied_bytes, stopped_s
+    seal                the lease, view                             layers
+    view, layer_changes layers, view                                layers; a list of changes
+    save, load          layers, folder; folder, image               bytes; layers. The folder is the host's
+    forget, stats       layers; nothing                             nothing; counts
+
+Quick requests run in the order of their frames; what takes time (a command, a long listing) continues concurrently. A
+request that fails is answered with an ERROR and affects no other. While a checkpoint is made, requests that would start
+or stop processes in its slot, or end it, wait; files written from outside meanwhile are in the checkpoint or not.
 """
 
 from __future__ import annotations
@@ -13,43 +35,31 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 
-from . import files
-from .event_loop import Job, Loop
+from . import files, server_slot
+from .event_loop import EpollLoop, Job
 from .exec.output import Shelf
-from .layers.checkpoint import Keeper
-from .namespaced import cgroups
-from .network.egress import Gates
+from .exec.supervisor import FIRST_CHILD
+from .namespaced import cgroups, freezer
+from .network.egress import EgressGates
 from .protocol import frames
-from .protocol.connection import Link
-from .protocol.frames import CHUNK, Fields, Frame, Kind
-from .protocol.init_messages import environment
-from .requests import command_requests, handover, streams
-from .requests.background_requests import BackgroundRequests
-from .requests.command_requests import FIRST_CHILD, CommandRequests
-from .requests.inspect import Looking
-from .requests.snapshot_requests import Books, KeepRequests
-from .requests.streams import Conversation, Download, Upload
-from .rung import CannotMake, Layer, Place, Workshop
-from .server_slot import Lease, Slot, State
+from .protocol.frame_connection import FrameConnection
+from .protocol.frames import CHUNK, Fields, Frame, FrameKind, OpenRequest
+from .protocol.init_messages import env_block
+from .rung import AnyCheckpoints, AnyDriver, CannotMake, Place, SealedLayer
+from .server_slot import ServerSlot, SlotState
+from .streams import Download, Listing, Upload
 
 _log = logging.getLogger("slotd")
 
 _KEPT_DESCRIPTORS = 4
-"""One in so many descriptors is kept for the commands of the slots that there are."""
+"""One in so many descriptors is reserved for the commands of the slots that exist."""
 
 _GROUP_RETRY_S = 0.02
 
-
-def _require_descriptors() -> None:
-    """Raise `CannotMake` where another slot would take what running commands need."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)  # all below are taken
-    os.close(lowest)
-    if lowest > most - most // _KEPT_DESCRIPTORS:
-        what = f"the slot server has {lowest} files open and may have {most}"
-        raise CannotMake(f"cannot make a slot: {what}; raise the limit (ulimit -Hn) before the run, or use fewer slots")
+_WAIT_FOR_CHECKPOINT = ("exec", "spawn", "run", "shell", "checkpoint", "freeze", "seal", "destroy")
 
 
 class RequestError(Exception):
@@ -60,56 +70,53 @@ class RequestError(Exception):
         self.fields: Fields = {"error": error, "message": message}
 
 
-class Server:
-    """One per run. `open_workshop` makes the rung's ways ready, from the settings of the client's HELLO.
+class SlotServer:
+    """One per run. `open_driver` starts the isolation level with the settings of the client's HELLO.
 
-    `hands` is where a client that may have them gets the roots of its slots (`handover.py`).
+    `handover` is a SOCK_SEQPACKET over which a client that is root as well gets descriptors of its slots.
     """
 
     def __init__(
-        self, stream: socket.socket, open_workshop: Callable[[Fields], Workshop], hands: socket.socket | None = None
+        self, stream: socket.socket, open_driver: Callable[[Fields], AnyDriver], handover: socket.socket | None = None
     ) -> None:
-        self.loop = Loop()
-        self._hands = hands
-        if hands is not None:
-            hands.setblocking(False)
-        self._link = Link(self.loop, stream, self._on_frame, self._stop)
-        self._open_workshop = open_workshop
-        self._workshop: Workshop
-        self._slots: dict[str, Slot] = {}
-        self._layers: dict[str, Layer] = {}
-        self._talks: dict[int, Conversation] = {}
+        self.loop = EpollLoop()
+        self._handover = handover
+        if handover is not None:
+            handover.setblocking(False)
+        self._connection = FrameConnection(self.loop, stream, self._on_frame, self._stop)
+        self._open_driver = open_driver
+        self._driver: AnyDriver
+        self._slots: dict[str, ServerSlot] = {}
+        self._layers: dict[str, SealedLayer] = {}
+        self._open_requests: dict[int, OpenRequest] = {}
         self._children = itertools.count(FIRST_CHILD)
-        self._background = BackgroundRequests(self._link, self._leased, self._children)
-        self._keep = KeepRequests(
-            self._link, Books(self._keeper, self._leased, self._layer, self._register, self._on_frame)
-        )
-        self._gates = Gates(self.loop)
-        self._looking = Looking(self.loop, self._link, self._leased)
         self._epochs = itertools.count(1)
+        self._gates = EgressGates(self.loop)
+        self._held: dict[str, list[Frame]] = {}
+        """Requests that wait for the checkpoint of their slot."""
+        self._frozen: dict[str, list[int]] = {}
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
-            "create": self._create, "read": self._read, "write": self._write, "stat": self._stat,
-            "list": self._list_directory, "mkdir": self._mkdir, "link": self._make_link,
-            "remove": self._remove, "changes": self._changes, "seal": self._seal,
-            "view": self._view, "layer_changes": self._layer_changes, "destroy": self._destroy,
-            "forget": self._forget, "stats": self._stats, **self._background.operations,
-            **dict.fromkeys(command_requests.OPERATIONS, self._command), **self._keep.operations,
-            **self._looking.operations, "renew": self._renew,
-            "oom": self._oom, "hung": self._hung,
+            "create": self._create, "renew": self._renew, "destroy": self._destroy, "oom": self._oom,
+            "hung": self._hung, "read": self._read, "write": self._write, "stat": self._stat,
+            "list": self._list_directory, "mkdir": self._mkdir, "link": self._make_link, "remove": self._remove,
+            "arguments": self._arguments, "ask": self._ask, "changes": self._changes, "freeze": self._freeze,
+            "checkpoint": self._checkpoint, "seal": self._seal, "view": self._view,
+            "layer_changes": self._layer_changes, "save": self._save, "load": self._load, "forget": self._forget,
+            "stats": self._stats, **dict.fromkeys(server_slot.OPERATIONS, self._in_slot),
         }  # fmt: skip
 
     def _stop(self) -> None:
-        """The client is gone. Everything of ours ends with this process, which is pid 1 of all that it started."""
+        """The client is gone. Everything ends with this process, which is pid 1 of all that it started."""
         self.loop.running = False
 
     # Frames
 
     def _on_frame(self, frame: Frame) -> None:
-        """One bad request must not end the others."""
+        """Handle a frame; an error in one request must not end the others."""
         try:
-            if frame.kind is not Kind.REQUEST:
+            if frame.kind is not FrameKind.REQUEST:
                 self._on_other(frame)
-            elif not self._keep.hold(frame):
+            elif not self._hold(frame):
                 job = self._operations[frame.fields["op"]](frame)
                 if job is not None:
                     self.loop.start(self._guarded(frame, job))
@@ -117,17 +124,10 @@ class Server:
             self._fail(frame, error)
 
     def _on_other(self, frame: Frame) -> None:
-        if frame.kind is Kind.HELLO:
+        if frame.kind is FrameKind.HELLO:
             self._hello(frame)
-        elif frame.request in self._talks:
-            self._talks[frame.request].on_frame(frame)
-
-    def _guard(self, frame: Frame, action: Callable[[], object]) -> None:
-        """The same for what comes after the request."""
-        try:
-            action()
-        except Exception as error:
-            self._fail(frame, error)
+        elif frame.request in self._open_requests:
+            self._open_requests[frame.request].on_frame(frame)
 
     def _guarded(self, frame: Frame, job: Job) -> Job:
         try:
@@ -145,85 +145,81 @@ class Server:
         else:
             _log.exception("request %s failed", frame.fields.get("op", frame.kind))
             fields = {"error": "sandbox", "message": f"{type(error).__name__}: {error}"}
-        self._link.send(Kind.ERROR, frame.request, fields)
+        self._connection.send(FrameKind.ERROR, frame.request, fields)
 
     def _reply(self, frame: Frame, fields: Fields | None = None, data: bytes = b"") -> None:
-        self._link.send(Kind.RESULT, frame.request, fields, data)
+        self._connection.send(FrameKind.RESULT, frame.request, fields, data)
 
     def _hello(self, frame: Frame) -> None:
         if frame.fields["version"] != frames.VERSION:
-            raise RequestError("isolation", f"the slot server speaks version {frames.VERSION} of its protocol")
+            raise RequestError("isolation", f"the slot server uses version {frames.VERSION} of its protocol")
         try:
-            self._workshop = self._open_workshop(frame.fields)
+            self._driver = self._open_driver(frame.fields)
         except OSError as error:
             raise RequestError("isolation", str(error)) from error
         self._epochs = itertools.count(frame.fields["first_epoch"])
-        self._link.send(
-            Kind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid(), "note": self._workshop.note}
-        )
+        self._connection.send(FrameKind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid()})
 
     # Slots
 
     def _create(self, frame: Frame) -> None:
         _require_descriptors()
-        layers = self._stack(frame.fields["layers"])
+        names = frame.fields["layers"]
+        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # also forgotten ones
         try:
-            variables = environment(frame.fields["env"])
+            variables = env_block(frame.fields["env"])
         except ValueError as error:
             raise OSError(errno.EINVAL, f"a slot's environment: {error}") from None
         epoch = next(self._epochs)
-        made = self._workshop.make(f"{epoch}", frame.fields, layers)
-        slot = Slot(
-            Lease(f"slot-{epoch}", epoch),
-            made.ground,
-            made.groups,
-            self.loop,
-            self._link,
-            on_ready=lambda slot: self._on_created(frame, slot, made.exposed),
+        new = self._driver.make(f"{epoch}", frame.fields, layers)
+        slot = ServerSlot(
+            f"slot-{epoch}", epoch, new, self.loop,
+            on_ready=lambda slot: self._on_created(frame, slot, new.exposed),
             on_end=lambda slot: self._on_lost(frame, slot),
-            talks=self._talks,
-            environment=variables,
-        )
-        self._slots[slot.lease.name] = slot
+        )  # fmt: skip
+        self._slots[slot.name] = slot
+        shelf = Shelf(lambda path: self._locate(slot, path, writing=True))
         try:
-            slot.start(made.body)
+            slot.start(variables, shelf, self._connection.send, self._open_requests, self._children)
         except OSError as error:
             self._clean(slot)
             raise CannotMake(f"cannot make a slot: its first process cannot be started: {error}") from None
-        shelf = Shelf(lambda path: self._locate(slot, path, writing=True))
-        slot.requests = CommandRequests(slot.commands, shelf, self._children, frame.fields["warm_shell"])
 
-    def _on_created(self, frame: Frame, slot: Slot, exposed: str) -> None:
+    def _on_created(self, frame: Frame, slot: ServerSlot, exposed: str) -> None:
         if frame.fields.get("allow") is not None:
             try:
                 self._gates.open(slot, frame.fields["allow"])
             except OSError as error:
-                why = f"cannot make a slot: its list of hosts: {error}"
-                self._link.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": why})
+                self._fail(frame, CannotMake(f"cannot make a slot: its list of hosts: {error}"))
                 slot.kill(then=lambda: self._clean(slot))
                 return
-        line = None
-        if self._hands is not None:
-            place, line = self._locate(slot, "/"), slot.open_line()
-            handover.give(self._hands, slot.lease.epoch, place.owner, place.root, line)
-        self._reply(frame, {"slot": slot.lease.name, "epoch": slot.lease.epoch, "exposed": exposed})
-        if line is None:
-            slot.requests.warm_up()
+        if self._handover is not None:
+            self._hand_over(slot, self._handover)
+        self._reply(frame, {"slot": slot.name, "epoch": slot.epoch, "exposed": exposed})
 
-    def _on_lost(self, frame: Frame, slot: Slot) -> None:
-        """A slot died without being asked to: while it was made, or later."""
+    def _hand_over(self, slot: ServerSlot, client: socket.socket) -> None:
+        """Give the client descriptors of the slot's root, of a line to its init and of the init's process.
+
+        Only the root if the init takes no line; nothing if too many messages wait for the client.
+        """
+        place, line = self._locate(slot, "/"), slot.open_line()
+        with contextlib.suppress(OSError), line or contextlib.nullcontext():
+            fds = [place.root] if line is None else [place.root, line.fileno(), slot.process]
+            socket.send_fds(client, [frames.HANDOVER.pack(slot.epoch, place.owner)], fds)
+
+    def _on_lost(self, frame: Frame, slot: ServerSlot) -> None:
+        """A slot died without having been ended: while it was made, or later."""
         if slot.root < 0:
-            why = slot.failure.get("failed", "its first process died")
-            self._link.send(Kind.ERROR, frame.request, {"error": "sandbox", "message": f"cannot make a slot: {why}"})
+            self._fail(frame, CannotMake(f"cannot make a slot: {slot.failure}"))
             self._clean(slot)
         else:
-            self._link.send(Kind.LOST, 0, {"slot": slot.lease.name, "epoch": slot.lease.epoch})
+            self._connection.send(FrameKind.LOST, 0, {"slot": slot.name, "epoch": slot.epoch})
 
     def _renew(self, frame: Frame) -> None:
-        """Give a lease to somebody else: its former holder is refused from now on."""
+        """Give a lease to another holder: the former one is refused from now on."""
         slot = self._leased(frame)
-        slot.lease = Lease(slot.lease.name, next(self._epochs))
-        self._reply(frame, {"epoch": slot.lease.epoch})
+        slot.epoch = next(self._epochs)
+        self._reply(frame, {"epoch": slot.epoch})
 
     def _destroy(self, frame: Frame) -> None:
         slot = self._leased(frame, alive=False)
@@ -234,31 +230,46 @@ class Server:
 
         slot.kill(then=ended)
 
-    def _clean(self, slot: Slot) -> None:
+    def _clean(self, slot: ServerSlot) -> None:
         self._retire(slot)
-        slot.release_files()
+        slot.files.release()
 
-    def _retire(self, slot: Slot) -> None:
-        """Forget a dead slot and remove its control groups, which the kernel may hold for a moment longer."""
-        self._slots.pop(slot.lease.name, None)
-        self._gates.close(slot.lease.name)
-        self._keep.slot_ended(slot)
+    def _retire(self, slot: ServerSlot) -> None:
+        """Forget a dead slot and remove its control groups, which the kernel may keep for a moment longer."""
+        self._slots.pop(slot.name, None)
+        self._gates.close(slot.name)
+        self._frozen.pop(slot.name, None)
+        if self._driver.checkpoints is not None:
+            self._driver.checkpoints.slot_ended(slot.files)
         if slot.groups and not cgroups.remove(list(slot.groups)):
             self.loop.later(_GROUP_RETRY_S, lambda: self._retire(slot))
 
-    # Commands and files
+    # Processes
 
-    def _command(self, frame: Frame) -> None:
-        self._leased(frame).requests.serve(frame)
+    def _in_slot(self, frame: Frame) -> None:
+        server_slot.OPERATIONS[frame.fields["op"]](self._leased(frame), frame)
 
     def _oom(self, frame: Frame) -> None:
-        """A command that the client has started was killed."""
         self._reply(frame, {"oom": self._leased(frame).ran_out_of_memory()})
 
     def _hung(self, frame: Frame) -> None:
-        """One cannot be killed."""
         self._leased(frame).end_hung()
         self._reply(frame)
+
+    def _arguments(self, frame: Frame) -> None:
+        found = server_slot.arguments(self._leased(frame).root, int(frame.fields["pid"]))
+        self._reply(frame, {"arguments": found})
+
+    def _ask(self, frame: Frame) -> None:
+        def answered(data: bytes, error: OSError | None) -> None:
+            if error is None:
+                self._reply(frame, {}, data)
+            else:
+                self._fail(frame, OSError(error.errno, error.strerror, ""))
+
+        server_slot.ServiceQuery(self.loop, self._leased(frame), frame.fields, bytes(frame.data), answered)
+
+    # Files
 
     def _read(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
@@ -268,13 +279,13 @@ class Server:
         except OSError as error:
             raise place.error(error) from None
         if size > CHUNK:
-            Download(frame.request, fd, size, self._link, self._talks, "holes" in fields).pump()
+            Download(frame.request, fd, size, self._connection, self._open_requests, "holes" in fields).pump()
             return
         try:
             data = os.read(fd, size)
         finally:
             os.close(fd)
-        self._link.send(Kind.RESULT, frame.request, None, data)
+        self._connection.send(FrameKind.RESULT, frame.request, None, data)
 
     def _write(self, frame: Frame) -> None:
         slot, fields = self._leased(frame), frame.fields
@@ -284,7 +295,7 @@ class Server:
         except OSError as error:
             raise place.error(error) from None
         if "follows" in fields:
-            Upload(frame.request, writing, self._link, self._talks, slot.uploads)
+            Upload(frame.request, writing, self._connection, self._open_requests, slot.uploads)
             return
         try:
             writing.add(frame.data)
@@ -292,7 +303,7 @@ class Server:
             writing.discard()
             raise
         writing.finish()
-        self._link.send(Kind.RESULT, frame.request)
+        self._connection.send(FrameKind.RESULT, frame.request)
         writing.close()
 
     def _stat(self, frame: Frame) -> None:
@@ -303,7 +314,7 @@ class Server:
     def _list_directory(self, frame: Frame) -> Job:
         with self._at(self._leased(frame), frame.fields["path"]) as place:
             entries = yield from files.list_directory(place.root, place.path)
-        yield from self._give(frame, map(place.seen, entries))
+        yield from self._send_list(frame, map(place.seen, entries))
 
     def _mkdir(self, frame: Frame) -> None:
         with self._at(self._leased(frame), frame.fields["path"], writing=True) as place:
@@ -320,63 +331,137 @@ class Server:
         with self._at(slot, frame.fields["path"], writing=True) as place:
             for _ in files.remove(place.root, place.path):
                 yield
-                if slot.state is not State.LIVE:  # its files may be a snapshot's now
+                if slot.state is not SlotState.LIVE:  # its files may be a snapshot's now
                     raise RequestError("lost", f"{slot.name} ended while files of it were removed")
         self._reply(frame)
 
     @contextlib.contextmanager
-    def _at(self, slot: Slot, path: str, writing: bool = False) -> Iterator[Place]:
-        """Where a path of a slot is found; errors name it as the slot sees it."""
+    def _at(self, slot: ServerSlot, path: str, writing: bool = False) -> Iterator[Place]:
+        """The place of a path of a slot; errors name the path as the slot sees it."""
         place = self._locate(slot, path, writing)
         try:
             yield place
         except OSError as error:
             raise place.error(error) from None
 
-    def _locate(self, slot: Slot, path: str, writing: bool = False) -> Place:
-        return self._workshop.locate(slot.ground, slot.root, files.absolute(path), writing)
+    def _locate(self, slot: ServerSlot, path: str, writing: bool = False) -> Place:
+        return self._driver.locate(slot.files, slot.root, files.absolute(path), writing)
+
+    # Frozen slots and checkpoints
+
+    def _hold(self, frame: Frame) -> bool:
+        """Whether a request has to wait for a checkpoint of its slot, to be handled again then. Thaws a frozen slot."""
+        if not self._held and not self._frozen:
+            return False
+        name, op = frame.fields.get("slot", ""), frame.fields["op"]
+        if name in self._held and op in _WAIT_FOR_CHECKPOINT:
+            self._held[name].append(frame)
+            return True
+        freezer.thaw(self._frozen.pop(name, []))
+        return False
+
+    def _freeze(self, frame: Frame) -> Job:
+        if self._hold(frame):  # a request of the same moment has begun first
+            return
+        slot = self._leased(frame)
+        with self._exclusively(slot):
+            self._frozen[slot.name] = yield from _freeze(slot)
+        self._reply(frame, {"processes": len(self._frozen.get(slot.name, []))})
+
+    def _checkpoint(self, frame: Frame) -> Job:
+        if self._hold(frame):
+            return
+        slot, checkpoints = self._leased(frame), self._checkpoints("checkpoint")
+        with self._exclusively(slot):
+            begun, begun_ns = time.monotonic(), time.time_ns()
+            stopped = yield from _freeze(slot)
+            try:
+                mapped = freezer.maps_files_shared(slot.pid)
+                layer, copied = yield from checkpoints.checkpoint(slot.files, mapped, begun_ns)
+            finally:
+                freezer.thaw(stopped)
+        stopped_s = round(time.monotonic() - begun, 6)
+        self._reply(frame, {"layers": self._register(layer), "copied_bytes": copied, "stopped_s": stopped_s})
+
+    @contextlib.contextmanager
+    def _exclusively(self, slot: ServerSlot) -> Iterator[None]:
+        """Have the requests of `_WAIT_FOR_CHECKPOINT` wait until the end of the block."""
+        held = self._held[slot.name] = []
+        try:
+            yield
+        finally:
+            del self._held[slot.name]
+            for frame in held:
+                self._on_frame(frame)
+
+    def _save(self, frame: Frame) -> Job:
+        checkpoints, layer = self._checkpoints("save"), self._layer(frame.fields["layers"][0])
+        layer.keep()
+        try:
+            size = yield from checkpoints.save(layer, frame.fields["folder"])
+        finally:
+            layer.release()
+        self._reply(frame, {"bytes": size})
+
+    def _load(self, frame: Frame) -> Job:
+        layers = self._checkpoints("load").load(frame.fields["folder"], frame.fields["image"])
+        self._layers |= {layer.name: layer for layer in layers}
+        self._reply(frame, {"layers": [layer.name for layer in layers]})
+        yield
+
+    def _checkpoints(self, op: str) -> AnyCheckpoints:
+        if self._driver.checkpoints is None:
+            raise CannotMake(f"this rung has no layers to {op}; seal the slot instead, or use userns or full")
+        return self._driver.checkpoints
 
     # Layers
 
     def _changes(self, frame: Frame) -> Job:
-        yield from self._give(frame, self._workshop.slot_changes(self._leased(frame).ground))
+        yield from self._send_list(frame, self._driver.slot_changes(self._leased(frame).files))
 
     def _layer_changes(self, frame: Frame) -> Job:
-        yield from self._give(frame, self._workshop.layer_changes(self._layer(frame.fields["layers"][0])))
+        yield from self._send_list(frame, self._driver.layer_changes(self._layer(frame.fields["layers"][0])))
 
-    def _give(self, frame: Frame, entries: Iterable[Fields | None]) -> Job:
+    def _send_list(self, frame: Frame, entries: Iterable[Fields | None]) -> Job:
         """Answer with a list of any length; None among the entries is a pause."""
-        listing = streams.Listing()
+        listing = Listing()
         try:
             yield from listing.fill(entries)
-            listing.send(frame.request, self._link, self._talks)
+            listing.send(frame.request, self._connection, self._open_requests)
         finally:
             listing.close()
 
     def _seal(self, frame: Frame) -> None:
         slot = self._leased(frame, alive=False)
-        if slot.state is not State.LIVE:
+        if slot.state is not SlotState.LIVE:
             self._clean(slot)
-            raise RequestError("lost", f"{slot.lease.name} died before it was sealed")
+            raise RequestError("lost", f"{slot.name} died before it was sealed")
 
         def ended() -> None:
             self._retire(slot)
-            self._guard(frame, lambda: self._finish_layer(frame, self._workshop.seal(slot.ground)))
+            try:
+                self._finish_layer(frame, self._driver.seal(slot.files))
+            except Exception as error:
+                self._fail(frame, error)
 
         slot.kill(then=ended)
 
     def _view(self, frame: Frame) -> None:
-        self._finish_layer(frame, self._workshop.duplicate(self._layer(frame.fields["layers"][0])))
+        self._finish_layer(frame, self._driver.duplicate(self._layer(frame.fields["layers"][0])))
 
-    def _finish_layer(self, frame: Frame, layer: Layer) -> None:
+    def _finish_layer(self, frame: Frame, layer: SealedLayer) -> None:
         try:
             if frame.fields["view"] is not None:
-                self._workshop.cut(layer, frame.fields["view"])
+                self._driver.cut(layer, frame.fields["view"])
         except BaseException:
             layer.release()
             raise
+        self._reply(frame, {"layers": self._register(layer)})
+
+    def _register(self, layer: SealedLayer) -> list[str]:
+        """Keep a layer under its name; that name and those below."""
         self._layers[layer.name] = layer
-        self._reply(frame, {"layers": [layer.name, *(below.name for below in layer.below)]})
+        return [layer.name, *(below.name for below in layer.below)]
 
     def _forget(self, frame: Frame) -> None:
         for name in frame.fields["layers"]:
@@ -386,35 +471,39 @@ class Server:
         self._reply(frame)
 
     def _stats(self, frame: Frame) -> None:
-        live = sum(slot.state is State.LIVE for slot in self._slots.values())
+        live = sum(slot.state is SlotState.LIVE for slot in self._slots.values())
         self._reply(frame, {"slots": len(self._slots), "live": live, "layers": len(self._layers)})
 
     # Look-ups
 
-    def _leased(self, frame: Frame, alive: bool = True) -> Slot:
+    def _leased(self, frame: Frame, alive: bool = True) -> ServerSlot:
         """The slot a request names, if its lease is the current one."""
         name, epoch = frame.fields["slot"], frame.fields["epoch"]
         slot = self._slots.get(name)
-        if slot is None or slot.lease.epoch != epoch or slot.ending is not None:
+        if slot is None or slot.epoch != epoch or slot.ending is not None:
             raise RequestError("stale", f"the lease of {name} (epoch {epoch}) has ended")
-        if alive and slot.state is not State.LIVE:
+        if alive and slot.state is not SlotState.LIVE:
             raise RequestError("lost", f"{name} is dead")
         return slot
 
-    def _keeper(self) -> Keeper | None:
-        return getattr(self._workshop, "keeper", None)
-
-    def _register(self, layers: Sequence[Layer]) -> None:
-        self._layers |= {layer.name: layer for layer in layers}
-
-    def _stack(self, names: Sequence[str]) -> tuple[Layer, ...]:
-        """A layer with those below it, which are there for as long as it is, also when they were forgotten by name."""
-        if not names:
-            return ()
-        top = self._layer(names[0])
-        return (top, *top.below)
-
-    def _layer(self, name: str) -> Layer:
+    def _layer(self, name: str) -> SealedLayer:
         if name not in self._layers:
-            raise RequestError("sandbox", f"the snapshot's layer {name} is no longer there")
+            raise RequestError("sandbox", f"the snapshot's layer {name} does not exist any more")
         return self._layers[name]
+
+
+def _require_descriptors() -> None:
+    """Raise `CannotMake` if another slot would take descriptors that running commands need."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # all below are taken
+    os.close(lowest)
+    if lowest > most - most // _KEPT_DESCRIPTORS:
+        what = f"the slot server has {lowest} files open and may have {most}"
+        raise CannotMake(f"cannot make a slot: {what}; raise the limit (ulimit -Hn) before the run, or use fewer slots")
+
+
+def _freeze(slot: ServerSlot) -> Generator[None, None, list[int]]:
+    try:
+        return (yield from freezer.freeze(slot.pid))
+    except freezer.WillNotStop as error:
+        raise CannotMake(f"cannot stop {slot.name}: {error}") from None

@@ -1,7 +1,7 @@
-"""One slot as the server sees it: its init, its descriptors, its commands, its end.
+"""One slot as the server sees it: its init, its descriptors, its processes, its end.
 
-A slot is dead when the process descriptor of its init says so, and only then: the control socket is closed earlier,
-while other processes of the slot still run.
+A slot is dead when the process descriptor of its init reports it, and not before: the control socket is closed earlier,
+while other processes of the slot may still run.
 """
 
 from __future__ import annotations
@@ -11,28 +11,31 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from enum import Enum
 
-from .event_loop import Loop
-from .exec import pipes
-from .exec.background import Background
-from .exec.supervisor import Commands
+from . import files, syscalls
+from .event_loop import READ, WRITE, EpollLoop
+from .exec import background, pipes
+from .exec.background import BackgroundProcesses
+from .exec.output import Shelf
+from .exec.stateful_shell import ShellProcesses
+from .exec.supervisor import Supervisor
 from .namespaced import cgroups, namespaces
 from .protocol import init_messages
-from .protocol.connection import Link
-from .protocol.frames import Fields
-from .protocol.init_messages import Kind
-from .requests.command_requests import CommandRequests
-from .requests.handover import Line
-from .requests.streams import Conversation, Upload
-from .rung import Body, Ground, Network
+from .protocol.frames import Fields, Frame, OpenRequest, SendFrame
+from .protocol.init_messages import EnvBlock, ReportKind
+from .rung import NetworkScope, NewSlot
+from .streams import Upload
+
+MAX_ANSWER_BYTES = 4 << 20
 
 _GONE_EVERY_S = 0.002
+_MAX_ARGUMENTS_BYTES = 1 << 20
+_PIECE_BYTES = 64 << 10
 
 
-class State(Enum):
+class SlotState(Enum):
     """Where a slot is in its life."""
 
     STARTING = "starting"
@@ -40,162 +43,217 @@ class State(Enum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Who may use the slot."""
+class ServerSlot:
+    """Owned by the server. `on_ready` or `on_end` follows `start`; `on_end` is called once, when the slot is dead.
 
-    name: str
-    epoch: int
+    Implements `SlotOwner`.
+    """
 
-
-@dataclass
-class Slot:
-    """Owned by the server. `on_end` is called once, when every process of the slot is dead."""
-
-    lease: Lease
-    ground: Ground
-    groups: tuple[str, ...]
-    loop: Loop
-    link: Link
-    on_ready: Callable[[Slot], None]
-    on_end: Callable[[Slot], None]
-    talks: dict[int, Conversation]
-    environment: init_messages.Environment
-    state: State = State.STARTING
-    failure: Fields = field(default_factory=dict)
-    root: int = -1
-    ending: Callable[[], None] | None = None
-    """Set by whoever ends the slot on purpose; called instead of reporting a loss."""
-    commands: Commands = field(init=False)
-    """What its init has been told to start; from `start` on."""
-    requests: CommandRequests = field(init=False)
-    """Set by the server."""
-    processes: dict[int, Background] = field(default_factory=dict)
-    """Those that outlive a call, ended ones included, oldest first."""
-    uploads: set[Upload] = field(default_factory=set)
-    """Files that are being written."""
-
-    def __post_init__(self) -> None:
-        self._pid = self._process = -1
-        self._body: Body
+    def __init__(
+        self, name: str, epoch: int, new: NewSlot, loop: EpollLoop,
+        on_ready: Callable[[ServerSlot], None], on_end: Callable[[ServerSlot], None],
+    ) -> None:  # fmt: skip
+        self.name, self.epoch, self.files, self.groups = name, epoch, new.files, new.groups
+        self.state = SlotState.STARTING
+        self.failure = "its first process died"
+        """Why it could not be made."""
+        self.root = self.process = -1
+        """Descriptors of its root directory and of its init's process."""
+        self.pid = -1
+        """Its init, as the server numbers processes."""
+        self.ending: Callable[[], None] | None = None
+        """Set by whoever ends the slot on purpose; called instead of `on_end`."""
+        self.uploads: set[Upload] = set()
+        """Files that are being written."""
+        self.supervisor: Supervisor
+        self.shells: ShellProcesses
+        self.background: BackgroundProcesses
+        self._loop, self._init, self._on_ready, self._on_end = loop, new.init, on_ready, on_end
         self._channel: socket.socket
-        self._network: list[int] = []
         self._oom_kills = 0
 
-    def start(self, body: Body) -> None:
-        """Fork the init. `on_ready` or `on_end` follows. Raises OSError, and has started nothing then."""
+    def start(
+        self, environment: EnvBlock, shelf: Shelf, send: SendFrame, open_requests: dict[int, OpenRequest],
+        numbers: Iterator[int],
+    ) -> None:  # fmt: skip
+        """Fork the init. Raises OSError; then nothing was started."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._body, pid = body, body.fork(theirs)
-        self._pid, self._process, self._channel = pid, os.pidfd_open(pid), ours
+            self.pid = self._init.fork(theirs)
+        self.process, self._channel = os.pidfd_open(self.pid), ours
         ours.setblocking(False)
-        self.commands = Commands(self, ours, self.loop, self.link, self.talks, self.environment)
-        self.loop.watch(ours.fileno(), self._on_begin)
-        self.loop.watch(self._process, self._on_death)
+        self.supervisor = Supervisor(self, ours, self._loop, send, open_requests, environment, shelf)
+        self.shells = ShellProcesses(self.supervisor, numbers)
+        self.background = BackgroundProcesses(self.supervisor, numbers)
+        self._loop.watch(ours.fileno(), self._on_begin)
+        self._loop.watch(self.process, self._on_death)
 
-    def kill(self, then: Callable[[], None] | None = None) -> None:
-        """End every process of the slot; `then` runs when they are dead, instead of the report of a loss."""
-        self.ending = then or self.ending or (lambda: None)
-        if self.state is State.DEAD:
+    def kill(self, then: Callable[[], None]) -> None:
+        """End every process of the slot; `then` is called when they are dead, instead of `on_end`."""
+        self.ending = then
+        if self.state is SlotState.DEAD:
             self.ending()
         else:
             self._kill_init()
 
-    @property
-    def name(self) -> str:
-        """The lease's."""
-        return self.lease.name
-
-    @property
-    def pid(self) -> int:
-        """The slot's first process, as the server numbers processes."""
-        return self._pid
-
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel has killed something of the slot for want of memory since it was asked last."""
+        """Whether the kernel has killed a process of the slot for memory since the last question."""
         kills, self._oom_kills = self._oom_kills, cgroups.oom_kills(list(self.groups)) if self.groups else 0
         return self._oom_kills > kills
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
-        """The same as a call."""
+        """Call with `ran_out_of_memory`."""
         then(self.ran_out_of_memory())
 
-    def open_line(self) -> Line | None:
-        """For somebody else who is to give orders to the init; None where it takes none."""
-        line = self.commands.open_line() if self._body.takes_lines else None
-        return None if line is None else Line(line, self._process)
+    def open_line(self) -> socket.socket | None:
+        """A second socket for orders to the init; None if it takes none, or no descriptors are left."""
+        return self.supervisor.open_line() if self._init.takes_lines else None
 
     def end_hung(self) -> None:
-        """A command cannot be killed, or the init takes no orders: end the slot, so that nobody waits for ever."""
-        if self.state is State.LIVE:
+        if self.state is SlotState.LIVE:
             self._kill_init()
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
-        """What `make` makes in the slot's network. Raises OSError where it has none, or `make` does."""
-        if self._body.network is Network.NONE:
+        """The socket that `make` makes, in the slot's network. Raises OSError if it has none, or if `make` does."""
+        if self._init.network is NetworkScope.NONE:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the slot has no network")
-        if self._body.network is Network.SHARED:
+        if self._init.network is NetworkScope.SHARED:
             return make()
-        if self._network:
-            return namespaces.socket_in(self._network, make)
-        opened = namespaces.open_network(self._pid)
+        opened = namespaces.open_network(self.pid)
         try:
             return namespaces.socket_in(opened, make)
         finally:
             pipes.close(*opened)
 
-    def release_files(self) -> None:
-        """Let go of the slot's files and of the layers below them."""
-        self.ground.release()
-
     def _kill_init(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # only what it has left still lives
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # only processes that it has left still live
+            signal.pidfd_send_signal(self.process, signal.SIGKILL)
 
     def _on_begin(self) -> None:
-        """Take the init's first message: it is ready, or why not."""
-        fds: list[int] = []
+        """Take the init's first message: that it is ready, or why it failed."""
         try:
-            data, fds = pipes.receive(self._channel, init_messages.MAX_REPORT, 3)
+            data, fds = pipes.receive(self._channel, init_messages.MAX_REPORT, 1)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self.loop.unwatch(self._channel.fileno())
+            self._loop.unwatch(self._channel.fileno())
             return
         report = init_messages.decode_report(data)
-        if report.kind is Kind.READY:
-            (self.root, *self._network), self.state = fds, State.LIVE
-            self.commands.listen()
-            self.on_ready(self)
+        if report.kind is ReportKind.READY:
+            self.root, self.state = fds[0], SlotState.LIVE
+            self.supervisor.listen()
+            self._on_ready(self)
         else:
-            self.failure = {"failed": report.text}
+            self.failure = report.text
 
     def _on_death(self) -> None:
-        self.loop.unwatch(self._process)
+        self._loop.unwatch(self.process)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+            os.waitpid(self.pid, 0)
         self._bury()
 
     def _bury(self) -> None:
-        """The init is dead; the slot is when nothing it has left lives any more."""
-        if not self._body.gone():
-            self.loop.later(_GONE_EVERY_S, self._bury)
+        """The init is dead. The slot is dead once nothing that the init has left lives any more."""
+        if not self._init.gone():
+            self._loop.later(_GONE_EVERY_S, self._bury)
             return
         if self.root < 0:
-            self._on_begin()  # the reason may still lie in the socket
-        while self.root >= 0 and self.commands.receive():
-            pass  # and so may a command's end
-        self.state = State.DEAD
-        self.commands.lost()
+            self._on_begin()  # its failure may still be in the socket
+        while self.root >= 0 and self.supervisor.receive():
+            pass  # and so may the reports of commands
+        self.state = SlotState.DEAD
+        self.supervisor.slot_died()
         for upload in tuple(self.uploads):
             upload.lose(self.name)
-        os.close(self._process)
+        os.close(self.process)
         if self.root >= 0:
             os.close(self.root)
-            pipes.close(*self._network)
         if self.ending is not None:
             self.ending()
         else:
-            self.on_end(self)
+            self._on_end(self)
+
+
+OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
+    "exec": lambda slot, frame: slot.supervisor.exec(frame),
+    "shell": lambda slot, frame: slot.shells.open(frame),
+    "run": lambda slot, frame: slot.shells.run(frame),
+    "close_shell": lambda slot, frame: slot.shells.close(frame),
+    **dict.fromkeys(background.OPERATIONS, lambda slot, frame: slot.background.serve(frame)),
+}
+"""Requests that a slot's own parts serve, by name."""
+
+
+def arguments(root: int, pid: int) -> list[str] | None:
+    """The arguments of a process as the slot numbers it, read from the kernel; None if no such process lives."""
+    try:
+        fd = files.open_at(root, f"/proc/{pid}/cmdline", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if syscalls.filesystem_type(fd) != files.PROC:
+            return None
+        data = os.read(fd, _MAX_ARGUMENTS_BYTES)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(fd)
+    words = data.removesuffix(b"\0").split(b"\0")
+    return [word.decode(errors="replace") for word in words] if data else None
+
+
+class ServiceQuery:
+    """One connection to a service at 127.0.0.1 of a slot: sends a request and keeps the answer.
+
+    `answered` gets what came until the service hung up, the time was over or the bound was reached. Raises OSError.
+    """
+
+    def __init__(
+        self, loop: EpollLoop, slot: ServerSlot, fields: Fields, request: bytes,
+        answered: Callable[[bytes, OSError | None], None],
+    ) -> None:  # fmt: skip
+        self._loop, self._unsent, self._answered = loop, memoryview(request), answered
+        self._most = min(int(fields["max_bytes"]), MAX_ANSWER_BYTES)
+        self._received = bytearray()
+        self._socket = slot.make_socket(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        self._socket.setblocking(False)
+        late = TimeoutError(errno.ETIMEDOUT, "the answer did not end in time")
+        self._timer = loop.later(fields["timeout_s"], lambda: self._end(late))
+        self._socket.connect_ex(("127.0.0.1", int(fields["port"])))
+        loop.watch(self._socket.fileno(), self._write)
+        loop.watch_for(self._socket.fileno(), WRITE, self._write)
+
+    def _write(self) -> None:
+        problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            self._end(OSError(problem, os.strerror(problem)))
+            return
+        try:
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(error)
+            return
+        if not self._unsent:
+            self._loop.watch_for(self._socket.fileno(), READ, self._read)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_PIECE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(error)
+            return
+        self._received += data
+        if not data or len(self._received) >= self._most:
+            self._end(None)
+
+    def _end(self, error: OSError | None) -> None:
+        self._timer.cancel()
+        self._loop.unwatch(self._socket.fileno())
+        self._socket.close()
+        self._answered(bytes(self._received[: self._most]), error)

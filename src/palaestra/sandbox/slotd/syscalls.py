@@ -1,7 +1,7 @@
-"""The system calls that Python 3.11 has no name for, each checked: they return a value or raise OSError with the errno.
+"""System calls that Python 3.11 has no name for. Each returns a value or raises OSError with the errno.
 
-Not a place for policy: which mount, which namespace and in what order is decided by the modules named after it. Numbers
-above 423 are the same on every architecture; the two below come from the kernel's tables for x86-64 and aarch64.
+The modules that use them decide which mount or namespace, in what order. Numbers above 423 are the same on every
+architecture; the two below come from the kernel's tables for x86-64 and aarch64.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _check(result: int, what: str) -> int:
 
 
 def raw(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """A system call by its number; negative where it failed (see `checked`)."""
+    """A system call by its number; negative if it failed (see `checked`)."""
     wide = (ctypes.c_long(value) if isinstance(value, int) else value for value in arguments)
     return int(_libc.syscall(ctypes.c_long(number), *wide))
 
 
 def checked(result: int, what: str) -> int:
-    """The result of `raw`, called just now, or its OSError."""
+    """The result of the last `raw`, or its OSError."""
     return _check(result, what)
 
 
@@ -67,7 +67,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """umount2(2), lazily unless told otherwise: what still uses the mount keeps it."""
+    """umount2(2), by default lazily: what still uses the mount keeps it."""
     _check(_libc.umount2(target.encode(), flags), f"umount {target}")
 
 
@@ -101,7 +101,8 @@ def set_name(name: str) -> None:
 
 
 def capset(keep: int) -> None:
-    """Set the effective and permitted capabilities of this thread to the bits of `keep`, the inheritable to none."""
+    """Set the effective and permitted capabilities of this thread to the bits of `keep`, and clear the inheritable
+    ones."""
     if _CAPSET is None:
         raise OSError(38, f"no system call table for {MACHINE}")
     low, high = keep & 0xFFFFFFFF, keep >> 32
@@ -110,13 +111,13 @@ def capset(keep: int) -> None:
 
 
 def close_from(first: int, last: int = 0xFFFFFFFF) -> None:
-    """Close every descriptor from `first` on, to `last`."""
+    """Close every descriptor from `first` to `last`."""
     if first <= last:
         _check(_libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
 
 
 def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: int = 0) -> int:
-    """openat2(2); the descriptor is close-on-exec. Races that the kernel asks to repeat (EAGAIN) are repeated."""
+    """openat2(2); the descriptor is close-on-exec. Repeats races that the kernel reports (EAGAIN)."""
     name = path if isinstance(path, bytes) else path.encode("utf-8", "surrogateescape")
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, resolve)
     for _ in range(128):
@@ -130,7 +131,7 @@ def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: i
 
 
 def open_tree(path: str, recursive: bool = False) -> int:
-    """A detached copy of the mount at `path`, as a descriptor."""
+    """A descriptor of a detached copy of the mount at `path`."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
     return _check(_libc.syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
 
@@ -149,7 +150,7 @@ def move_mount(tree: int, target: str) -> None:
 
 
 def detached_tmpfs(options: str) -> int:
-    """A new tmpfs that is mounted nowhere, as a descriptor; nosuid and nodev. The options are those of mount(8)."""
+    """A descriptor of a new tmpfs that is mounted nowhere; nosuid and nodev. The options are those of mount(8)."""
     context = _check(_libc.syscall(_FSOPEN, b"tmpfs", 1), "fsopen tmpfs")
     try:
         _configure(context, options)
@@ -160,7 +161,7 @@ def detached_tmpfs(options: str) -> int:
 
 
 def reconfigure(mount: int, options: str) -> None:
-    """Change the options of the file system that is mounted as the descriptor `mount`."""
+    """Change the options of the file system mounted as the descriptor `mount`."""
     context = _check(_libc.syscall(_FSPICK, mount, b"", _FSPICK_EMPTY_PATH), "fspick")
     try:
         _configure(context, options)
@@ -177,8 +178,8 @@ def _configure(context: int, options: str) -> None:
 
 
 def filesystem_type(fd: int) -> int:
-    """The magic number of the file system that `fd` lies on (statfs(2))."""
-    found = _StatFs()  # for each call: a client may have an event loop in each of its threads
+    """The magic number of the file system of `fd` (statfs(2))."""
+    found = _StatFs()  # per call, since several threads may have a client
     if _libc.fstatfs(fd, found) < 0:
         _check(-1, "fstatfs")
     return int(_LONG.unpack_from(found)[0])
@@ -192,7 +193,7 @@ def install_filter(program: bytes) -> None:
 
 
 def overwrite_command_line(title: str) -> None:
-    """Replace what `/proc/PID/cmdline` shows of this process, so that no path of the host is read there."""
+    """Replace what `/proc/PID/cmdline` shows of this process, so that it shows no path of the host."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
     start, end = int(fields[45]), int(fields[46])

@@ -1,10 +1,10 @@
-"""Prepared workspaces that outlive a run: a recipe with a key, and what was made from it, kept on this machine's disk.
+"""Prepared workspaces that outlive a run: recipes with a cache key, and the snapshots made from them, kept on disk.
 
 A `Recipe` says how a workspace is prepared (image, files, commands); its key names the result. `Prepared` gives the
 snapshot of a recipe: the one on disk, or a new one, which is then kept. So what is lost (a server that died, an entry
-that was evicted or damaged) is made again, and is nobody's concern.
+that was evicted or damaged) is simply made again.
 
-Which of two runs that prepare the same recipe at once comes second waits for the first, then uses what that one made.
+If two runs prepare the same recipe concurrently, the second waits for the first and uses its result.
 
 Not in a snapshot: processes, `/tmp` and `/dev/shm`.
 """
@@ -25,13 +25,13 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, PrepareError, SandboxError, SlotLost
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
-from palaestra.sandbox.snapshots import fingerprint
+from palaestra.sandbox.snapshots import fingerprints
 from palaestra.sandbox.snapshots.folder import SCHEMA, SnapshotStore, to_the_end
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A file of the workspace. Relative paths lie in it."""
+    """A file of the workspace. Relative paths start there."""
 
     path: str
     data: bytes
@@ -48,30 +48,32 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a workspace is prepared. `version` is anything the steps depend on that they do not show; `name`, which is
-    not in the key, what it is prepared for."""
+    """How a workspace is prepared. `version` is anything the steps depend on but do not show; `name`, which is not
+    in the key, what it is prepared for."""
 
     spec: SlotSpec = SlotSpec()
     steps: tuple[Put | Run, ...] = ()
     version: str = ""
     name: str = ""
 
-    def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprint.of_image) -> str:
-        """The name of the result on one rung of this machine: all that goes in, hashed, this project's code included.
+    def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprints.of_image) -> str:
+        """The name of the result on one rung of this machine: a hash of everything that affects it, this package's code
+        included.
 
-        Not in it is what only decides whether there is a result: a step's timeout. Blocks while it looks at an image.
+        A step's timeout, which only decides whether there is a result, is not in it. Blocks while it reads the image's
+        metadata.
         """
         spec = self.spec
         network = spec.network if isinstance(spec.network, Network) else spec.network.hosts
         parts: list[JSON] = [
             SCHEMA,
-            fingerprint.of_project(),
-            fingerprint.of_machine(),
+            fingerprints.of_project(),
+            fingerprints.of_machine(),
             rung.label,
             of_image(spec.image),
         ]
         parts += [network, spec.env, asdict(spec.limits), self.version]
-        parts += [[mount.source, mount.target, fingerprint.of_directory(mount.source)] for mount in spec.mounts]
+        parts += [[mount.source, mount.target, fingerprints.of_directory(mount.source)] for mount in spec.mounts]
         for step in self.steps:
             if isinstance(step, Put):
                 parts.append(["put", step.path, hashlib.sha256(step.data).hexdigest(), step.mode])
@@ -116,10 +118,10 @@ def _raise(trouble: ConfigError) -> None:
 
 @dataclass
 class Prepared:
-    """Snapshots by recipe, for one backend. `store` None keeps them for this server's life only; so does `confined`.
+    """Snapshots by recipe, for one backend. With `store` None, or on `confined`, they last as long as this server.
 
-    `trouble` hears why something could not be kept. By default that is an error, else the snapshot is given all the
-    same.
+    `trouble` gets the reason why something could not be kept. By default it raises; otherwise the snapshot is used all
+    the same.
     """
 
     backend: KeepsSnapshots
@@ -133,7 +135,7 @@ class Prepared:
     _looking: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def get(self, recipe: Recipe) -> Snapshot:
-        """The snapshot of a recipe, its steps done if it is not there. Raises `PrepareError` for a step that fails.
+        """The snapshot of a recipe, made if it does not exist. Raises `PrepareError` for a step that fails.
 
         It belongs to this object: do not `forget` it.
         """
@@ -146,12 +148,13 @@ class Prepared:
             return snapshot
 
     async def take(self, recipe: Recipe, make: Callable[[], Awaitable[Snapshot]]) -> Taken:
-        """The snapshot of a recipe from the store, else what `make` makes, which is then kept. Raises what that raises.
+        """The snapshot of a recipe from the store, otherwise what `make` makes, which is then kept. Raises what that
+        raises.
 
         It is the caller's, to `forget`. While another run makes it, this waits.
         """
         store = self.store
-        if store is None or self.backend.rung < Rung.USERNS:  # without layers there is nothing to use in place
+        if store is None or self.backend.rung < Rung.USERNS:  # without layers nothing can be used in place
             return Taken(await make(), False)
         try:
             store.open()
@@ -182,18 +185,18 @@ class Prepared:
         return await asyncio.to_thread(recipe.key, self.backend.rung, self._of_image)
 
     def _of_image(self, image: str | None) -> JSON:
-        """Looked at once: an image that changes under a run is somebody's mistake."""
+        """The fingerprint of an image, computed once: an image must not change during a run."""
         with self._looking:
             if image not in self._images:
-                self._images[image] = fingerprint.of_image(image)
+                self._images[image] = fingerprints.of_image(image)
             return self._images[image]
 
     async def _load(self, recipe: Recipe, key: str, store: SnapshotStore) -> Snapshot | None:
-        """The entry, locked by the server from now on; None where there is none. A damaged one is removed."""
+        """The entry, from now on locked by the server; None if there is none. A damaged one is removed."""
         if self.store is None or not store.has(key):
             return None
         snapshot = None
-        with contextlib.suppress(OSError):  # evicted just now, or damaged
+        with contextlib.suppress(OSError):  # it was just evicted, or is damaged
             snapshot = await self.backend.load(str(store.files(key)), recipe.spec)
         try:
             whole = await asyncio.to_thread(store.is_whole, key)
@@ -211,7 +214,7 @@ class Prepared:
         return None
 
     async def _starts_a_slot(self, snapshot: Snapshot, recipe: Recipe, store: SnapshotStore) -> bool:
-        """Whether slots can be made from what lies on that disk: tried once. Overlays do not take every file system."""
+        """Whether slots can be made from that disk, tried once: overlays do not support every file system."""
         if not self._proved:
             try:
                 await self.backend.destroy(await self.backend.create(recipe.spec, "proof", snapshot))
@@ -229,7 +232,7 @@ class Prepared:
             await self.backend.forget(snapshot)
 
     async def _keep(self, snapshot: Snapshot, recipe: Recipe, key: str, store: SnapshotStore) -> None:
-        if self.store is None:  # it was found to be of no use
+        if self.store is None:  # that disk turned out to be unusable
             return
         try:
             await asyncio.to_thread(store.sweep)
@@ -265,7 +268,7 @@ def _cannot(store: SnapshotStore, what: str) -> ConfigError:
 
 
 def _describe(recipe: Recipe) -> JSON:
-    """The recipe as a person may want to read it in the store."""
+    """The recipe as people read it in the store."""
     steps = [step.path if isinstance(step, Put) else step.command for step in recipe.steps]
     about = {"name": recipe.name, "image": recipe.spec.image, "steps": steps, "version": recipe.version}
     return about | {"limits": asdict(recipe.spec.limits)}

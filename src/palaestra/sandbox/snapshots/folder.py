@@ -1,12 +1,12 @@
 """The folder that keeps prepared workspaces between runs, shared by all runs of one user on one machine.
 
-An entry appears under its name only when it is whole (written beside it, synced, renamed), so a crash leaves no half
-entry; what is half is held by a lock while its maker lives and is removed once nobody holds it. Entries in use are
-locked by the slot server that uses them (`LocalBackend.load`) and never evicted. What others have done to an entry
-since (a cleaner of caches, an editor) is noticed by `is_whole`; that the disk gives back other bytes is not.
+An entry gets its name only when it is complete (written next to it, synced, renamed), so a crash leaves no incomplete
+entry. An unfinished one is locked while its maker lives and removed once nobody holds the lock. The slot server that
+uses an entry locks it (`LocalBackend.load`), so it is not evicted. `is_whole` notices what others have done to an entry
+since (a cleaner of caches, an editor), but not a disk that returns other bytes.
 
-    STORE/KEY/layers/N/TREE   one folder per layer, topmost first     STORE/KEY/about.json   what it is, and when used
-    STORE/new-*               half an entry, or one on its way out    STORE/turn-*           locks of those who prepare
+    STORE/KEY/layers/N/TREE   one folder per layer, topmost first     STORE/KEY/about.json   its recipe and last use
+    STORE/new-*               an unfinished entry, or a removed one   STORE/turn-*           locks of those who prepare
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
-from palaestra.sandbox.images import store as images
-from palaestra.sandbox.snapshots import fingerprint
+from palaestra.sandbox.images import image_store as images
+from palaestra.sandbox.snapshots import fingerprints
 
 SCHEMA = "palaestra.snapshot/2"
 DEFAULT_MAX_BYTES = 20 << 30
@@ -46,9 +46,9 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One kept snapshot. `size_bytes` is what it takes on the disk, `used_at` the last use in seconds since the epoch,
-    `name` what it was made for first."""
+class StoredSnapshot:
+    """One kept snapshot. `size_bytes` is its size on disk, `used_at` its last use in seconds since the epoch, `name`
+    what it was first made for."""
 
     key: str
     size_bytes: int
@@ -57,15 +57,15 @@ class Entry:
 
 
 class SnapshotStore:
-    """The folder. Every method may be called while other runs use it. Nothing is made or looked at before `open`."""
+    """The folder. Every method may be called while other runs use it. Nothing is made or read before `open`."""
 
     def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.folder, self.max_bytes = folder, max_bytes
 
     def open(self) -> SnapshotStore:
-        """Make the folder if it is not there. Idempotent.
+        """Make the folder if it does not exist. Idempotent.
 
-        Raises `ConfigError` for one that is somebody else's or open to others: what is in it is run.
+        Raises `ConfigError` if it belongs to another user or others may write to it: its contents are executed.
         """
         folder = self.folder
         try:
@@ -78,11 +78,11 @@ class SnapshotStore:
         return self
 
     def files(self, key: str) -> Path:
-        """Where the layers of an entry are."""
+        """The folder with the layers of an entry."""
         return self.folder / key / "layers"
 
-    def entries(self) -> list[Entry]:
-        """What is there, least recently used first."""
+    def entries(self) -> list[StoredSnapshot]:
+        """All entries, least recently used first."""
         found = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -90,29 +90,29 @@ class SnapshotStore:
                     about = json.loads((path / "about.json").read_text())
                     used_at = (path / "about.json").stat().st_mtime
                     name = str((about.get("recipe") or {}).get("name", ""))
-                    found.append(Entry(path.name, int(about["size_bytes"]), used_at, name))
+                    found.append(StoredSnapshot(path.name, int(about["size_bytes"]), used_at, name))
         return sorted(found, key=lambda entry: entry.used_at)
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, whole or not."""
+        """Whether there is an entry, complete or not."""
         return (self.folder / key).exists()
 
     def is_whole(self, key: str) -> bool:
-        """Whether an entry is as it was kept. Blocks for as long as it takes to look at each of its files."""
+        """Whether an entry is as it was kept. Blocks while it reads the metadata of each file."""
         try:
             about = json.loads((self.folder / key / "about.json").read_text())
-            return bool(about["digest"] == fingerprint.of_tree(str(self.files(key)))[0])
+            return bool(about["digest"] == fingerprints.of_tree(str(self.files(key)))[0])
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def touch(self, key: str) -> None:
-        """Note that an entry is used."""
+        """Record a use of an entry."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self.folder / key / "about.json")
 
     @contextlib.asynccontextmanager
     async def new(self) -> AsyncIterator[Path]:
-        """A folder to fill, held by a lock; gone at the end unless `keep` has taken it."""
+        """A locked folder to fill; removed at the end unless `keep` has taken it."""
         path, lock = self._held_folder()
         try:
             (path / "layers").mkdir(mode=0o755)
@@ -126,7 +126,7 @@ class SnapshotStore:
             path = self.folder / f"new-{os.urandom(8).hex()}"
             path.mkdir(mode=0o700)
             lock = -1
-            with contextlib.suppress(OSError):  # somebody swept it away before it was held
+            with contextlib.suppress(OSError):  # another run removed it before it was locked
                 lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if path.stat().st_ino == os.fstat(lock).st_ino:
@@ -135,11 +135,12 @@ class SnapshotStore:
                 os.close(lock)
 
     def keep(self, path: Path, key: str, recipe: JSON) -> None:
-        """Give a whole entry its name, and evict others to make room. Where another run was quicker, that one's is
-        kept. Blocks while the disk syncs. Raises OSError (EFBIG) for one that is larger than the store may be.
+        """Give a complete entry its name, and evict others to make room. If another run was faster, its entry is kept.
+
+        Blocks while the disk syncs. Raises OSError (EFBIG) for an entry that is larger than the store may be.
         """
         _sync(path)
-        digest, size_bytes = fingerprint.of_tree(str(path / "layers"))
+        digest, size_bytes = fingerprints.of_tree(str(path / "layers"))
         if size_bytes > self.max_bytes:
             raise OSError(
                 errno.EFBIG, f"it takes {size_bytes} bytes, more than the {self.max_bytes} of the whole store"
@@ -155,7 +156,7 @@ class SnapshotStore:
                 raise
 
     def evict(self, room: int = 0) -> list[str]:
-        """Remove the least recently used entries that nobody uses until all fit with `room` bytes; their keys."""
+        """Remove the least recently used entries that are not in use until all fit with `room` bytes; their keys."""
         entries, gone = self.entries(), []
         excess = sum(entry.size_bytes for entry in entries) + room - self.max_bytes
         for entry in entries:
@@ -169,11 +170,11 @@ class SnapshotStore:
         return self._take_away(self.folder / key, self.files(key))
 
     def sweep(self) -> int:
-        """Remove what dead runs have left half done; how many."""
+        """Remove what dead runs have left unfinished; how many."""
         return sum(self._take_away(path, path) for path in self.halves())
 
     def halves(self) -> list[Path]:
-        """What is being made or removed, or was when its maker died."""
+        """Unfinished entries: being made or removed, or left by a dead run."""
         return [path for path in self.folder.iterdir() if path.name.startswith("new-")]
 
     def _take_away(self, path: Path, locked: Path) -> bool:
@@ -184,7 +185,7 @@ class SnapshotStore:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             trash = self.folder / f"new-{os.urandom(8).hex()}"
-            path.rename(trash)  # under its name it is whole or not there
+            path.rename(trash)  # under its name it is complete or absent
             _remove(trash)
         except OSError:
             return False
@@ -193,12 +194,12 @@ class SnapshotStore:
         return True
 
     def turn(self, key: str, clock: Clock) -> contextlib.AbstractAsyncContextManager[None]:
-        """One run at a time for one key, whoever runs it; a run that dies loses its turn."""
+        """Serialise the makers of one key across runs; a run that dies loses its turn."""
         return file_lock(self.folder / f"turn-{key[:3]}", poll_s=_TURN_S, sleep=clock.sleep)
 
 
 async def to_the_end(work: Callable[[], None]) -> None:
-    """Work in a thread, which ends before this does, cancelled or not: what it works on may be gone afterwards."""
+    """Work in a thread and wait for its end even if cancelled: what it works on may be gone afterwards."""
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)
@@ -209,7 +210,7 @@ async def to_the_end(work: Callable[[], None]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write all of one file system to its disk: a workspace has too many files to do that for each."""
+    """Write the whole file system to its disk: a workspace has too many files to sync each."""
     libc, folder = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if libc.syncfs(folder) != 0:
@@ -219,9 +220,9 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a tree of somebody's files: directories may refuse their owner, and links are not followed."""
+    """Remove a tree of another user's making: directories may be closed to their owner, and links are not followed."""
     for folder, below, _ in os.walk(path):
-        for name in below:  # before the walk goes into it
+        for name in below:  # before the walk enters it
             with contextlib.suppress(OSError):
                 mode = os.lstat(f"{folder}/{name}").st_mode
                 if stat.S_ISDIR(mode) and stat.S_IMODE(mode) & 0o700 != 0o700:

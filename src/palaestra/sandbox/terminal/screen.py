@@ -1,8 +1,8 @@
 """What a terminal shows after the bytes that a program has sent it.
 
-`GhosttyScreen` is a real emulator (libghostty, in the extra `screen`): full-screen programs, the alternate screen,
-wide characters, answers to a program's questions. `PlainScreen` needs nothing and is none: it drops control sequences
-and keeps the last lines, which is right for output that scrolls and wrong for editors; it says so in `emulated`.
+`GhosttyScreen` is a real emulator (libghostty, in the extra `screen`): full-screen programs, the alternate screen, wide
+characters, answers to a program's questions. `PlainScreen` needs nothing and emulates nothing: it drops control
+sequences and keeps the last lines, which is right for scrolling output and wrong for editors; `emulated` is False.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CURSOR_KEYS = 1
 
 
 class Screen(Protocol):
-    """An emulator, or what stands in for one."""
+    """An emulator, or a substitute for one."""
 
     @property
     def emulated(self) -> bool:
@@ -43,20 +43,20 @@ class Screen(Protocol):
         ...
 
     def feed(self, data: bytes) -> bytes:
-        """Take what the program has sent; what the terminal answers to it."""
+        """Take what the program has sent; the terminal's answers to it."""
         ...
 
     def resize(self, size: TerminalSize) -> None: ...
 
     def text(self) -> str:
-        """The lines that are seen, without blanks at their ends."""
+        """The visible lines, without trailing blanks."""
         ...
 
 
 def open_screen(size: TerminalSize, emulator: str = "best") -> Screen:
     """`ghostty`, `plain`, or the best that is installed. Raises `ConfigError`, which names the extra."""
     if emulator not in ("best", "ghostty", "plain"):
-        raise ConfigError(f"{emulator!r} is none of the terminal emulators best, ghostty, plain")
+        raise ConfigError(f"{emulator!r} is not a terminal emulator; use best, ghostty or plain")
     if emulator != "plain":
         try:
             return GhosttyScreen(size)
@@ -103,7 +103,7 @@ class GhosttyScreen:
 
 
 class PlainScreen:
-    """Implements `Screen` without emulating one."""
+    """Implements `Screen` without emulation."""
 
     emulated = False
     application_cursor = False
@@ -148,9 +148,9 @@ class PlainScreen:
 
 
 def plain(data: bytes) -> tuple[str, bytes]:
-    """What a program has written, without control sequences, and what of it is only begun: a sequence or a character.
+    """What a program has written, without control sequences, and what of it is incomplete: a sequence or a character.
 
-    Bytes that are no UTF-8 are in the text as surrogates (`errors="surrogateescape"`).
+    Bytes that are not UTF-8 are in the text as surrogates (`errors="surrogateescape"`).
     """
     text = data.decode(errors="surrogateescape")
     unfinished = _UNFINISHED.search(text[-_MAX_UNFINISHED:])
@@ -159,6 +159,6 @@ def plain(data: bytes) -> tuple[str, bytes]:
 
 
 def _broken_character(text: str) -> str:
-    """The bytes of a character that is not complete yet, at most three, at the end."""
+    """The bytes of an incomplete character at the end, at most three."""
     tail = re.search(r"[\udcc2-\udcf4][\udc80-\udcbf]{0,2}\Z", text)
     return tail.group() if tail else ""

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
-from palaestra.sandbox.slotd.network.forward import NAME
+from palaestra.sandbox.host_tools import PROXY_NAME
 from palaestra.tools.browser.accessibility_tree import Numbers, PageView, show
 from palaestra.tools.browser.shared_browser import BrowserLease, SharedBrowser
 from palaestra.tools.net.host_policy import HostPolicy
@@ -164,7 +164,7 @@ class BrowserSession:
         await self.settle()
         if response is None:
             return None
-        if (await self.ask(response.all_headers())).get("proxy-status", "").startswith(f"{NAME};"):
+        if (await self.ask(response.all_headers())).get("proxy-status", "").startswith(f"{PROXY_NAME};"):
             why = (await self.ask(response.text())).strip()
             raise ToolMistake(f"{_led(url, self.page.url)} is not opened: {why}")
         return response.status

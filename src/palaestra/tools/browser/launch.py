@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ToolUnavailable
-from palaestra.sandbox.slotd.unprivileged import users
+from palaestra.sandbox.host_tools import users
 from palaestra.tools.browser import setuid_exec
 
 if TYPE_CHECKING:

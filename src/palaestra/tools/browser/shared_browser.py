@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ToolUnavailable
-from palaestra.sandbox.slotd.network.forward import HEAD_BYTES, Forwarder
-from palaestra.sandbox.slotd.unprivileged import users
+from palaestra.sandbox.host_tools import HEAD_BYTES, Forwarder, users
 from palaestra.tools.browser import launch
 from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
-from palaestra.processes import output
+from palaestra.processes import process_output
 from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.sandbox.slot import TerminalSize
-from palaestra.sandbox.terminal.terminal import ScreenShot, Terminal
+from palaestra.sandbox.terminal.interactive_terminal import ScreenShot, Terminal
 from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -30,7 +30,8 @@ DEFAULT_STREAM_BYTES = 20_000
 _ENVIRONMENT = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
 """Before every prompt the shell writes a sequence that no screen shows, with the exit code of the last command.
 
-The sequence is that of semantic prompts: https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
+The sequence is that of semantic prompts:
+https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
 """
 _MARK = re.compile(rb"\x1b\]133;D;(\d+)\x07")
 _LONGEST_MARK = 16
@@ -153,7 +154,7 @@ async def _capture(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> T
     shot = await terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=1.0)
     if not arguments.get("capture_entire"):
         return _shown(shot)
-    kept = await output.tail(terminal.process, MAX_OUTPUT_CHARS, running=shot.running)
+    kept = await process_output.tail(terminal.process, MAX_OUTPUT_CHARS, running=shot.running)
     return {**_shown(shot), "output": kept.text, "dropped_bytes": kept.start}
 
 
@@ -161,7 +162,7 @@ async def _stream(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> To
     terminal, most = pane.open(), arguments.get("max_bytes", DEFAULT_STREAM_BYTES)
     status = await terminal.process.status()
     start = 0 if arguments.get("reset") else pane.cursor
-    new = await output.read_text(terminal.process, start, max_bytes=most, running=status.running)
+    new = await process_output.read_text(terminal.process, start, max_bytes=most, running=status.running)
     pane.cursor = new.end
     reply: dict[str, JSON] = {"output": new.text, "error": None, "more_bytes": status.output_total_bytes - new.end}
     return {**reply, "lost_bytes": new.lost} if new.lost else reply

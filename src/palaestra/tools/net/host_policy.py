@@ -20,8 +20,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, TypeAlias
 
 from palaestra.core.errors import ConfigError
-from palaestra.sandbox.slotd.network import allowlist
-from palaestra.sandbox.slotd.network.allowlist import Address
+from palaestra.sandbox.host_tools import Address, allowlist
 
 IPAddress: TypeAlias = IPv4Address | IPv6Address
 IPNetwork: TypeAlias = IPv4Network | IPv6Network

@@ -13,8 +13,8 @@ from __future__ import annotations
 import keyword
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
+from palaestra.sandbox.host_tools import Capture
 from palaestra.sandbox.slot import Process
-from palaestra.sandbox.slotd.exec.output import Capture
 from palaestra.tools.tool import ToolSchema
 
 MODULE = "palaestra_tools"

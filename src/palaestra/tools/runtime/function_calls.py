@@ -32,7 +32,7 @@ from pydantic import Field
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
-from palaestra.processes.notifications import Told
+from palaestra.processes.notifications import Notifications
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
@@ -99,10 +99,10 @@ class ToolSession:
         self._lasting = _lasting(backend)
         if own.checkpoint_path is not None and self._lasting is None:
             raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
-        self.told = Told()
+        self.told = Notifications()
         self._leases = None if own.idle_s is None else Leases(own.idle_s)
         self._sweeping: Future[None] | None = None
-        self._processes = ProcessRegistry(checkpoint_path=own.checkpoint_path, told=self.told)
+        self._processes = ProcessRegistry(checkpoint_path=own.checkpoint_path, notifications=self.told)
         self._recovering = asyncio.Lock()
         self._recovered: int | None = None if self._lasting is not None else 0
         self._slots = _TaskSlots(backend or LocalBackend())

@@ -24,9 +24,8 @@ from weakref import WeakKeyDictionary
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.core.io.threads import running_loop
 from palaestra.core.sync_bridge import wait_for_sync
-from palaestra.processes.actions import Reply
 from palaestra.processes.registry import ProcessRegistry, living, not_found
-from palaestra.processes.session import ProcessSession, Watch
+from palaestra.processes.session import ProcessSession, Reply, Watch
 from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.tools.runtime.function_calls import DEFAULT_TASK, default_session
 
@@ -77,7 +76,7 @@ class SharedProcesses:
         """
         registry = self._of_slots.get(env)
         if registry is None:
-            registry = self._of_slots[env] = ProcessRegistry(told=default_session().told)
+            registry = self._of_slots[env] = ProcessRegistry(notifications=default_session().told)
 
         async def spawn() -> ProcessSession:
             task, where = task_id or env.trajectory_id, cwd or WORKSPACE
@@ -99,7 +98,7 @@ class SharedProcesses:
 
     @property
     def completion_queue(self) -> queue.Queue[Reply]:
-        """What watched processes of `handle_function_call` and the methods here report; see `Told`."""
+        """What watched processes of `handle_function_call` and the methods here report; see `Notifications`."""
         return default_session().told.completion_queue
 
     @property

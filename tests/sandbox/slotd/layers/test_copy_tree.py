@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.sandbox.slotd.layers.copy_tree import Copy
+from palaestra.sandbox.slotd.layers.copy_tree import TreeCopy
 from palaestra.sandbox.slotd.layers.overlay import MAX_DEPTH
 
 
-def copy(source: Path, target: Path, **options: object) -> Copy:
-    made = Copy(**options)  # type: ignore[arg-type]
+def copy(source: Path, target: Path, **options: object) -> TreeCopy:
+    made = TreeCopy(**options)  # type: ignore[arg-type]
     for _ in made.tree(str(source), str(target)):
         pass
     return made

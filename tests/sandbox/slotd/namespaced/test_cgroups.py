@@ -11,7 +11,7 @@ import sys
 from palaestra.sandbox.slotd.namespaced import cgroups
 hierarchies = [cgroups.Hierarchy(1, ("memory", "pids"), sys.argv[1] + "/groups")]
 for number in range(300):
-    group = cgroups.ServerGroup(hierarchies, f"{sys.argv[2]}-{number}")
+    group = cgroups.ServerCgroup(hierarchies, f"{sys.argv[2]}-{number}")
     group.create()
     assert group.remove()
     cgroups.sweep(hierarchies)

@@ -32,12 +32,12 @@ def test_the_kernel_takes_the_programs() -> None:
 
 
 def test_a_hierarchy_without_controllers_is_only_for_slots_with_network(tmp_path: object) -> None:
-    group = cgroups.ServerGroup(
+    group = cgroups.ServerCgroup(
         [cgroups.Hierarchy(1, ("memory", "pids"), f"{tmp_path}/one"), cgroups.Hierarchy(2, (), f"{tmp_path}/two")],
         "server",
     )
     group.create()
-    none = cgroups.Limits(None, None, None)
+    none = cgroups.CgroupLimits(None, None, None)
     assert group.add("a", none) == [f"{tmp_path}/one/server/a"]
     assert group.add("b", none, network=True) == [f"{tmp_path}/one/server/b", f"{tmp_path}/two/server/b"]
     assert group.guarded("b") == f"{tmp_path}/two/server/b"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.sandbox.slotd.protocol import init_messages
-from palaestra.sandbox.slotd.protocol.init_messages import Kind, Order, Report, Spawn
+from palaestra.sandbox.slotd.protocol.init_messages import InitReport, Order, ReportKind, Spawn
 
 _text = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"))
 _name = _text.filter(lambda name: name and "=" not in name)
@@ -21,14 +21,14 @@ _places = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), max_size=8)
 def test_a_command_arrives_as_it_was_sent(
     command: int, program: str, rest: list[str], cwd: str, env: dict[str, str], places: list[tuple[int, int]], tty: bool
 ) -> None:
-    spawn = Spawn(command, [program, *rest], cwd, init_messages.environment(env), places, tty)
+    spawn = Spawn(command, [program, *rest], cwd, init_messages.env_block(env), places, tty)
     data = init_messages.encode_spawn(*spawn)
     assert init_messages.decode_order(data) == (Order.SPAWN, command, int(tty))
     assert init_messages.decode_spawn(data) == spawn
 
 
 def test_bytes_that_are_no_text_survive() -> None:
-    spawn = Spawn(1, ["echo", "\udcff"], "/\udc80", init_messages.environment({"A": "\udcfe"}), [(0, 0)])
+    spawn = Spawn(1, ["echo", "\udcff"], "/\udc80", init_messages.env_block({"A": "\udcfe"}), [(0, 0)])
     assert b"\xff" in init_messages.encode_spawn(*spawn)
     assert init_messages.decode_spawn(init_messages.encode_spawn(*spawn)) == spawn
 
@@ -42,7 +42,7 @@ def test_bytes_that_are_no_text_survive() -> None:
 )  # fmt: skip
 def test_what_no_system_call_takes_is_refused(argv: list[str], cwd: str, env: dict[str, str]) -> None:
     with pytest.raises(ValueError):
-        init_messages.encode_spawn(1, argv, cwd, init_messages.environment(env), [])
+        init_messages.encode_spawn(1, argv, cwd, init_messages.env_block(env), [])
 
 
 def test_orders_without_strings() -> None:
@@ -53,14 +53,14 @@ def test_orders_without_strings() -> None:
 @pytest.mark.parametrize(
     "report",
     [
-        Report(Kind.READY),
-        Report(Kind.FAILED, value=13, text="mount overlay on /stage: Permission denied"),
-        Report(Kind.EXIT, 2**32 - 1, -9, False, 1.25, 3 << 40),
-        Report(Kind.NOT_STARTED, 3, 2, True),
-        Report(Kind.KILLED, 4, flag=True),
+        InitReport(ReportKind.READY),
+        InitReport(ReportKind.FAILED, value=13, text="mount overlay on /stage: Permission denied"),
+        InitReport(ReportKind.EXIT, 2**32 - 1, -9, False, 1.25, 3 << 40),
+        InitReport(ReportKind.NOT_STARTED, 3, 2, True),
+        InitReport(ReportKind.KILLED, 4, flag=True),
     ],
 )
-def test_reports_arrive_as_they_were_sent(report: Report) -> None:
+def test_reports_arrive_as_they_were_sent(report: InitReport) -> None:
     assert init_messages.decode_report(init_messages.encode_report(report)) == report
 
 

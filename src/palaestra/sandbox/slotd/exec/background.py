@@ -1,35 +1,114 @@
-"""A process that outlives the call that started it: its output, input, terminal, signals and end.
+"""Background processes, which outlive the request that started them. Serves these requests, which all carry the lease:
 
-What it writes goes to a ring that clients read by cursor, however late, and to a spill file in the slot once it is more
-than the ring holds. Nobody's reading is waited for, so nobody can hold the process or the server up. What is written
-to it is taken as fast as it reads; that delays only who writes.
+    op          fields                                              RESULT
+    spawn       argv | command, cwd, env, terminal, stdin           `BackgroundProcess.fields`
+    output      process, cursor, max_bytes, wait_s                  the same, start, and the bytes
+    wait        process, wait_s                                     the same
+    input       process, close, and the bytes                       written
+    signal      process, signal
+    resize      process, rows, columns
+    kill        process, grace_s                                    the same, swept: when everything it started is dead
+    processes                                                       processes: one object each
+    dismiss     process                                             the process is killed and forgotten
+
+`output`, `wait` and `input` can be cancelled; they are then answered with what there is.
+
+Output goes to a ring that clients read by cursor, however late, and to a spill file of the slot once the ring is full.
+Nothing waits for readers, so none can hold up the process or the server. Input is taken at the pace at which the
+process reads; that delays only the writer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import signal
+import stat
+import struct
+import termios
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..protocol.frames import Fields, Frame, Kind
-from ..protocol.init_messages import Environment, Report, Spawn
-from ..protocol.init_messages import Kind as ReportKind
-from . import pipes, pty
-from .command import Timer
-from .output import Capture, Ring, Shelf, Spill
+from .. import files
+from ..event_loop import WRITE, Timer
+from ..protocol.frames import Fields, Frame, FrameKind
+from ..protocol.init_messages import EnvBlock, InitReport, ReportKind, Spawn
+from . import pipes
+from .output import Capture, Ring, Spill
 from .pipes import PIPE_BYTES
-from .stdin import Input
-from .supervisor import Commands, start_error
+from .supervisor import Supervisor, start_error
+
+MAX_PROCESSES = 64
+"""Per slot, including ended ones. A new process replaces the oldest ended one."""
 
 RING_BYTES = 256 << 10
 END_OF_INPUT = b"\x04"
-"""What ends the input of a terminal in its usual mode."""
+"""Ends the input of a terminal in its usual mode."""
+
+MAX_SIDE = 1000
+"""The most rows and columns of a terminal."""
 
 _BREATH_EVERY_BYTES, _BREATH_S, _NOBODY_S = 4 << 20, 0.02, 0.02
-"""After so much output of one process the server turns to the others for a moment: at most 200 MB/s per process."""
+"""After so much output of one process the server serves others for a moment: at most 200 MB/s per process."""
+
+_GET_PEER, _SET_LOCK = 0x5441, 0x40045431  # TIOCGPTPEER, TIOCSPTLCK: the same on x86-64 and aarch64
+_PTMX = os.makedev(5, 2)
+
+
+class BackgroundProcesses:
+    """The background processes of one slot, oldest first. `numbers` names them."""
+
+    def __init__(self, supervisor: Supervisor, numbers: Iterator[int]) -> None:
+        self._supervisor, self._numbers = supervisor, numbers
+        self._processes: dict[int, BackgroundProcess] = {}
+
+    def serve(self, frame: Frame) -> None:
+        """Serve one request. Raises OSError."""
+        op, fields = frame.fields["op"], frame.fields
+        try:
+            if op == "spawn":
+                self._spawn(frame)
+            elif op == "processes":
+                found = {"processes": [process.fields() for process in self._processes.values()]}
+                self._supervisor.send(FrameKind.RESULT, frame.request, found)
+            else:
+                process = self._processes.get(fields["process"])
+                if process is None:
+                    raise OSError(errno.ESRCH, "no such process of this slot; it may have been forgotten after its end")
+                if op == "dismiss":
+                    del self._processes[process.name]
+                _OPERATIONS[op](process, frame.request, fields, frame.data)
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from None
+
+    def _spawn(self, frame: Frame) -> None:
+        fields, supervisor = frame.fields, self._supervisor
+        self._make_room()
+        process = BackgroundProcess(next(self._numbers), supervisor)
+
+        def started(error: Fields | None) -> None:
+            if error is None:
+                self._processes[process.name] = process
+                supervisor.send(FrameKind.RESULT, frame.request, process.fields())
+            else:
+                supervisor.send(FrameKind.ERROR, frame.request, error)
+
+        argv = fields.get("argv") or [f"/bin/{supervisor.shell()}", "-c", fields["command"]]
+        size = fields["terminal"] and (fields["terminal"][0], fields["terminal"][1])
+        env = supervisor.with_variables(fields["env"])
+        process.start(argv, files.absolute(fields["cwd"]), env, size, fields["stdin"], started)
+
+    def _make_room(self) -> None:
+        if len(self._processes) >= MAX_PROCESSES:
+            ended = next((process.name for process in self._processes.values() if process.over), None)
+            if ended is None:
+                message = f"{MAX_PROCESSES} background processes run in the slot already; end one first"
+                raise OSError(errno.EAGAIN, message)
+            del self._processes[ended]
 
 
 @dataclass
@@ -42,48 +121,48 @@ class _Reader:
     timer: Timer | None
 
 
-class Background:
-    """One such process. Implements `Child` for it and `Conversation` for the requests that wait for it."""
+class BackgroundProcess:
+    """One process. Implements `Child` for it and `OpenRequest` for the requests that wait for it."""
 
-    def __init__(self, name: int, commands: Commands, shelf: Shelf) -> None:
+    def __init__(self, name: int, supervisor: Supervisor) -> None:
         self.name, self.pid, self.over = name, 0, False
-        self._commands = commands
-        self._loop, self._link, self._talks = commands.loop, commands.link, commands.talks
+        self._supervisor = supervisor
+        self._loop, self._send, self._open = supervisor.loop, supervisor.send, supervisor.open_requests
         self._output = -1
-        self._input: Input | None = None
+        self._input: _Input | None = None
         self._terminal = False
         self._ring, self._seen = Ring(RING_BYTES), Capture(RING_BYTES)
-        self._spill = Spill(shelf, f"process-{name & 0xFFFF}", RING_BYTES)
+        self._spill = Spill(supervisor.shelf, f"process-{name & 0xFFFF}", RING_BYTES)
         self._breath = 0
         self._paused = False
         self._readers: dict[int, _Reader] = {}
         self._killers: list[int] = []
-        self._end: Report | None = None
+        self._end: InitReport | None = None
         self._started, self._started_s = time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
         self._ended = 0.0
         self._on_start: Callable[[Fields | None], None] = lambda _: None
         self._cwd = ""
 
     def start(
-        self, argv: list[str], cwd: str, env: Environment, size: tuple[int, int] | None, stdin: bool,
+        self, argv: list[str], cwd: str, env: EnvBlock, size: tuple[int, int] | None, stdin: bool,
         on_start: Callable[[Fields | None], None],
     ) -> None:  # fmt: skip
-        """Start it; `on_start` is called with None, or with the ERROR why not. Raises OSError, ValueError."""
+        """Start it; `on_start` is called with None, or with the ERROR. Raises OSError and ValueError."""
         self._on_start, self._terminal, self._cwd = on_start, size is not None, cwd
         writer, mark = -1, b""
         if size is not None:
-            self._output, slave = pty.open_pair(self._commands.root, *size)
+            self._output, slave = _open_terminal(self._supervisor.root, *size)
             writer, mark = os.dup(self._output), END_OF_INPUT
             ends, places = [slave], [(0, 0), (0, 1), (0, 2)]
         else:
             self._output, output = pipes.pipe()
             reader, writer = pipes.input_pipe() if stdin else (-1, -1)
             ends, places = [output, reader], [(1, 0), (0, 1), (0, 2)]
-        self._input = Input(writer, mark, self._loop, self._link, self._talks)
+        self._input = _Input(writer, mark, self._supervisor)
         fds = [fd if fd >= 0 else pipes.nothing() for fd in ends]
         try:
             spawn = Spawn(self.name, argv, cwd, env, places, terminal=self._terminal, announce=True)
-            self._commands.spawn(self, spawn, fds)
+            self._supervisor.spawn(self, spawn, fds)
         except ValueError:
             self._close()
             raise
@@ -94,7 +173,7 @@ class Background:
     # Requests
 
     def read(self, number: int, cursor: int, max_bytes: int, wait_s: float) -> None:
-        """Answer with the output from `cursor` on; where there is none yet, wait for some, for the end, or so long."""
+        """Answer with the output from `cursor` on. If there is none yet, wait so long for some, or for the end."""
         if cursor < 0:
             cursor = max(0, self._ring.total + cursor)
         self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
@@ -104,45 +183,47 @@ class Background:
         self._wait(_Reader(number, None, 0, None), wait_s)
 
     def write(self, number: int, data: bytes, close: bool) -> None:
-        """Answer when all of `data` is in its input; `close` ends the input after it. Raises BrokenPipeError."""
+        """Answer when all of `data` is written; `close` ends the input after it. Raises BrokenPipeError."""
         if self._input is None or self.over:
             raise BrokenPipeError(errno.EPIPE, "the process has ended")
         self._input.write(number, data, close, self)
 
-    def resize(self, rows: int, columns: int) -> None:
-        """Another size for its terminal. Raises OSError where it has none."""
+    def resize(self, number: int, rows: int, columns: int) -> None:
+        """Resize its terminal. Raises OSError without one."""
         if not self._terminal:
             raise OSError(errno.ENOTTY, "the process has no terminal")
         if self._output >= 0:
-            pty.resize(self._output, rows, columns)
+            _resize(self._output, rows, columns)
+        self._send(FrameKind.RESULT, number)
 
-    def signal(self, number: int) -> None:
-        """To its process group."""
+    def signal(self, number: int, signal_number: int) -> None:
+        """Send a signal to its process group."""
         if not self.over:
-            self._commands.signal(self.name, number)
+            self._supervisor.signal(self.name, signal_number)
+        self._send(FrameKind.RESULT, number)
 
     def kill(self, number: int, grace_s: float = 0.0) -> None:
         """Answer when everything it has started is dead. With `grace_s`, SIGTERM and so much time come first.
 
-        Where the main process ends in that time, what it leaves behind is killed then.
+        If the main process ends in that time, what it leaves behind is killed then.
         """
         if self.over and not self._killers:
-            self._link.send(Kind.RESULT, number, self.fields())
+            self._send(FrameKind.RESULT, number, self.fields())
             return
         self._killers.append(number)
         if grace_s > 0:
-            self._commands.kill_at_end(self.name)
-            self._commands.signal(self.name, signal.SIGTERM)
+            self._supervisor.kill_at_end(self.name)
+            self._supervisor.signal(self.name, signal.SIGTERM)
             self._loop.later(grace_s, self._insist)
         else:
-            self._commands.kill_child(self.name)
+            self._supervisor.kill_child(self.name)
 
     def _insist(self) -> None:
         if self._killers:
-            self._commands.kill_child(self.name)
+            self._supervisor.kill_child(self.name)
 
     def fields(self) -> Fields:
-        """What there is to say of it now."""
+        """Its present state for a RESULT."""
         end = self._end
         code = None if end is None else 128 - end.value if end.value < 0 else end.value
         ended = self._ended or time.monotonic()
@@ -152,43 +233,42 @@ class Background:
         fields |= {"cpu_s": end and end.cpu_s, "max_rss_bytes": end and end.max_rss_bytes}
         return {**fields, "terminal": self._terminal, **self._spill.fields()}
 
-    # What happens to it
+    # Events
 
     def on_frame(self, frame: Frame) -> None:
-        """A request that waited is given up: it is answered with what there is."""
-        if frame.kind is not Kind.CANCEL:
+        """A waiting request is cancelled: answer it with what there is."""
+        if frame.kind is not FrameKind.CANCEL:
             return
         if frame.request in self._readers:
             self._answer(self._readers[frame.request])
         if self._input is not None:
             self._input.cancel(frame.request)
 
-    def on_report(self, report: Report) -> None:
+    def on_report(self, report: InitReport) -> None:
         """Its start, its end, or that everything it had started is dead."""
         if report.kind is ReportKind.STARTED:
             self.pid = report.value
             self._on_start(None)
         elif report.kind is ReportKind.NOT_STARTED:
-            self._commands.drop(self.name)
+            self._supervisor.drop(self.name)
             self.over = True
             self._close()
             self._on_start(start_error(report, self._cwd))
         elif report.kind is ReportKind.KILLED:
             killers, self._killers = self._killers, []
             for number in killers:
-                self._link.send(Kind.RESULT, number, {**self.fields(), "swept": report.flag})
-            self._commands.drop(self.name)
+                self._send(FrameKind.RESULT, number, {**self.fields(), "swept": report.flag})
+            self._supervisor.drop(self.name)
         else:
             self._on_end(report)
 
     def on_lost(self) -> None:
-        """The slot is gone."""
-        lost = {"error": "lost", "message": f"{self._commands.name} ended while a process ran in it"}
+        lost = {"error": "lost", "message": f"{self._supervisor.name} ended while a process ran in it"}
         if not self.pid and not self.over:
             self._on_start(lost)
         for number in [*self._readers, *self._killers]:
-            self._talks.pop(number, None)
-            self._link.send(Kind.ERROR, number, lost)
+            self._open.pop(number, None)
+            self._send(FrameKind.ERROR, number, lost)
         self._readers.clear()
         if self._input is not None:
             self._input.fail(lost)
@@ -196,10 +276,9 @@ class Background:
         self._close()
 
     def descriptors(self) -> tuple[int, int]:
-        """What is open here."""
         return self._output, -1 if self._input is None else self._input.fd
 
-    def _on_end(self, report: Report) -> None:
+    def _on_end(self, report: InitReport) -> None:
         taken = 0
         while self._output >= 0 and taken <= PIPE_BYTES:  # what it wrote before it ended is in the pipe now
             before = self._ring.total
@@ -209,7 +288,7 @@ class Background:
             taken += self._ring.total - before
         self._end, self.over, self._ended = report, True, time.monotonic()
         if not self._killers:
-            self._commands.drop(self.name)
+            self._supervisor.drop(self.name)
         if self._input is not None:
             self._input.finish()
         self._spill.close()
@@ -223,7 +302,7 @@ class Background:
         elif data is None:
             return
         elif self._terminal and not self.over:
-            # Nobody has it open now. To close it would be to hang up on a process that is about to end, or to open it.
+            # No process has the terminal open now. Closing it would hang up on one that is about to open it, or to end.
             self._pause(_NOBODY_S)
         else:
             self._close_output()
@@ -241,18 +320,16 @@ class Background:
             self._pause(_BREATH_S)
 
     def _pause(self, seconds: float) -> None:
-        """Not listen for a while. (A descriptor without a peer is always ready, whatever it is watched for.)"""
+        """Do not read for a while. (A descriptor without a peer is always ready, whatever it is watched for.)"""
         if not self._paused:
             self._paused = True
             self._loop.unwatch(self._output)
-            self._loop.later(seconds, self._go_on)
+            self._loop.later(seconds, self._resume)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._paused = False
         if self._output >= 0:
             self._loop.watch(self._output, self._on_output)
-
-    # Answers
 
     def _wait(self, reader: _Reader, wait_s: float) -> None:
         ready = reader.cursor is not None and self._ring.total > reader.cursor
@@ -260,18 +337,16 @@ class Background:
             self._answer(reader)
             return
         self._readers[reader.number] = reader
-        self._talks[reader.number] = self
+        self._open[reader.number] = self
         reader.timer = self._loop.later(wait_s, lambda: self._answer(reader))
 
     def _answer(self, reader: _Reader) -> None:
         if reader.timer is not None:
             reader.timer.cancel()
         self._readers.pop(reader.number, None)
-        self._talks.pop(reader.number, None)
+        self._open.pop(reader.number, None)
         start, data = (0, b"") if reader.cursor is None else self._ring.read(reader.cursor, reader.max_bytes)
-        self._link.send(Kind.RESULT, reader.number, {**self.fields(), "start": start}, data)
-
-    # Descriptors
+        self._send(FrameKind.RESULT, reader.number, {**self.fields(), "start": start}, data)
 
     def _close_output(self) -> None:
         self._loop.unwatch(self._output)
@@ -284,3 +359,132 @@ class Background:
             self._input.finish()
         if self._output >= 0:
             self._close_output()
+
+
+_OPERATIONS: dict[str, Callable[[BackgroundProcess, int, Fields, bytes], None]] = {
+    "output": lambda process, number, f, _: process.read(number, f["cursor"], f["max_bytes"], f["wait_s"]),
+    "wait": lambda process, number, f, _: process.wait(number, f["wait_s"]),
+    "input": lambda process, number, f, data: process.write(number, data, f["close"]),
+    "signal": lambda process, number, f, _: process.signal(number, f["signal"]),
+    "resize": lambda process, number, f, _: process.resize(number, f["rows"], f["columns"]),
+    "kill": lambda process, number, f, _: process.kill(number, f["grace_s"]),
+    "dismiss": lambda process, number, f, _: process.kill(number),
+}
+OPERATIONS = ("spawn", "processes", *_OPERATIONS)
+
+
+class _Input:
+    """The writing end of a process's input. `mark` ends the input of a terminal, which stays open then.
+
+    Requests are written in order; each is answered when all of it is written.
+    """
+
+    def __init__(self, fd: int, mark: bytes, supervisor: Supervisor) -> None:
+        self.fd, self._mark = fd, mark
+        self._loop, self._send, self._open = supervisor.loop, supervisor.send, supervisor.open_requests
+        self._writing: deque[tuple[int, memoryview, int]] = deque()
+        self._closing = self._listening = False
+
+    def write(self, number: int, data: bytes, close: bool, owner: BackgroundProcess) -> None:
+        """Answer when all of `data` is written; `close` ends the input after it. Raises BrokenPipeError."""
+        if self.fd < 0 or self._closing:
+            raise BrokenPipeError(errno.EPIPE, "the input of the process is closed")
+        if close:
+            data, self._closing = data + self._mark, not self._mark
+        self._writing.append((number, memoryview(data), len(data)))
+        self._open[number] = owner
+        self._pump()
+
+    def cancel(self, number: int) -> None:
+        """Answer a request with what of it is written, and drop the rest."""
+        for item in [item for item in self._writing if item[0] == number]:
+            self._writing.remove(item)
+            self._answer(item)
+
+    def finish(self) -> None:
+        """The process reads no more: answer all requests and close. Idempotent."""
+        while self._writing:
+            self._answer(self._writing.popleft())
+        self._close()
+
+    def fail(self, fields: Fields) -> None:
+        """The slot is dead: refuse all requests and close."""
+        while self._writing:
+            self._refuse(self._writing.popleft()[0], fields)
+        self._close()
+
+    def _pump(self) -> None:
+        """Write what can be written without waiting."""
+        while self._writing and self.fd >= 0:
+            number, view, size = self._writing[0]
+            try:
+                written = os.write(self.fd, view) if view else 0
+            except BlockingIOError:
+                break
+            except OSError:
+                self._writing.popleft()
+                message = "the process has closed its input"
+                self._refuse(number, {"error": "os", "errno": errno.EPIPE, "message": message, "path": None})
+                continue
+            if written < len(view):
+                self._writing[0] = (number, view[written:], size)
+            else:
+                self._writing.popleft()
+                self._answer((number, view[written:], size))
+        if self._closing and not self._writing:
+            self._close()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Watch for room, but only while there is something to write: without a reader a pipe is always ready."""
+        wanted = bool(self._writing) and self.fd >= 0
+        if wanted and not self._listening:
+            self._loop.watch(self.fd, self._pump)
+            self._loop.watch_for(self.fd, WRITE, self._pump)
+        elif self._listening and not wanted and self.fd >= 0:
+            self._loop.unwatch(self.fd)
+        self._listening = wanted
+
+    def _answer(self, item: tuple[int, memoryview, int]) -> None:
+        number, view, size = item
+        self._open.pop(number, None)
+        self._send(FrameKind.RESULT, number, {"written": size - len(view)})
+
+    def _refuse(self, number: int, fields: Fields) -> None:
+        self._open.pop(number, None)
+        self._send(FrameKind.ERROR, number, fields)
+
+    def _close(self) -> None:
+        if self.fd >= 0:
+            if self._listening:
+                self._loop.unwatch(self.fd)
+                self._listening = False
+            pipes.close(self.fd)
+            self.fd = -1
+
+
+def _open_terminal(root: int, rows: int, columns: int) -> tuple[int, int]:
+    """The master, which does not block, and the slave of a new pseudo terminal. Raises OSError without a devpts.
+
+    Both are opened in the slot's devpts, so `tty` there names an existing file.
+    """
+    master = files.open_at(root, "/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(master)
+        if not stat.S_ISCHR(status.st_mode) or status.st_rdev != _PTMX:
+            raise OSError(errno.ENODEV, "not the terminal multiplexer", "/dev/pts/ptmx")
+        fcntl.ioctl(master, _SET_LOCK, struct.pack("i", 0))
+        _resize(master, rows, columns)
+        slave = fcntl.ioctl(master, _GET_PEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    except BaseException:
+        os.close(master)
+        raise
+    return master, slave
+
+
+def _resize(master: int, rows: int, columns: int) -> None:
+    """Set the window size; the foreground processes get SIGWINCH. Raises ValueError for a size out of range."""
+    if not (1 <= rows <= MAX_SIDE and 1 <= columns <= MAX_SIDE):
+        raise ValueError(f"a terminal has 1 to {MAX_SIDE} rows and columns, not {rows} and {columns}")
+    with contextlib.suppress(FileNotFoundError):
+        fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -1,11 +1,8 @@
-"""Bounded capture of a command's output: the head and the tail are kept, the total is counted.
+"""Bounded capture of output: head and tail of a command's, the end of a background process's, and files for the rest.
 
-The last part of an endless stream, addressed by how many bytes came before.
-
-Output that is longer than what a result carries, in files of the slot that its commands can read.
-
-A file gets everything from the first byte on, up to its bound; a slot keeps the newest few. They lie below /tmp, so
-they are in no snapshot and no list of changes, and count against the slot's disk limit.
+Spill files are files of the slot that its commands can read. Each gets the output from the first byte on, up to a
+bound; a slot keeps the newest few. They lie below /tmp, so they are in no snapshot and no list of changes, and count
+against the slot's disk limit.
 """
 
 from __future__ import annotations
@@ -53,14 +50,14 @@ class Capture:
         return self.total > self._head_limit + self._tail_limit
 
     def parts(self) -> tuple[bytes, bytes]:
-        """The head and the tail. Together they are the whole stream when nothing was dropped."""
+        """The head and the tail; together the whole stream if nothing was dropped."""
         if not self._tail:
             return bytes(self._head), b""
         self._join()
         return bytes(self._head), self._tail[0]
 
     def _join(self) -> None:
-        """Many small pieces become one, so that a stream of single bytes costs no more than its bound."""
+        """Join the pieces, so that a stream of single bytes costs no more than its bound."""
         tail = b"".join(self._tail)
         self._tail = deque([tail[len(tail) - self._tail_limit :] if len(tail) > self._tail_limit else tail])
         self._tail_size = len(self._tail[0])
@@ -87,7 +84,7 @@ class Ring:
             del self._kept[: len(self._kept) - self._limit]
 
     def read(self, cursor: int, max_bytes: int) -> tuple[int, bytes]:
-        """What is kept from `cursor` on (negative: so many bytes before the end), and the cursor where that starts."""
+        """Kept bytes from `cursor` on (negative: so many before the end), and the cursor of the first of them."""
         start = max(cursor if cursor >= 0 else self.total + cursor, self.start)
         offset = start - self.start
         return min(start, self.total), bytes(self._kept[offset : offset + max_bytes])
@@ -109,13 +106,13 @@ class Shelf:
         self._count = 0
 
     def open(self, name: str) -> tuple[int, str] | None:
-        """A new file, open for writing, and its path for commands. None where the slot does not let it be made."""
+        """A new file, open for writing, and its path for commands. None if it cannot be made in the slot."""
         self._count += 1
         path = f"{DIRECTORY}/{self._count}-{name}.txt"
         with contextlib.suppress(OSError):
             place = self._locate(path)
             fd = files.create(place.root, place.path, place.owner)
-            if place.prefix:  # commands of the slot know it by another path than the slot's holder
+            if place.prefix:  # commands of the slot see it under another path than the client
                 path = os.readlink(f"/proc/self/fd/{fd}")
             self._paths.append(path)
             if len(self._paths) > _MAX_FILES:
@@ -130,7 +127,7 @@ class Shelf:
 
 
 class Spill:
-    """Follows one stream; opens its file when the stream turns out to be longer than `limit`."""
+    """Follows one stream and opens its file once the stream is longer than `limit`."""
 
     def __init__(self, shelf: Shelf, name: str, limit: int) -> None:
         self._shelf, self._name, self._limit = shelf, name, limit
@@ -142,7 +139,8 @@ class Spill:
         """How much of the stream the file holds."""
 
     def add(self, data: bytes, before: Capture) -> None:
-        """Take the next piece, of which `before` has not heard yet: until now it holds the whole stream."""
+        """Take the next piece. `before`, which has not taken it yet, holds the whole stream until the file is
+        opened."""
         if self._over or before.total + len(data) <= self._limit:
             return
         if self.path is None:
@@ -156,14 +154,14 @@ class Spill:
         self._write(data)
 
     def close(self) -> None:
-        """The stream has ended, or the file has. Idempotent."""
+        """End the file. Idempotent."""
         self._over = True
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def fields(self) -> Fields:
-        """What a result says of it: nothing where nothing was spilled."""
+        """Its path and size for a result; empty if nothing was spilled."""
         return {"full_output_path": self.path, "full_output_bytes": self.size} if self.path is not None else {}
 
     def _write(self, data: bytes) -> None:
@@ -173,6 +171,6 @@ class Spill:
                 written = os.write(self.fd, view)
                 view, self.size = view[written:], self.size + written
         except OSError:
-            self.close()  # the slot's disk limit: the file ends here
+            self.close()  # the slot's disk limit is reached
         if self.size == MAX_SPILL_BYTES:
             self.close()

@@ -1,9 +1,8 @@
-"""The descriptors that a command is started with: pipes, memory files, /dev/null. No policy.
+"""Descriptors for commands (pipes, memory files, /dev/null), and receiving descriptors over a unix socket.
 
-Descriptors that arrive over a unix socket, never inheritable: what a command gets is named when it is started.
-
-`socket.recv_fds` takes flags and drops them, so every program would inherit a second copy of each pipe: also of the
-verdict's, which a grader closes before it lets somebody else's code run.
+Received descriptors are never inheritable: the order that starts a command names what the command gets.
+`socket.recv_fds` ignores its flags, so every program would inherit a second copy of each pipe, also of the verdict's,
+which a grader closes before it lets untrusted code run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ READ_BYTES = 64 << 10
 """What a pipe holds unless its writer has changed that."""
 
 _NO_BYTES = bytes(4)
-"""As FIONREAD gives it."""
+"""Zero as FIONREAD gives it."""
 
 
 def pipe() -> tuple[int, int]:
@@ -39,12 +38,12 @@ def input_pipe() -> tuple[int, int]:
 
 
 def is_empty(fd: int) -> bool:
-    """Whether there is nothing to read in a pipe now: cheaper than to try, which ends in an exception."""
+    """Whether a pipe holds nothing now: cheaper than to try a read, which ends in an exception."""
     return fcntl.ioctl(fd, termios.FIONREAD, _NO_BYTES) == _NO_BYTES
 
 
 def read(fd: int) -> bytes | None:
-    """The next piece; empty at the end, None when there is nothing now. A terminal's end is an error of its own."""
+    """The next piece; empty at the end, None if there is nothing now. A terminal reports its end as an error."""
     try:
         return os.read(fd, READ_BYTES)
     except BlockingIOError:
@@ -57,12 +56,12 @@ def read(fd: int) -> bytes | None:
 
 @functools.cache
 def nothing() -> int:
-    """/dev/null for reading and writing, opened once: before a server has a root of its own."""
+    """/dev/null for reading and writing, opened once, before the server has a root of its own."""
     return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
 
-class Memory:
-    """A file in memory that a process of the slot reads by opening `/proc/self/fd/N` anew for each content."""
+class MemoryFile:
+    """A file in memory that a process of the slot reads by opening `/proc/self/fd/N` for each content."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -79,17 +78,29 @@ class Memory:
         os.ftruncate(self.fd, position)  # afterwards, so that its pages are used again
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Close it. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
+def memory_file(data: bytes) -> int:
+    """A descriptor from which the data can be read."""
+    memory = os.memfd_create("input", os.MFD_CLOEXEC)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(memory, view) :]
+        return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(memory)
+
+
 def close(*fds: int) -> None:
-    """Close what is open; a negative number is nothing."""
+    """Close descriptors; negative numbers are none."""
     for fd in fds:
         if fd >= 0:
-            try:  # noqa: SIM105 - for every command, and the shorter form costs three calls
+            try:  # noqa: SIM105 - runs for every command, and the shorter form costs three calls
                 os.close(fd)
             except OSError:
                 pass
@@ -104,15 +115,3 @@ def receive(channel: socket.socket, size: int, count: int) -> tuple[bytes, list[
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return data, list(fds)
-
-
-def memory_file(data: bytes) -> int:
-    """A file in memory to read the data from."""
-    memory = os.memfd_create("input", os.MFD_CLOEXEC)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(memory, view) :]
-        return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(memory)

@@ -1,50 +1,99 @@
-"""A shell that goes on: directory, variables and functions of one command are there for the next.
+"""Stateful shells: directory, variables and functions of one command are there for the next. Serves these requests:
 
-It is an interactive shell without a terminal. Its own input is a pipe from the server, so that it comes back to the
+    op          fields                                                      RESULT
+    shell       cwd, env                                                    shell
+    run         shell, command, timeout_s, max_output_bytes, stream,        as of `exec`
+                no_spill, and the input's bytes
+    close_shell shell
+
+A shell is an interactive one without a terminal. Its own input is a pipe from this process, so that it returns to the
 top after SIGINT, an error or a syntax error, whatever the command was in the middle of. For each command it gets two
 lines: the first runs a memory file that holds the command, as if its text stood there; the second reports the exit
-status with the command's number on a descriptor of its own. Nothing is looked for in the output. Every word of these
-lines costs each command: what can be found out from outside is not asked of the shell, and a descriptor that is there
-(its errors between commands go to /dev/null) is not opened anew.
+status with the command's number on a descriptor of its own. The output is not searched for anything. Every word of
+these lines costs each command: what can be found out from outside is not asked of the shell, and a descriptor that is
+open already (its errors between commands go to /dev/null) is not opened again.
 
-A command that runs out of time is interrupted; what it has started is killed; the shell lives on if it came back in
-time, and is killed otherwise. A shell that is gone (also by `exit`, `exec`, `set -e`) is started anew for the next
-command, and the result says `shell_restarted`: of the command that ended it, or of the next one when it died between.
+A command that exceeds its time is interrupted, and what it has started is killed. The shell lives on if it returns in
+time, and is killed otherwise. A shell that has ended (also by `exit`, `exec`, `set -e`) is started again for the next
+command; `shell_restarted` is set in the result of the command that ended it, or of the next one if it died in between.
 
-Not for verdicts: a command shares the shell with all before it, and can write to the status descriptor.
+Shells never carry a verdict: a command shares the shell with all earlier ones and can write to the status descriptor.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..protocol import command_result
-from ..protocol.frames import Fields, Frame, Kind
-from ..protocol.init_messages import Environment, Report, Spawn
-from ..protocol.init_messages import Kind as ReportKind
-from . import kill, pipes
-from .command import Execution, Request, Timer
-from .output import Capture, Spill
-from .supervisor import Commands, start_error
+from .. import files
+from ..event_loop import Timer
+from ..protocol import frames
+from ..protocol.frames import Fields, Frame, FrameKind
+from ..protocol.init_messages import EnvBlock, InitReport, ReportKind, Spawn
+from . import pipes, process_tree
+from .execution import CommandSpec, Execution, command_spec
+from .output import Capture
+from .supervisor import Supervisor, start_error
 
+MAX_SHELLS = 16
 INTERRUPT_EVERY_S, INTERRUPTS = 0.25, 4
-"""How long a shell has to come back after a SIGINT, and how many it gets. bash passes over one that comes just when a
-program of the command ends by itself, and goes on with the next."""
+"""How long a shell has to return after a SIGINT, and how many it gets. bash ignores one that comes just when a program
+of the command ends by itself, and continues with the next program."""
 
 _MAX_PID = 1 << 22
 _BETWEEN_BYTES = 64 << 10
-"""How much of what background jobs write between two commands is kept for the second."""
+"""How much output of background jobs between two commands is kept for the second."""
 
 LOOK_EVERY_S = 0.005
-"""How long what background jobs write next waits to be read, while no command runs."""
+"""How long output of background jobs waits to be read while no command runs."""
+
+
+class ShellProcesses:
+    """The stateful shells of one slot. `numbers` names them and their processes."""
+
+    def __init__(self, supervisor: Supervisor, numbers: Iterator[int]) -> None:
+        self._supervisor, self._numbers = supervisor, numbers
+        self._shells: dict[int, ShellProcess] = {}
+
+    def open(self, frame: Frame) -> None:
+        """Serve a `shell` request. Raises OSError."""
+        if len(self._shells) >= MAX_SHELLS:
+            raise OSError(errno.EAGAIN, f"{MAX_SHELLS} shells are open in the slot already; close one first")
+        try:
+            cwd, env = files.absolute(frame.fields["cwd"]), self._supervisor.with_variables(frame.fields["env"])
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from None
+        name = next(self._numbers)
+        self._shells[name] = ShellProcess(self._supervisor, self._numbers, cwd, env)
+        self._supervisor.send(FrameKind.RESULT, frame.request, {"shell": name})
+
+    def run(self, frame: Frame) -> None:
+        """Serve a `run` request. Raises OSError."""
+        shell = self._shells.get(frame.fields["shell"])
+        if shell is None:
+            raise OSError(errno.ESRCH, "the shell has been closed")
+        try:
+            command = frame.fields["command"].encode("utf-8", "surrogateescape")
+            if b"\0" in command:
+                raise ValueError("a command cannot hold a NUL character")
+            shell.run(frame.request, command_spec(frame, [], shell.kind, "", self._supervisor.environment), command)
+        except ValueError:  # a NUL or a lone surrogate
+            self._supervisor.refuse(frame.request)
+
+    def close(self, frame: Frame) -> None:
+        """Serve a `close_shell` request."""
+        shell = self._shells.pop(frame.fields["shell"], None)
+        if shell is not None:
+            shell.close()
+        self._supervisor.send(FrameKind.RESULT, frame.request)
 
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """How one shell is started and spoken to. The numbers are descriptors: input, command, status, errors."""
+    """How to start and address one kind of shell. The places are descriptors for input, command, status, errors."""
 
     argv: list[str]
     places: tuple[int, int, int, int]
@@ -62,51 +111,47 @@ _TELL = b'__slot %d "$?"\n'
 _RUN = b". /proc/self/fd/%d <%b 2>&%d\n" + _TELL
 
 
-class ShellBusy(Exception):
-    """A shell runs one command at a time."""
+class ShellProcess:
+    """One shell, started with its first command. Implements `Child` for its process and `OpenRequest` for commands."""
 
-
-class Shell:
-    """One shell of a slot; started with the first command. Implements `Child` for the process and `Conversation`."""
-
-    def __init__(self, commands: Commands, numbers: Iterator[int], cwd: str, env: Environment) -> None:
-        self._commands, self._loop, self._numbers = commands, commands.loop, numbers
+    def __init__(self, supervisor: Supervisor, numbers: Iterator[int], cwd: str, env: EnvBlock) -> None:
+        self._supervisor, self._loop, self._numbers = supervisor, supervisor.loop, numbers
         self._cwd, self._env = cwd, env
-        self.kind = commands.shell()
+        self.kind = supervisor.shell()
         self._dialect = _BASH if self.kind == "bash" else _SH
         self._process: int | None = None
-        self._input, self._command = pipes.Memory(), pipes.Memory()
+        self._input, self._command = pipes.MemoryFile(), pipes.MemoryFile()
         self._control = self._status = self._output = -1
         self._between = Capture(_BETWEEN_BYTES)
         self._pausing = False
-        """Whether what comes between commands is not looked at just now."""
+        """Whether the output between commands is not watched for the moment."""
         self._execution: Execution | None = None
-        self._lost = False
+        self._restarted = False
         self._sequence = 0
-        self._after: kill.Noted
+        self._after: process_tree.Noted
         self._patience: Timer | None = None
 
-    def run(self, request: Request, number: int, command: bytes, open_spill: Callable[[], Spill]) -> None:
-        """Run a command; its RESULT follows. Raises `ShellBusy`."""
+    def run(self, number: int, spec: CommandSpec, command: bytes) -> None:
+        """Run a command; its RESULT follows. Raises OSError, and ValueError for what no system call takes."""
         if self._execution is not None:
-            raise ShellBusy("the shell is busy with another command")
+            raise OSError(errno.EBUSY, "the shell is busy with another command")
         if self._process is None:
             self._start()
         self._command.put(command)
         source = b"&2"
         stdin, file, _, errors = self._dialect.places
-        if request.stdin:
-            self._input.put(request.stdin)
+        if spec.stdin:
+            self._input.put(spec.stdin)
             source = b"/proc/self/fd/%d" % stdin
-        self._after = kill.note()
+        self._after = process_tree.note()
         self._sequence += 1
         self._say(_RUN % (file, source, errors, self._sequence))
-        pipe = (self._output, -1)
+        supervisor, pipe = self._supervisor, (self._output, -1)
         execution = Execution(
-            number, request, self._loop, self._commands.link, self._interrupt, self._hear, pipe, open_spill=open_spill
+            number, spec, self._loop, supervisor.send, self._interrupt, self._receive_all, pipe, supervisor.shelf
         )
         self._execution, self._output = execution, -1
-        self._commands.talks[number] = self
+        supervisor.open_requests[number] = self
         if self._between.total:
             before, self._between = self._between, Capture(_BETWEEN_BYTES)
             for part in before.parts():
@@ -114,54 +159,54 @@ class Shell:
         execution.start()
 
     def on_frame(self, frame: Frame) -> None:
-        """The client gives credit for more output, or has given the command up."""
+        """The client gives credit for more output, or cancels the command."""
         if self._execution is not None and frame.request == self._execution.number:
-            if frame.kind is Kind.CANCEL:
+            if frame.kind is FrameKind.CANCEL:
                 self._execution.cancel()
-            elif frame.kind is Kind.CREDIT:
+            elif frame.kind is FrameKind.CREDIT:
                 self._execution.give_credit(frame.fields["bytes"])
 
     def close(self) -> None:
-        """End the shell; what it runs in the background stays."""
+        """End the shell; its background jobs stay."""
         if self._process is not None:
-            self._commands.kill_child(self._process, (kill.moment(kill.note())[0], _MAX_PID))
+            now = process_tree.moment(process_tree.note())[0], _MAX_PID
+            self._supervisor.kill_child(self._process, now)
 
-    def on_report(self, report: Report) -> None:
+    def on_report(self, report: InitReport) -> None:
         """The shell's process has ended, or what was to be killed is dead."""
         if report.kind is ReportKind.KILLED:
             if self._execution is not None and self._execution.ended:
                 self._execution.on_killed(report.flag)
                 self._finish()
             if report.command != self._process:
-                self._commands.drop(report.command)
+                self._supervisor.drop(report.command)
             return
         if report.kind is ReportKind.EXIT:
-            self._read_status()  # it may have ended the command before it ended itself
+            self._read_status()  # the command may have ended before the shell did
         self._discard()
         if report.kind is ReportKind.NOT_STARTED:
-            self._commands.drop(report.command)
+            self._supervisor.drop(report.command)
             self._fail(start_error(report, self._cwd))
             return
-        self._lost = True
+        self._restarted = True
         execution = self._execution
-        if execution is None or execution.in_question or execution.on_exit(report):
-            self._commands.drop(report.command)
+        if execution is None or execution.awaiting_oom or execution.on_exit(report):
+            self._supervisor.drop(report.command)
             self._finish()
 
     def on_lost(self) -> None:
-        """The slot is gone."""
         self._discard()
-        self._fail({"error": "lost", "message": f"{self._commands.name} ended while a command ran in its shell"})
+        self._fail({"error": "lost", "message": f"{self._supervisor.name} ended while a command ran in its shell"})
 
     def descriptors(self) -> tuple[int, ...]:
-        """What is open here while it lives."""
+        """The descriptors that it has open in this process while it lives."""
         if self._process is None:
             return ()
         running = () if self._execution is None else self._execution.descriptors()
         return self._control, self._status, self._output, self._input.fd, self._command.fd, *running
 
     def _start(self) -> None:
-        """Raises OSError and ValueError, and has started nothing then."""
+        """Raises OSError and ValueError; then nothing was started."""
         self._process = next(self._numbers)
         stdin, command, report, errors = self._dialect.places
         places = [(0, 0), (1, 1), (2, 2), (3, stdin), (4, command), (5, report), (1, errors)]
@@ -174,7 +219,7 @@ class Shell:
             self._output, output = pipes.pipe()
             fds = [control, output, pipes.nothing(), self._input.fd, self._command.fd, status]
             spawn = Spawn(self._process, self._dialect.argv, self._cwd, self._env, places)
-            self._commands.spawn(self, spawn, fds)
+            self._supervisor.spawn(self, spawn, fds)
         except (OSError, ValueError):
             self._discard()
             raise
@@ -185,14 +230,14 @@ class Shell:
         self._say((self._dialect.greeting + _REPORT.format(status=report)).encode())
 
     def _say(self, lines: bytes) -> None:
-        """A shell that does not read its lines is dying, and its end will be reported."""
-        try:  # noqa: SIM105 - once per command, and the shorter form costs three calls
+        """Write lines to the shell. One that does not read them is dying, and its end will be reported."""
+        try:  # noqa: SIM105 - runs for every command, and the shorter form costs three calls
             os.write(self._control, lines)
         except (BrokenPipeError, BlockingIOError):
             pass
 
     def _read_status(self) -> None:
-        """Lines of `number status`; what a command of the slot may have written there by mistake is passed over."""
+        """Read lines of `number status`; ignore anything else that a command may have written there by mistake."""
         data = pipes.read(self._status) if self._status >= 0 else None
         if data == b"":
             self._loop.unwatch(self._status)
@@ -205,49 +250,52 @@ class Shell:
         execution = self._execution
         if execution is None or execution.ended:
             return
-        if execution.on_exit(Report(ReportKind.EXIT, value=code)):
+        if execution.on_exit(InitReport(ReportKind.EXIT, value=code)):
             self._finish()
         elif self._stop_waiting() and self._process is not None:
-            self._commands.kill_child(self._process, kill.inside(self._commands.pid, self._after), spare=True)
+            self._supervisor.kill_child(self._process, self._since(), spare=True)
+
+    def _since(self) -> process_tree.Moment:
+        """When the present command was started, as the slot's init sees it."""
+        return process_tree.inside(self._supervisor.pid, self._after)
 
     def _interrupt(self, times: int = INTERRUPTS) -> None:
-        """The command's time is over, or its caller has gone: interrupt it so often, then kill it with its shell."""
+        """End the command: interrupt it up to so often, then kill it with its shell."""
         self._patience = None
         if self._process is None:
             return
-        if times == INTERRUPTS:  # many a shell ends by it: one that is just starting, or has become the command itself
-            self._commands.kill_at_end(self._process, kill.inside(self._commands.pid, self._after))
+        if times == INTERRUPTS:  # many shells end by it: those just starting, or replaced by the command (`exec`)
+            self._supervisor.kill_at_end(self._process, self._since())
         if not times:
-            self._commands.kill_child(self._process, kill.inside(self._commands.pid, self._after))
+            self._supervisor.kill_child(self._process, self._since())
             return
-        self._commands.signal(self._process, signal.SIGINT)
+        self._supervisor.signal(self._process, signal.SIGINT)
         self._say(_TELL % self._sequence)  # some shells forget the lines they have read ahead
         self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt_again(times - 1))
 
     def _interrupt_again(self, times: int) -> None:
-        self._hear()
-        if self._patience is not None:  # it has not come back
+        self._receive_all()
+        if self._patience is not None:  # it has not returned
             self._interrupt(times)
 
-    def _hear(self) -> None:
-        """Take what the shell and the init have said already."""
+    def _receive_all(self) -> None:
+        """Take what the shell and the init have reported already."""
         self._read_status()
-        self._commands.hear()
+        self._supervisor.receive_all()
 
     def _finish(self) -> None:
-        if self._execution is not None and not self._execution.in_question:
-            restarted, self._lost = self._lost, False
-            flags = command_result.STATEFUL | (command_result.RESTARTED if restarted else 0)
-            self._commands.conclude(self._execution, flags, self._put_away)
+        if self._execution is not None and not self._execution.awaiting_oom:
+            restarted, self._restarted = self._restarted, False
+            flags = frames.STATEFUL | (frames.RESTARTED if restarted else 0)
+            self._supervisor.finish(self._execution, flags, self._put_away)
 
     def _put_away(self, execution: Execution) -> None:
-        """It is over."""
         self._execution = None
         self._stop_waiting()
-        self._commands.talks.pop(execution.number, None)
+        self._supervisor.open_requests.pop(execution.number, None)
         if execution.leftover is not None:
             if self._process is None:
-                self._commands.empty(execution.leftover)
+                self._supervisor.drain_later(execution.leftover)
             else:
                 self._output = execution.leftover
                 self._listen_between()
@@ -256,13 +304,13 @@ class Shell:
         if self._execution is not None:
             execution, self._execution = self._execution, None
             self._stop_waiting()
-            self._commands.talks.pop(execution.number, None)
+            self._supervisor.open_requests.pop(execution.number, None)
             execution.fail(fields)
 
     def _read_between(self) -> None:
-        """What background jobs write while no command runs belongs to the next command's output, as on a terminal.
+        """Keep what background jobs write while no command runs for the next command's output, as a terminal would.
 
-        Nobody waits for it, so a flood is not worth the loop's time.
+        No request waits for it, so it is read in intervals: a flood must not keep the loop busy.
         """
         data = pipes.read(self._output)
         if data is None:
@@ -282,14 +330,14 @@ class Shell:
             self._loop.watch_soon(self._output, self._read_between)
 
     def _stop_waiting(self) -> bool:
-        """Whether the shell still had time to come back."""
+        """Stop the timer of an interrupt; whether the shell still had time to return."""
         patience, self._patience = self._patience, None
         if patience is not None:
             patience.cancel()
         return patience is not None
 
     def _discard(self) -> None:
-        """Forget the process; the next command gets a new one."""
+        """Forget the process; the next command starts another one."""
         self._input.close()
         self._command.close()
         for fd in (self._status, self._output):

@@ -1,10 +1,11 @@
-"""What one side has the init of a slot start: the commands of its calls, and processes that outlive a call.
+"""The commands and other processes that one side has the init of a slot start. Serves the request `exec`.
 
-The server has one of these for each slot, over the init's control socket. On the rung `full` the client has one too,
-over a line of its own (`sandbox/local/direct/commands.py`). Each names what it starts, and is told what becomes of
-that and of nothing else.
+    op      fields                                                                          RESULT
+    exec    command | argv, cwd, env, timeout_s, max_output_bytes, stream, verdict,         see `frames.encode_result`
+            no_spill, and the input's bytes
 
-Output pipes that nobody waits for any more: emptied, slowly, so that a daemon which still holds one can write.
+The server has one supervisor per slot, over the init's control socket. On the rung `full` the client has another one,
+over a line of its own (`sandbox/local/direct`). The init reports on each process to the side that started it.
 """
 
 from __future__ import annotations
@@ -18,143 +19,148 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from .. import files
-from ..event_loop import READ, WRITE
+from ..event_loop import READ, WRITE, EventLoop
 from ..protocol import init_messages
-from ..protocol.frames import Fields, Frame
-from ..protocol.frames import Kind as FrameKind
-from ..protocol.init_messages import Kind, Order, Report, Spawn
-from ..requests.streams import Conversation
-from . import kill, pipes
-from .command import Asker, Execution, Request, Rounds
-from .output import Spill
+from ..protocol.frames import Fields, Frame, FrameKind, OpenRequest, SendFrame
+from ..protocol.init_messages import EnvBlock, InitReport, Order, ReportKind, Spawn
+from . import pipes, process_tree
+from .execution import CommandSpec, Execution, command_spec
+from .output import Shelf
+
+FIRST_CHILD = 1 << 31
+"""Names of shells and background processes start here; below are the numbers of requests, which name commands."""
 
 _KILL_PATIENCE_S = 10.0
 
 _STANDARD: init_messages.Places = ((0, 0), (1, 1), (1, 2))
 _WITH_VERDICT: init_messages.Places = (*_STANDARD, (2, 3))
-"""Places of a command: input, output, errors with the output, and the verdict's descriptor."""
+"""A command's descriptors: input, output, errors with the output, and the verdict."""
 
 
 class Child(Protocol):
-    """What the init has started and is not one command of one request: a shell, a background process."""
+    """A process that outlives a request: a shell, a background process."""
 
-    def on_report(self, report: Report) -> None:
-        """The init's word on it: STARTED, NOT_STARTED, EXIT or KILLED."""
+    def on_report(self, report: InitReport) -> None:
+        """Take the init's report on it: STARTED, NOT_STARTED, EXIT or KILLED."""
         ...
 
     def on_lost(self) -> None:
-        """The slot is dead, and the child with it."""
+        """The slot is dead."""
         ...
 
     def descriptors(self) -> Sequence[int]:
-        """What it has open here; negative numbers are nothing."""
+        """The descriptors that it has open in this process; negative numbers are none."""
         ...
 
 
-class Overseer(Protocol):
-    """Who answers for the slot: the server's `Slot`, or a client's line, which asks the server."""
+class SlotOwner(Protocol):
+    """Answers for the slot: the server's `ServerSlot`, or the client's `DirectSlot`, which asks the server."""
 
     root: int
     """A descriptor of the slot's root directory."""
 
     @property
     def name(self) -> str:
-        """The slot's."""
+        """The slot's name."""
         ...
 
     @property
     def pid(self) -> int:
-        """The slot's first process, as this process numbers processes."""
+        """The slot's first process, as this process numbers it."""
         ...
 
     def end_hung(self) -> None:
-        """A command cannot be killed, or the init takes no orders: end the slot, so that nobody waits for ever."""
+        """End the slot: a command cannot be killed, or the init takes no orders."""
         ...
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
-        """Say whether the kernel has killed something of the slot for want of memory since it was asked last."""
+        """Call with whether the kernel has killed a process of the slot for memory since the last question."""
         ...
 
 
-class Commands:
-    """Of one slot, until `lost`. `link` is told how they end; `talks` is where requests find who they go on with.
+class Supervisor:
+    """Starts, follows and kills processes of one slot until `slot_died`. Implements `OpenRequest` for commands.
 
-    Implements `Conversation` for the commands of calls.
+    `open_requests` maps the numbers of unanswered requests to what takes their frames.
     """
 
     def __init__(
-        self, overseer: Overseer, channel: socket.socket, loop: Rounds, link: Asker, talks: dict[int, Conversation],
-        environment: init_messages.Environment,
+        self, owner: SlotOwner, channel: socket.socket, loop: EventLoop, send: SendFrame,
+        open_requests: dict[int, OpenRequest], environment: EnvBlock, shelf: Shelf,
     ) -> None:  # fmt: skip
-        self._overseer, self._channel = overseer, channel
-        self.loop, self.link, self.talks = loop, link, talks
+        self._owner, self._channel = owner, channel
+        self.loop, self.send, self.open_requests, self.shelf = loop, send, open_requests, shelf
         self.environment = environment
-        """What commands have besides what a call adds."""
+        """The variables of every command, besides those of its request."""
         self.live = True
         self._executions: dict[int, Execution] = {}
         self._children: dict[int, Child] = {}
         self._dying: dict[int, object] = {}
-        """For each child of which something is being killed, the last order to do so."""
-        self._leftovers = Leftovers(loop)
+        """The last kill order for each child."""
+        self._leftovers = LeftoverPipes(loop)
         self._unsent: list[tuple[bytes, list[int]]] = []
-        self.has_bash = True
-        """Whether a command can be started with bash, and again with `sh` where that is not there; after that, look."""
+        self._has_bash = True
+        """Whether to try bash without a look; false once it was missing."""
 
     @property
     def name(self) -> str:
-        """The slot's."""
-        return self._overseer.name
+        return self._owner.name
 
     @property
     def pid(self) -> int:
-        """The slot's first process, as this process numbers processes."""
-        return self._overseer.pid
+        return self._owner.pid
 
     @property
     def root(self) -> int:
         """A descriptor of the slot's root directory."""
-        return self._overseer.root
+        return self._owner.root
 
-    # Commands of one call
+    # Commands
 
-    def execute(self, number: int, request: Request, open_spill: Callable[[], Spill] | None) -> None:
-        """Start a command in a process of its own; its RESULT or ERROR is sent when it is over."""
-        stdin = pipes.memory_file(request.stdin) if request.stdin else -1
+    def exec(self, frame: Frame) -> None:
+        """Start a command in a process of its own; its RESULT or ERROR is sent when it is over. Raises OSError."""
+        fields, argv, shell, env = frame.fields, frame.fields.get("argv"), None, self.environment
+        if argv is None:
+            shell = "bash" if self._has_bash else self.shell()
+            argv = [f"/bin/{shell}", "-c", fields["command"]]
+        try:
+            if "env" in fields:
+                env = self.with_variables(fields["env"])
+            cwd = files.absolute(fields["cwd"]) if "cwd" in fields else files.WORKSPACE
+            self._start(frame.request, command_spec(frame, argv, shell, cwd, env))
+        except ValueError:
+            self.refuse(frame.request)
+
+    def _start(self, number: int, spec: CommandSpec) -> None:
+        """Raises ValueError for what no system call takes, and OSError; then nothing was started."""
+        stdin = pipes.memory_file(spec.stdin) if spec.stdin else -1
         verdict = child_verdict = -1
         output = (-1, -1)
         try:
             output = pipes.pipe()
             fds, places = [stdin if stdin >= 0 else pipes.nothing(), output[1]], _STANDARD
-            if request.verdict:
+            if spec.verdict:
                 verdict, child_verdict = pipes.pipe()
                 fds, places = [*fds, child_verdict], _WITH_VERDICT
-            self._ask(init_messages.encode_spawn(number, request.argv, request.cwd, request.env, places), fds)
-        except ValueError:  # a NUL, a lone surrogate, a variable without a name
-            pipes.close(*output, verdict)
-            self.link.send(FrameKind.ERROR, number, start_error(Report(Kind.NOT_STARTED, number, errno.EINVAL)))
-            return
-        except OSError:
+            self._order(init_messages.encode_spawn(number, spec.argv, spec.cwd, spec.env, places), fds)
+        except (OSError, ValueError):
             pipes.close(*output, verdict)
             raise
         finally:
             pipes.close(child_verdict, stdin)
         kill = functools.partial(self._kill_command, number)
-        self.adopt(Execution(number, request, self.loop, self.link, kill, self.hear, output, verdict, open_spill))
-
-    def adopt(self, execution: Execution) -> None:
-        """A command has been started: listen to it until it is over."""
-        self._executions[execution.number] = execution
-        self.talks[execution.number] = self
+        execution = Execution(number, spec, self.loop, self.send, kill, self.receive_all, output, self.shelf, verdict)
+        self._executions[number] = execution
+        self.open_requests[number] = self
         execution.start()
 
-    def start_again(self, execution: Execution) -> None:
-        """Start a command anew that has not run: in a process of its own."""
-        self._forget(execution)
-        execution.drop()
-        self.execute(execution.number, execution.request, execution.open_spill)
+    def refuse(self, number: int) -> None:
+        """Answer a command whose words no system call takes: a NUL, a lone surrogate, a variable without a name."""
+        report = InitReport(ReportKind.NOT_STARTED, number, errno.EINVAL)
+        self.send(FrameKind.ERROR, number, start_error(report))
 
     def on_frame(self, frame: Frame) -> None:
-        """The client gives credit for more output, or has given a command up."""
+        """The client gives credit for more output, or cancels a command."""
         execution = self._executions.get(frame.request)
         if execution is None:
             return
@@ -163,87 +169,77 @@ class Commands:
         elif frame.kind is FrameKind.CREDIT:
             execution.give_credit(frame.fields["bytes"])
 
-    def on_command(self, execution: Execution, report: Report) -> None:
-        """The init's word on a command's main process, or that what was to be killed is dead."""
-        if report.kind is Kind.EXIT:
-            if execution.on_exit(report):
-                self.conclude(execution, 0, self._put_away)
-        elif report.kind is Kind.NOT_STARTED:
-            self._on_not_started(execution, report)
-        elif report.kind is Kind.KILLED:
-            execution.on_killed(report.flag)
-            self.conclude(execution, 0, self._put_away)
-
-    def conclude(self, execution: Execution, of_shell: int, then: Callable[[Execution], None]) -> None:
-        """Send a command's RESULT, with the flags of a shell that goes on, unless it has been sent: at once, if nobody
-        has to be asked whether it was killed for want of memory."""
+    def finish(self, execution: Execution, shell_flags: int, then: Callable[[Execution], None]) -> None:
+        """Send a command's RESULT once; if it was killed, only after the answer whether memory had run out."""
         if not execution.was_killed:
             if not execution.over:
-                execution.finish(False, of_shell)
+                execution.finish(False, shell_flags)
                 then(execution)
-        elif not execution.in_question:
-            execution.in_question = True
-            self._overseer.ask_oom(functools.partial(self._conclude, execution, of_shell, then))
+        elif not execution.awaiting_oom:
+            execution.awaiting_oom = True
+            self._owner.ask_oom(functools.partial(self._finish_killed, execution, shell_flags, then))
 
     def shell(self) -> str:
-        """`bash`, or `sh` in a root that has no bash. Looked for each time: what runs in the slot may remove it."""
+        """`bash`, or `sh` if the root has no bash. Looked up each time: a process of the slot may remove it."""
         return "bash" if files.describe(self.root, "/bin/bash") is not None else "sh"
 
-    def with_variables(self, variables: dict[str, str] | None) -> init_messages.Environment:
-        """The environment of a command. Raises ValueError for what cannot be in one."""
+    def with_variables(self, variables: dict[str, str] | None) -> EnvBlock:
+        """The environment of a command with variables of its own. Raises ValueError for those no process can have."""
         if not variables:
             return self.environment
-        return init_messages.environment({**self.environment.variables(), **variables})
+        return init_messages.env_block({**self.environment.variables(), **variables})
 
     # Children
 
     def spawn(self, child: Child, spawn: Spawn, fds: Sequence[int]) -> None:
-        """Start a child; its reports go to it until it is dropped. Raises ValueError for what no system call takes."""
-        self._ask(init_messages.encode_spawn(*spawn), fds)
+        """Start a child; it gets its reports until it is dropped. Raises ValueError for what no system call takes."""
+        self._order(init_messages.encode_spawn(*spawn), fds)
         self._children[spawn.command] = child
 
     def drop(self, child: int) -> None:
-        """No more reports on a child."""
+        """Send no more reports to a child."""
         self._children.pop(child, None)
 
     def signal(self, child: int, number: int) -> None:
         """Send a signal to the process group that a child leads."""
-        self._ask(init_messages.encode(Order.SIGNAL, child, number))
+        self._order(init_messages.encode(Order.SIGNAL, child, number))
 
-    def kill_child(self, child: int, after: kill.Moment = kill.ALWAYS, spare: bool = False) -> None:
-        """Kill what a child has started (after a moment), and itself unless it is spared. KILLED follows."""
+    def kill_child(self, child: int, after: process_tree.Moment = process_tree.ALWAYS, spare: bool = False) -> None:
+        """Kill what a child has started (since a moment), and the child unless it is spared. KILLED follows."""
         order = self._dying[child] = object()
-        self._ask(init_messages.encode_kill(child, after, spare))
+        self._order(init_messages.encode_kill(child, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
 
-    def kill_at_end(self, child: int, after: kill.Moment = kill.ALWAYS) -> None:
-        """Kill what a child has started (after a moment) as soon as its main process has ended. KILLED follows its end,
-        unless `kill_child` comes first."""
-        self._ask(init_messages.encode_kill(child, after, at_end=True))
+    def kill_at_end(self, child: int, after: process_tree.Moment = process_tree.ALWAYS) -> None:
+        """Kill what a child has started (since a moment) once the child has ended, unless `kill_child` comes first.
 
-    def empty(self, fd: int) -> None:
-        """Read an output pipe that nobody waits for any more, so that who still holds it can write."""
+        KILLED follows its end.
+        """
+        self._order(init_messages.encode_kill(child, after, at_end=True))
+
+    def drain_later(self, fd: int) -> None:
+        """Keep reading an output pipe that no request waits for, so that the processes that hold it can write."""
         self.loop.unwatch(fd)
         self._leftovers.add(fd)
 
     # The init
 
     def listen(self) -> None:
-        """The init is ready to start something."""
+        """Begin to take reports: the init is ready."""
         self.loop.watch(self._channel.fileno(), self.receive)
 
     def open_line(self) -> socket.socket | None:
-        """A socket over which somebody else can give orders to the init; None where no descriptors are left."""
+        """A second socket for orders to the init, for the client. None if no descriptors are left."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError:
             return None
         with theirs:
-            self._ask(init_messages.encode(Order.LINE), [theirs.fileno()])
+            self._order(init_messages.encode(Order.LINE), [theirs.fileno()])
         return ours
 
     def receive(self) -> bool:
-        """Take one report of the init's; False when there is none."""
+        """Take one report of the init; False if none has arrived."""
         try:
             data = self._channel.recv(init_messages.MAX_REPORT)
         except BlockingIOError:
@@ -251,25 +247,25 @@ class Commands:
         except OSError:
             data = b""
         if not data:
-            self.loop.unwatch(self._channel.fileno())  # whoever sees the slot's end tells of it
+            self.loop.unwatch(self._channel.fileno())  # the owner will report the slot's end
             return False
         report = init_messages.decode_report(data)
         if report.command in self._executions:
-            self.on_command(self._executions[report.command], report)
+            self._on_command(self._executions[report.command], report)
             return True
-        if report.kind is Kind.KILLED:
+        if report.kind is ReportKind.KILLED:
             self._dying.pop(report.command, None)
         if report.command in self._children:
             self._children[report.command].on_report(report)
         return True
 
-    def hear(self) -> None:
-        """Take all that the init has said already, before something is done because it has not said it in time."""
+    def receive_all(self) -> None:
+        """Take all reports that have arrived, before a report is missed that did not come in time."""
         while self.live and self.receive():
             pass
 
-    def lost(self) -> None:
-        """The slot is dead: whoever waits hears of it, and there are no more orders and reports."""
+    def slot_died(self) -> None:
+        """Answer all requests with `lost` and close everything."""
         self.live = False
         self.loop.unwatch(self._channel.fileno())
         self._channel.close()
@@ -284,8 +280,8 @@ class Commands:
             child.on_lost()
         self._children.clear()
 
-    def let_go(self) -> None:
-        """Close every descriptor and nothing else: the loop is gone, or this is a forked child. Idempotent."""
+    def close_descriptors(self) -> None:
+        """Close every descriptor and nothing else: in a forked child, or when the loop is gone. Idempotent."""
         if self.live:
             self.live = False
             self._channel.close()
@@ -296,8 +292,8 @@ class Commands:
 
     # Inside
 
-    def _ask(self, order: bytes, fds: Sequence[int] = ()) -> None:
-        """Send an order, with copies of these descriptors; at the pace at which the init takes them."""
+    def _order(self, order: bytes, fds: Sequence[int] = ()) -> None:
+        """Send an order with copies of these descriptors, or queue it until the init takes orders again."""
         if not self.live:
             return
         memory = -1
@@ -305,74 +301,83 @@ class Commands:
             memory = pipes.memory_file(order)
             order, fds = init_messages.encode(Order.LONG), [memory, *fds]
         try:
-            if self._unsent or not self._send(order, fds):
+            if self._unsent or not self._send_order(order, fds):
                 self._unsent.append((order, [os.dup(fd) for fd in fds]))
-                self.loop.watch_for(self._channel.fileno(), READ | WRITE, self._catch_up)
+                self.loop.watch_for(self._channel.fileno(), READ | WRITE, self._send_unsent)
         finally:
             pipes.close(memory)
 
-    def _send(self, order: bytes, fds: Sequence[int]) -> bool:
-        """Whether the socket has taken it. An init that has gone has: what waits for it hears of that."""
+    def _send_order(self, order: bytes, fds: Sequence[int]) -> bool:
+        """Whether the socket has taken it. If the init is gone it counts as taken: the slot's end will be reported."""
         try:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         except BlockingIOError:
             return False
         except OSError:
-            self._overseer.end_hung()
+            self._owner.end_hung()
         return True
 
-    def _catch_up(self) -> None:
-        """The socket takes orders again, or has a report, without which it may never take one."""
-        while self._unsent and self._send(*self._unsent[0]):
+    def _send_unsent(self) -> None:
+        while self._unsent and self._send_order(*self._unsent[0]):
             pipes.close(*self._unsent.pop(0)[1])
         if not self._unsent:
             self.loop.watch_for(self._channel.fileno(), READ, self.receive)
-        self.receive()
+        self.receive()  # until its reports are taken, the init may take no orders
 
-    def _on_not_started(self, execution: Execution, report: Report) -> None:
-        """A command line is tried once more with `sh` where there was no bash."""
-        request = execution.request
-        if request.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:
-            self.has_bash = False
-            execution.request = request._replace(argv=["/bin/sh", *request.argv[1:]], shell="sh")  # noqa: S604
-            self.start_again(execution)
+    def _on_command(self, execution: Execution, report: InitReport) -> None:
+        if report.kind is ReportKind.EXIT:
+            if execution.on_exit(report):
+                self.finish(execution, 0, self._put_away)
+        elif report.kind is ReportKind.NOT_STARTED:
+            self._on_not_started(execution, report)
+        elif report.kind is ReportKind.KILLED:
+            execution.on_killed(report.flag)
+            self.finish(execution, 0, self._put_away)
+
+    def _on_not_started(self, execution: Execution, report: InitReport) -> None:
+        """Start a command line again with `sh` if there was no bash."""
+        spec = execution.spec
+        self._forget(execution)
+        if spec.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:
+            self._has_bash = False
+            execution.drop()
+            self._start(execution.number, spec._replace(argv=["/bin/sh", *spec.argv[1:]], shell="sh"))  # noqa: S604
         else:
-            self._forget(execution)
-            execution.fail(start_error(report, request.cwd))
+            execution.fail(start_error(report, spec.cwd))
 
-    def _conclude(self, execution: Execution, of_shell: int, then: Callable[[Execution], None], oom: bool) -> None:
-        if not execution.over:  # as it is when the slot has died meanwhile
-            execution.finish(oom, of_shell)
+    def _finish_killed(
+        self, execution: Execution, shell_flags: int, then: Callable[[Execution], None], oom: bool
+    ) -> None:
+        if not execution.over:  # the slot may have died meanwhile
+            execution.finish(oom, shell_flags)
             then(execution)
 
     def _put_away(self, execution: Execution) -> None:
         self._forget(execution)
         if execution.leftover is not None:
-            self.empty(execution.leftover)
-        if execution.on_over is not None:
-            execution.on_over()
+            self.drain_later(execution.leftover)
 
     def _forget(self, execution: Execution) -> None:
         del self._executions[execution.number]
-        del self.talks[execution.number]
+        del self.open_requests[execution.number]
 
     def _kill_command(self, number: int) -> None:
-        self._ask(init_messages.encode(Order.KILL, number))
+        self._order(init_messages.encode(Order.KILL, number))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._lives(number)))
 
     def _lives(self, number: int) -> bool:
         execution = self._executions.get(number)
-        return execution is not None and not execution.in_question
+        return execution is not None and not execution.awaiting_oom
 
     def _give_up(self, lives: Callable[[], bool]) -> None:
-        """What cannot be killed takes its slot with it."""
-        self.hear()
+        """End the slot if what was to be killed still lives."""
+        self.receive_all()
         if self.live and lives():
-            self._overseer.end_hung()
+            self._owner.end_hung()
 
 
-def start_error(report: Report, cwd: str | None = None) -> Fields:
-    """The ERROR of a command that could not be started, in `cwd` where that may be the reason."""
+def start_error(report: InitReport, cwd: str | None = None) -> Fields:
+    """The ERROR for a command that could not be started; `cwd` is named if it is the reason."""
     number = report.value
     if report.flag:
         return {"error": "os", "errno": number, "message": "no directory to start in", "path": cwd}
@@ -380,26 +385,26 @@ def start_error(report: Report, cwd: str | None = None) -> Fields:
     return {"error": "exec", "errno": number, "message": names.get(number, os.strerror(number))}
 
 
-_EVERY_S, _BYTES, _MOST = 0.05, 256 << 10, 32
+_DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 
 
-class Leftovers:
-    """Those of one slot. Nobody reads what comes, so there is no hurry; beyond some, the oldest is closed."""
+class LeftoverPipes:
+    """Output pipes of one slot that no request waits for, drained slowly. Of too many, the oldest is closed."""
 
-    def __init__(self, loop: Rounds) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._pipes: list[int] = []
 
     def add(self, fd: int) -> None:
-        """One more, which does not block and is closed here at its end."""
+        """Take over a non-blocking pipe; it is closed at its end."""
         self._pipes.append(fd)
         if len(self._pipes) == 1:
-            self._loop.later(_EVERY_S, self._drain)
-        if len(self._pipes) > _MOST:
+            self._loop.later(_DRAIN_EVERY_S, self._drain)
+        if len(self._pipes) > _MAX_LEFTOVERS:
             os.close(self._pipes.pop(0))
 
     def close(self) -> None:
-        """The slot is dead."""
+        """Close all."""
         for fd in self._pipes:
             os.close(fd)
         self._pipes.clear()
@@ -407,10 +412,10 @@ class Leftovers:
     def _drain(self) -> None:
         for fd in list(self._pipes):
             try:
-                if not os.read(fd, _BYTES):
+                if not os.read(fd, _DRAIN_BYTES):
                     self._pipes.remove(fd)
                     os.close(fd)
             except BlockingIOError:
                 continue
         if self._pipes:
-            self._loop.later(_EVERY_S, self._drain)
+            self._loop.later(_DRAIN_EVERY_S, self._drain)

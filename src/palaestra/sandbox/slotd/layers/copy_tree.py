@@ -1,7 +1,7 @@
-"""Copying the tree of a layer with all that makes it one: owners, modes, times, marks, hard links, holes.
+"""Copies the tree of a layer with owners, modes, times, marks, hard links and holes.
 
-For a copy that outlives its source: a checkpoint of a running slot, a layer on disk. Works as a job, some files
-or a mebibyte per step. Names and contents are an agent's: everything is opened relative to its directory and no link is
+For a copy that outlives its source: a checkpoint of a running slot, a layer on disk. Works as a job, some files or a
+mebibyte per step. An agent chose names and contents: everything is opened relative to its directory and no link is
 followed. A file that has not changed since an earlier copy on the same file system is linked to that copy instead.
 """
 
@@ -20,10 +20,10 @@ _PIECE, _PAUSE_EVERY = 1 << 20, 32
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Earlier = Callable[[os.stat_result], str | None]
-"""Where an earlier copy of a file is that must still be the same, by what the file's status says."""
+"""Finds an earlier copy of a file, by the file's status, that must still be the same."""
 
 Index = dict[int, tuple[int, int, str]]
-"""Of each inode: its time of change (ns), its size, and the path of the copy."""
+"""For each inode: its time of change (ns), its size, and the path of the copy."""
 
 
 def never(status: os.stat_result) -> str | None:
@@ -32,8 +32,8 @@ def never(status: os.stat_result) -> str | None:
 
 
 @dataclass
-class Copy:
-    """One copy under way, and what was found."""
+class TreeCopy:
+    """One copy under way."""
 
     earlier: Earlier = never
     index: Index = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Copy:
         self.index[status.st_ino] = (status.st_ctime_ns, status.st_size, target)
 
     def _link(self, status: os.stat_result, target: str) -> bool:
-        """Make a name of a copy that exists already, of this copy or an earlier one."""
+        """Link to an existing copy, of this copy or an earlier one; whether there is one."""
         same = self.index.get(status.st_ino)
         path = same[2] if same is not None else self.earlier(status)
         if path is None:
@@ -100,9 +100,9 @@ class Copy:
 
 
 def copy_data(source: int, target: str) -> Iterator[int]:
-    """Copy an open file to a new one, its data and its holes: a file that only claims to be large stays small.
+    """Copy an open file's data and holes to a new one: a file that only claims to be large stays small.
 
-    Gives the bytes of every piece. Raises OSError.
+    Yields the bytes of each piece. Raises OSError.
     """
     sink = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -126,7 +126,7 @@ def copy_data(source: int, target: str) -> Iterator[int]:
 
 
 def _copy_special(folder: int, name: str, status: os.stat_result, target: str) -> None:
-    """Links, whiteouts, fifos, sockets. Another device cannot be in a layer and is left out."""
+    """Copy links, whiteouts, fifos and sockets. Other devices cannot be in a layer and are left out."""
     if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(name, dir_fd=folder), target)
     elif stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or status.st_rdev == 0:

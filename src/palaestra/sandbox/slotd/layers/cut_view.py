@@ -1,13 +1,13 @@
-"""Cutting a layer down to a view: only some of its paths, without some others, so that the rest shows what lies below.
+"""Cuts a layer to a view: only some of its paths, without some others, so that the rest shows what lies below.
 
-This is what grading rests on, so it takes no word of the layer's for where a path leads:
+Grading rests on this, so the layer does not decide where a path leads:
 
 - Paths are resolved in the stack *below* (the snapshot the agent started from), whose links are trusted. A link on the
-  way belongs to the path: its change is left out too, else the layer could lead the path elsewhere.
-- A parent of a path left out that the layer turned into a link or a file is left out as a whole.
+  way belongs to the path: its change is left out too, or the layer could lead the path elsewhere.
+- A parent of a left-out path that the layer turned into a link or a file is left out as a whole.
 - A parent that the layer replaced (opaque) or deleted keeps what it hides, apart from the path.
 
-Everything is done by renaming, removing marks and adding whiteouts; the cost grows with the number of paths named and
+Everything is done by renaming, removing marks and adding whiteouts; the cost grows with the number of named paths and
 the size of the directories on their way, not with the files in the layer.
 """
 
@@ -18,24 +18,24 @@ import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .overlay import MAX_DEPTH, Marks, Root, Stack
-from .store import copy_attributes
+from .layer_store import copy_attributes
+from .overlay import MAX_DEPTH, Marks, Stack, StackedRoot
 
 _MAX_LINKS = 40
 
 _MAX_PATH_BYTES = 4096
-"""Bytes of a path with the zero that ends it; the kernel takes no longer one."""
+"""The longest path that the kernel takes, with the zero that ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which paths of a root a view shows: all under `only`, without `without`. Resolved, without a leading slash."""
+    """The paths of a root that a view shows: all under `only`, without `without`. Resolved, without a leading slash."""
 
     only: tuple[str, ...]
     without: tuple[str, ...]
 
     @staticmethod
-    def resolved(only: Iterable[str], without: Iterable[str], below: Root) -> Selection:
+    def resolved(only: Iterable[str], without: Iterable[str], below: StackedRoot) -> Selection:
         """The selection that these paths mean in the root below."""
         left_out: list[str] = []
         for path in without:
@@ -44,7 +44,7 @@ class Selection:
         return Selection(tuple(resolve(path, below)[0] for path in only), tuple(dict.fromkeys(left_out)))
 
     def within(self, tree: str) -> Selection:
-        """The part that concerns one tree, relative to it. A path above the tree is the whole tree."""
+        """The part in one tree, relative to it. A path above the tree means the whole tree."""
         return Selection(_within(tree, self.only), _within(tree, self.without))
 
 
@@ -58,10 +58,10 @@ def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def resolve(path: str, below: Root) -> tuple[str, list[str]]:
-    """A path with the links of the root followed, and the paths of the links on its way.
+def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
+    """A path with the links of the root followed, and the paths of those links. The last component is not followed.
 
-    The last component is not followed. Links that go round in circles are left as they are.
+    Links in a circle are left as they are.
     """
     links: list[str] = []
     done: list[str] = []
@@ -85,8 +85,8 @@ def _parts(path: str) -> list[str]:
     return [name for name in path.split("/") if name and name != "."]
 
 
-class Cut:
-    """One layer of one tree that is being cut. `trash` is an empty directory on the same file system for what goes."""
+class OverlayCut:
+    """Cuts one tree of a layer. `trash` is an empty directory on the same file system for what is removed."""
 
     def __init__(self, layer: str, below: Stack, marks: Marks, trash: str) -> None:
         self._layer, self._below, self._marks, self._trash = layer, below, marks, trash
@@ -118,7 +118,7 @@ class Cut:
             self._drop(path)
 
     def _drop_all(self) -> str:
-        """Move the layer's content away and start with an empty directory of the same attributes as the one below."""
+        """Move the layer's content away and begin with an empty directory that has the attributes of the one below."""
         old = f"{self._trash}/{self._dropped}"
         self._dropped += 1
         os.rename(self._layer, old)
@@ -154,10 +154,8 @@ class Cut:
                 self._like_below(f"{self._layer}/{parent}", parent, f"{old}/{parent}")
 
     def _open_up(self, directory: str, path: str, passage: str, wanted: bool) -> bool:
-        """Let what lies below a directory be seen at one name in it, if anything is there that is `wanted`.
-
-        False when nothing is left in the way.
-        """
+        """Let one name of a directory show what lies below, if something `wanted` is there. False if nothing hides it
+        any more."""
         status = _lstat(directory)
         if status is None:
             return False
@@ -177,7 +175,7 @@ class Cut:
         return True
 
     def _hide_below(self, directory: str, path: str, passage: str) -> None:
-        """Do by single marks what one opaque mark did, except for one name."""
+        """Replace one opaque mark by single marks, except for one name."""
         for name in self._below.names(path):
             child = f"{directory}/{name}"
             status = _lstat(child)
@@ -201,8 +199,8 @@ class Cut:
 def duplicate(source: str, target: str, depth: int = 0) -> None:
     """A second tree of the same files (hard links), so that it can be cut while the first is in use.
 
-    What is nested more deeply than `MAX_DEPTH`, or than a path can say, is not in it: an agent may leave that behind,
-    and it is no reason why its work could not be looked at.
+    Left out is what is nested more deeply than `MAX_DEPTH`, or than a path can name: an agent may leave such files, and
+    its work must be gradable all the same.
     """
     os.mkdir(target)
     for entry in os.scandir(source):

@@ -1,8 +1,8 @@
-"""What overlayfs would show of a stack of layers, computed from the layers themselves, and what one layer changes.
+"""What overlayfs shows of a stack of layers, computed from the layers themselves, and what one layer changes.
 
 Marks of the format (kernel documentation, filesystems/overlayfs): a whiteout is a character device 0:0 and hides what
 lies below; an opaque directory carries the `overlay.opaque` attribute and hides the directory below it. The attributes
-are `trusted.` ones, or `user.` ones where the server is not root.
+are `trusted.` ones, or `user.` ones if the server is not root.
 
 Layers hold names that an agent chose: nothing here follows a symbolic link.
 """
@@ -15,19 +15,12 @@ import stat
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..protocol.frames import Fields
+
 MAX_DEPTH = 400
-"""How deep directories are followed. Nothing that works with paths gets there."""
+"""How deep directories are followed; no program that works with paths gets there."""
 
 _PAUSE_EVERY = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One path (relative to its tree) that a layer changes. `kind` is file, dir, symlink, other or deleted."""
-
-    path: str
-    kind: str
-    opaque: bool
 
 
 class Marks:
@@ -53,18 +46,18 @@ class Marks:
 
     @staticmethod
     def is_whiteout(status: os.stat_result) -> bool:
-        """Whether an entry of a layer stands for nothing."""
+        """Whether an entry of a layer is a whiteout."""
         return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
     @staticmethod
     def whiteout(path: str) -> None:
-        """Make an entry that stands for nothing. Needs no privilege: the kernel lets everybody make this device."""
+        """Make a whiteout. Needs no privilege: the kernel lets every user make this device."""
         os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What a stack shows at a path. `directories` are those merged into it, topmost first; none for other kinds."""
+class StackEntry:
+    """What a stack shows at a path. `directories` are those merged into it, topmost first; empty for other kinds."""
 
     status: os.stat_result
     path: str
@@ -76,17 +69,17 @@ class Stack:
 
     def __init__(self, directories: Sequence[str], marks: Marks) -> None:
         self._marks = marks
-        self._root = Entry(os.stat(directories[0]), directories[0], tuple(directories))
+        self._root = StackEntry(os.stat(directories[0]), directories[0], tuple(directories))
 
-    def find(self, path: str) -> Entry | None:
-        """What is at a relative path, or None. The last component is not followed, the others must be directories."""
-        entry: Entry | None = self._root
+    def find(self, path: str) -> StackEntry | None:
+        """The entry at a relative path, or None. The last component is not followed; the others must be directories."""
+        entry: StackEntry | None = self._root
         for name in path.split("/") if path else ():
             entry = self._step(entry.directories, name) if entry is not None else None
         return entry
 
     def names(self, path: str) -> set[str]:
-        """The names in a directory; none when there is no directory."""
+        """The names in a directory; empty if it is none."""
         entry = self.find(path)
         seen: set[str] = set()
         hidden: set[str] = set()
@@ -97,8 +90,8 @@ class Stack:
                     (hidden if whiteout else seen).add(child.name)
         return seen
 
-    def _step(self, directories: Sequence[str], name: str) -> Entry | None:
-        first: Entry | None = None
+    def _step(self, directories: Sequence[str], name: str) -> StackEntry | None:
+        first: StackEntry | None = None
         merged: list[str] = []
         for directory in directories:
             path = f"{directory}/{name}"
@@ -109,33 +102,33 @@ class Stack:
             if Marks.is_whiteout(status):
                 break
             if not stat.S_ISDIR(status.st_mode):
-                first = first or Entry(status, path)
+                first = first or StackEntry(status, path)
                 break
-            first = first or Entry(status, path)
+            first = first or StackEntry(status, path)
             merged.append(path)
             if self._marks.is_opaque(path):
                 break
-        return Entry(first.status, first.path, tuple(merged)) if first is not None else None
+        return StackEntry(first.status, first.path, tuple(merged)) if first is not None else None
 
 
-class Root:
-    """The stacks of all trees of a root, seen as one. Paths have no leading slash."""
+class StackedRoot:
+    """The stacks of all trees of a root as one. Paths have no leading slash."""
 
     def __init__(self, trees: Sequence[tuple[str, Stack]]) -> None:
         self.trees = sorted(((target.strip("/"), stack) for target, stack in trees), reverse=True)
 
-    def find(self, path: str) -> Entry | None:
-        """What the root shows at a path; links are not followed."""
+    def find(self, path: str) -> StackEntry | None:
+        """The entry at a path; links are not followed."""
         for target, stack in self.trees:
             if not target or path == target or path.startswith(f"{target}/"):
                 return stack.find(path[len(target) :].lstrip("/"))
         return None
 
 
-def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Difference | None]:
-    """What a layer changes in the stack below it. Yields None now and then, for a caller that has other work to do.
+def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | None]:
+    """What a layer changes in the stack below it: objects of path, kind and opaque; None now and then, as a pause.
 
-    Works on the layer of a running slot too; then it is what was seen while walking.
+    Also for the layer of a running slot; then it is what the walk has seen.
     """
     root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -145,11 +138,12 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Difference |
 
 
 UNFINISHED: set[str] = set()
-"""Names (of random letters) that files have while they are written from outside: nobody has asked for those."""
+"""Names (of random letters) of files that are being written from outside; lists leave them out."""
 
 
 def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result]]]:
-    """The entries of a directory, links not followed, as a job; without unfinished files, and what goes meanwhile."""
+    """The entries of a directory, links not followed, as a job; without unfinished files and what is removed
+    meanwhile."""
     children: list[tuple[str, os.stat_result]] = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -164,7 +158,7 @@ def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result
 
 def _walk(
     directory: int, path: str, below: Stack, marks: Marks, *, hidden: bool, depth: int
-) -> Iterator[Difference | None]:
+) -> Iterator[Fields | None]:
     children = yield from scan(directory)
     yield None
     for name, status in sorted(children):
@@ -172,11 +166,11 @@ def _walk(
         base = None if hidden else below.find(child)
         if Marks.is_whiteout(status):
             if base is not None:
-                yield Difference(child, "deleted", False)
+                yield _change(child, "deleted")
         elif stat.S_ISDIR(status.st_mode):
             yield from _walk_directory(directory, name, child, status, base, below, marks, depth)
         else:
-            yield Difference(child, kind_of(status.st_mode), False)
+            yield _change(child, kind_of(status.st_mode))
 
 
 def _walk_directory(
@@ -184,11 +178,11 @@ def _walk_directory(
     name: str,
     path: str,
     status: os.stat_result,
-    base: Entry | None,
+    base: StackEntry | None,
     below: Stack,
     marks: Marks,
     depth: int,
-) -> Iterator[Difference | None]:
+) -> Iterator[Fields | None]:
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     except OSError:
@@ -196,15 +190,19 @@ def _walk_directory(
     try:
         replaced = base is not None and (not base.directories or marks.is_opaque(fd))
         if base is None or replaced or _attributes(status) != _attributes(base.status):
-            yield Difference(path, "dir", replaced)
+            yield _change(path, "dir", replaced)
         if depth < MAX_DEPTH:
             yield from _walk(fd, path, below, marks, hidden=base is None or replaced, depth=depth + 1)
     finally:
         os.close(fd)
 
 
+def _change(path: str, kind: str, opaque: bool = False) -> Fields:
+    return {"path": path, "kind": kind, "opaque": opaque}
+
+
 def kind_of(mode: int) -> str:
-    """The word for a file type."""
+    """The name of a file type: file, dir, symlink or other."""
     if stat.S_ISREG(mode):
         return "file"
     if stat.S_ISDIR(mode):

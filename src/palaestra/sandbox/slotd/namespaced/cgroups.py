@@ -1,8 +1,8 @@
 """Memory, process and processor limits of slots through control groups, version 1 or 2.
 
-One directory per server, below the group the server itself is in (or the top of the hierarchy, where that group is not
-visible), and one per slot in it. A lock on the server's directory is held as long as the server lives: whoever can take
-the lock of another one's directory knows that its owner is dead, and removes it.
+Each server has a directory below the group that it is in (or at the top of the hierarchy if that group is not visible),
+and in it one per slot. The server holds a lock on its directory as long as it lives: whoever can take the lock of
+another one's directory knows that its owner is dead, and removes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PERIOD_US = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CgroupLimits:
     """What one slot may use; None is no limit."""
 
     memory_bytes: int | None
@@ -31,7 +31,8 @@ class Limits:
 class Hierarchy:
     """One mounted hierarchy: its controllers and our parent directory in it.
 
-    One of version 2 without controllers, beside those of version 1, is there for slots that share the host's network.
+    A hierarchy of version 2 without controllers, next to those of version 1, serves slots that share the host's
+    network.
     """
 
     version: int
@@ -40,10 +41,8 @@ class Hierarchy:
 
 
 def find(prefix: str = "") -> list[Hierarchy]:
-    """The hierarchies that carry the memory, pids and cpu controllers; [] where limits cannot be set.
-
-    And one of version 2 in any case, where it can be written to.
-    """
+    """The hierarchies with the memory, pids and cpu controllers, and any writable one of version 2; [] if limits cannot
+    be set."""
     own = _own_groups()
     found: list[Hierarchy] = []
     for point, kind, options in _mounts(prefix):
@@ -62,10 +61,10 @@ def find(prefix: str = "") -> list[Hierarchy]:
 
 
 _CLAIMS = 100
-"""How often a server tries to make its directory where others end or begin at the same time."""
+"""How often a server tries to make its directory while others start or end."""
 
 
-class ServerGroup:
+class ServerCgroup:
     """The directories of one server. The locks belong to the server and to the process that watches it."""
 
     def __init__(self, hierarchies: list[Hierarchy], name: str) -> None:
@@ -73,13 +72,15 @@ class ServerGroup:
         self._locks: list[int] = []
 
     def create(self) -> None:
-        """Make and lock the directories. Raises OSError where this process may not."""
+        """Make and lock the directories. Raises OSError."""
         for hierarchy in self._hierarchies:
             self._locks.append(self._claim(hierarchy))
 
     def _claim(self, hierarchy: Hierarchy) -> int:
-        """Until the lock is ours, another server's start may take the directory for abandoned, and its end the parent
-        for empty.
+        """Make and lock one directory.
+
+        Until the lock is taken, another server's start may remove the directory as abandoned, and its end the empty
+        parent.
         """
         directory = f"{hierarchy.parent}/{self._name}"
         for tries_left in reversed(range(_CLAIMS)):
@@ -97,9 +98,9 @@ class ServerGroup:
             if os.path.isdir(directory):
                 return lock
             os.close(lock)
-        raise OSError(errno.EBUSY, "others take it away again and again", directory)
+        raise OSError(errno.EBUSY, "other servers keep removing it", directory)
 
-    def add(self, slot: str, limits: Limits, prefix: str = "", network: bool = False) -> list[str]:
+    def add(self, slot: str, limits: CgroupLimits, prefix: str = "", network: bool = False) -> list[str]:
         """Make the directories of one slot and set its limits; returns them."""
         made = []
         for hierarchy in self._hierarchies:
@@ -109,26 +110,26 @@ class ServerGroup:
             os.mkdir(directory)
             made.append(directory)
             for name, value in _settings(hierarchy, limits):
-                with contextlib.suppress(FileNotFoundError):  # memory+swap is there only with swap accounting
+                with contextlib.suppress(FileNotFoundError):  # memory+swap needs swap accounting
                     _write(f"{directory}/{name}", value)
         return made
 
     def guarded(self, slot: str, prefix: str = "") -> str | None:
-        """The directory of a slot with network in a hierarchy of version 2; None where there is no such hierarchy."""
+        """The directory of a slot in a hierarchy of version 2, if there is one."""
         parents = [hierarchy.parent for hierarchy in self._hierarchies if hierarchy.version == 2]
         return f"{prefix}{parents[0]}/{self._name}/{slot}" if parents else None
 
     def remove(self) -> bool:
-        """Remove everything of this server that is empty; whether all of it was."""
+        """Remove all directories of this server that are empty; whether nothing is left."""
         gone = remove([f"{hierarchy.parent}/{self._name}" for hierarchy in self._hierarchies])
         for hierarchy in self._hierarchies:
-            with contextlib.suppress(OSError):  # other servers' directories are in it
+            with contextlib.suppress(OSError):  # it holds other servers' directories
                 os.rmdir(hierarchy.parent)
         return gone
 
 
 def sweep(hierarchies: list[Hierarchy]) -> list[str]:
-    """Remove what servers that were killed have left; the names."""
+    """Remove the directories of killed servers; their names."""
     gone: set[str] = set()
     for hierarchy in hierarchies:
         with contextlib.suppress(FileNotFoundError):
@@ -157,7 +158,7 @@ def remove(directories: list[str]) -> bool:
     return not kept
 
 
-def _settings(hierarchy: Hierarchy, limits: Limits) -> list[tuple[str, str]]:
+def _settings(hierarchy: Hierarchy, limits: CgroupLimits) -> list[tuple[str, str]]:
     settings: list[tuple[str, str]] = []
     first = hierarchy.version == 1
     if "memory" in hierarchy.controllers and limits.memory_bytes is not None:
@@ -194,7 +195,7 @@ def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
 
 
 def _delegate(directory: str) -> None:
-    """Let the groups below a version 2 group have the controllers."""
+    """Give the controllers to the groups below a version 2 group."""
     _write(f"{directory}/cgroup.subtree_control", "+memory +pids +cpu")
 
 

@@ -1,11 +1,11 @@
-"""Stopping every process of a slot and letting it go on, from outside: for a consistent copy, or while nobody acts.
+"""Stops every process of a slot and lets it continue, from outside: for a consistent copy, or while no agent acts.
 
-By SIGSTOP and SIGCONT from the server, not by the freezer of control groups: it works on every rung, a stopped process
-can be killed (a frozen one of version 1 cannot, so a server that dies would leave it), and nothing has to be undone
-when the server is killed. The price: a program that waits in `epoll_wait` and the like may see EINTR, as after Ctrl-Z.
+It uses SIGSTOP and SIGCONT, not the freezer of control groups: this works on every rung, a stopped process can be
+killed (a frozen one of version 1 cannot, so a server that dies would leave it), and nothing has to be undone when the
+server is killed. The price: a program that waits in `epoll_wait` and the like may see EINTR, as after Ctrl-Z.
 
-What the slot itself had stopped stays stopped. Children go on before their parents, so that no shell finds a stopped
-job. The slot's init is not stopped; it does nothing that it is not asked for.
+Processes that the slot itself had stopped stay stopped. Children continue before their parents, so that no shell finds
+a stopped job. The slot's init is not stopped; it does nothing without an order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _GONE = {b"Z", b"X"}
 
 
 class WillNotStop(Exception):
-    """A process that did not stop in time; everything goes on."""
+    """A process did not stop in time; all continue."""
 
 
 def freeze(init: int) -> Generator[None, None, list[int]]:
-    """Stop all descendants of a slot's init, a look per step; returns what `thaw` takes.
+    """Stop all descendants of a slot's init, as a job; returns what `thaw` takes.
 
-    Raises `WillNotStop`, with everything going on again.
+    Raises `WillNotStop` after letting everything continue.
     """
     stopped: list[int] = []
     asleep: set[int] | None = None
@@ -54,15 +54,15 @@ def freeze(init: int) -> Generator[None, None, list[int]]:
 
 
 def thaw(stopped: list[int]) -> None:
-    """Let go on what `freeze` has stopped, the youngest generation first."""
+    """Let processes that `freeze` has stopped continue, the youngest generation first."""
     for pid in reversed(stopped):
         _signal(pid, signal.SIGCONT)
 
 
 def maps_files_shared(init: int) -> bool:
-    """Whether a process of a slot can write to a file through memory, which need not leave a time of change behind.
+    """Whether a process of a slot can write to a file through memory, which need not change the file's times.
 
-    A process that does not let itself be looked at counts as one that does.
+    A process that cannot be inspected counts as one that can.
     """
     return any(_maps_shared(pid) for pid, state in descendants(init) if state not in _GONE)
 
@@ -79,7 +79,7 @@ def _maps_shared(pid: int) -> bool:
 
 
 def _all_still(table: list[tuple[int, bytes]]) -> bool:
-    """A parent that waits in vfork cannot stop, and cannot do anything either while its child is stopped."""
+    """Whether all are stopped. A parent in vfork cannot stop, but cannot act either while its child is stopped."""
     states = {state for _, state in table}
     return states - {b"D"} <= _STILL and (b"D" not in states or b"T" in states)
 

@@ -1,40 +1,73 @@
-"""The server's own root and what all of its slots share: prepared lowers, the skeleton, the slots' user namespace.
+"""The server's own root, and what all of its slots share: prepared lowers, the base system, the user namespace.
 
-The server mounts a tmpfs, makes it its root and keeps the host's root below it as /host. It does so in a mount
-namespace of its own and over an existing directory, so nothing is created on the host and all of it is gone with the
-server.
+The server mounts a tmpfs, makes it its root and keeps the host's root below it as /host: in a mount namespace of its
+own and over an existing directory, so nothing is created on the host and all of it is gone with the server.
+
+The base system is the lowest tree of slots without an image: top-level directories and an `/etc` of our own. Of the
+host's `/etc` only listed files are copied that any user of the host may read: what programs need to link, to find
+fonts, time zones and certificates. No accounts, no keys, no host name, no resolver.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import os
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .. import native, syscalls
+from .. import syscalls
+from ..layers.layer_store import Tree
 from ..layers.overlay import Marks
 from ..protocol.frames import Fields
-from . import base_system, namespaces
-from .rootfs import HOST, Bind, Lowers, Tree, host_trees, prepare_shared, system_directories, system_links
+from . import namespaces, native_init
+from .rootfs import HOST, Bind, Lowers, host_trees, prepare_shared, system_directories, system_links
 
 _OPTIONS = "mode=755,size=64m"
 _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
 _PLACES = "/skeleton/places"
-"""Lies below every image: the directories that must be there, whether the image has them or not."""
+"""The lowest tree of every image: directories that must exist, whether the image has them or not."""
+
+_COPIED = (
+    "alternatives", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts", "gai.conf", "host.conf",
+    "java*", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*.path", "locale.alias", "locale.conf", "localtime",
+    "lsb-release", "magic", "magic.mime", "mime.types", "netconfig", "networks", "os-release", "perl", "pki/ca-trust",
+    "pki/tls/certs", "pki/tls/cert.pem", "pki/tls/openssl.cnf", "protocols", "python3*", "rpc", "services", "shells",
+    "ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "terminfo", "timezone", "xml",
+)  # fmt: skip
+_NEVER_COPIED = ("*.key", "private", "*shadow*")
+
+_WRITTEN = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1:daemon:/usr/sbin:/usr/sbin/nologin\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": "root:x:0:\ndaemon:x:1:\ntty:x:5:\nstaff:x:50:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1\tlocalhost slot\n::1\tlocalhost ip6-localhost\n",
+    "hostname": "slot\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nnetworks: files\n"
+    "protocols: files\nservices: files\nrpc: files\n",
+    "login.defs": "",
+}
+
+_DIRECTORIES = {
+    "dev": 0o755, "etc": 0o755, "home": 0o755, "media": 0o755, "mnt": 0o755, "opt": 0o755, "proc": 0o555, "root": 0o700,
+    "run": 0o755, "run/lock": 0o1777, "srv": 0o755, "sys": 0o555, "tmp": 0o1777, "usr": 0o755, "var": 0o755,
+    "var/cache": 0o755, "var/lib": 0o755, "var/log": 0o755, "var/spool": 0o755, "var/tmp": 0o1777,
+}  # fmt: skip
 
 
 @dataclass
-class World:
-    """Everything a slot is made from besides its own store. `owner` is the slots' root as the server sees it."""
+class HostSetup:
+    """What all slots of a server are made from. `owner` is the slots' root as the server sees it."""
 
     full: bool
     owner: int
     user_namespace: int | None
     user_xattrs: bool
     lowers: Lowers
+    init: int
+    """A descriptor of the program that is pid 1 of each slot."""
     prefix: Bind | None = None
-    native_init: int | None = None
-    note: str = ""
-    """What whoever starts the server should be told."""
 
     @property
     def marks(self) -> Marks:
@@ -42,19 +75,19 @@ class World:
         return Marks(self.user_xattrs)
 
     def trees(self, image: str | None, network: bool) -> tuple[Tree, ...]:
-        """The trees of a root. Raises OSError where the image cannot be used."""
+        """The trees of a root. Raises OSError if the image cannot be used."""
         if image is not None:
             return (Tree("root", "/", (self.lowers.get(image), _PLACES)),)
         return host_trees(self.lowers, (_NETWORK, _SKELETON) if network else (_SKELETON,))
 
     def binds(self, mounts: list[list[str]], image: str | None) -> tuple[Bind, ...]:
-        """What is mounted read-only into a root."""
+        """The read-only mounts of a root."""
         wanted = tuple(Bind(self.lowers.get(source), target) for source, target in mounts)
         return wanted if image is not None or self.prefix is None else (self.prefix, *wanted)
 
 
 def enter_own_root() -> None:
-    """Give this process a mount namespace and a root of its own."""
+    """Move this process to a mount namespace and a root of its own."""
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_SLAVE)
     place = next(path for path in ("/tmp", "/mnt", "/var", "/usr") if os.path.isdir(path))  # noqa: S108
@@ -72,9 +105,9 @@ def enter_own_root() -> None:
 
 
 def _move_root(place: str) -> None:
-    """The same where a container forbids pivot_root: a copy of the old tree of mounts below, and the new root above."""
+    """The same in a container that forbids pivot_root: a copy of the old mounts below, and the new root above."""
     syscalls.umount(place)
-    tree = syscalls.open_tree("/", recursive=True)  # before there is anything of ours in it
+    tree = syscalls.open_tree("/", recursive=True)  # before anything of ours is mounted in it
     try:
         syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, _OPTIONS)
         os.mkdir(f"{place}{HOST}")
@@ -86,19 +119,15 @@ def _move_root(place: str) -> None:
     os.chroot(".")
 
 
-def prepare(full: bool, settings: Fields) -> World:
-    """Make what all slots share. Raises OSError where this kernel or its configuration does not allow it."""
+def prepare(full: bool, settings: Fields) -> HostSetup:
+    """Make what all slots share. Raises OSError if this kernel or its configuration does not allow it."""
+    init = native_init.load(HOST)
     privileged = namespaces.is_real_root()
     namespace = namespaces.make_range_namespace() if privileged else None
     owner = namespaces.RANGE_START if privileged else 0
     lowers = Lowers(namespace if full else None)
-    world = World(full, owner, namespace, not privileged, lowers)
+    world = HostSetup(full, owner, namespace, not privileged, lowers, init)
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
-    if settings.get("native_init", True):
-        try:
-            world.native_init = native.load(HOST)
-        except native.NoInit as error:
-            world.note = f"slots do without the native init and need megabytes of memory each: {error}"
     prefix = settings.get("prefix")
     if prefix:
         world.prefix = Bind(lowers.get(prefix), prefix)
@@ -107,9 +136,87 @@ def prepare(full: bool, settings: Fields) -> World:
     os.mkdir(_NETWORK)
     for name in ("dev", "proc", "root", "sys", "tmp", "workspace"):
         os.makedirs(f"{_PLACES}/{name}")
-    base_system.build(_SKELETON, HOST, "workspace", system_links(), places)
-    base_system.build_network(_NETWORK, HOST)
+    _build_base(_SKELETON, system_links(), places)
+    _build_network(_NETWORK)
     if owner:
-        base_system.give("/skeleton", owner)
-    prepare_shared()  # not before: what is given away must not be the host's devices
+        _give("/skeleton", owner)
+    prepare_shared()  # afterwards, so that the host's devices keep their owner
     return world
+
+
+def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
+    """Fill an empty directory with the root of slots without an image.
+
+    `links` are top-level links as on the host, `trees` mount points.
+    """
+    for name, mode in _DIRECTORIES.items():
+        os.mkdir(f"{root}/{name}")
+        os.chmod(f"{root}/{name}", mode)
+    os.symlink("/run", f"{root}/var/run")
+    os.symlink("/run/lock", f"{root}/var/lock")
+    os.makedirs(f"{root}/workspace")
+    for name, target in links.items():
+        os.symlink(target, f"{root}/{name}")
+    for tree in trees:
+        os.makedirs(f"{root}/{tree}", exist_ok=True)
+    for name, text in _WRITTEN.items():
+        _write(f"{root}/etc/{name}", text)
+    os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
+    for pattern in _COPIED:
+        folder, _, last = pattern.rpartition("/")
+        source = f"{HOST}/etc/{folder}".rstrip("/")
+        for name in fnmatch.filter(_names(source), last):
+            os.makedirs(f"{root}/etc/{folder}", exist_ok=True)
+            _copy(f"{source}/{name}", f"{root}/etc/{folder}/{name}")
+
+
+def _build_network(root: str) -> None:
+    """Fill a directory with what slots with the host's network have in addition: its resolver."""
+    os.mkdir(f"{root}/etc")
+    top = os.open(HOST, os.O_PATH | os.O_DIRECTORY)
+    try:
+        for name in ("resolv.conf", "hosts"):
+            with contextlib.suppress(OSError):  # a dangling link, or no resolver
+                # Often a link, which must be followed in the host's root and not in the server's.
+                fd = syscalls.openat2(top, f"etc/{name}", os.O_RDONLY, syscalls.RESOLVE_IN_ROOT)
+                with open(fd, encoding="utf-8", errors="replace") as file:
+                    _write(f"{root}/etc/{name}", file.read())
+    finally:
+        os.close(top)
+
+
+def _give(root: str, owner: int) -> None:
+    """Change the owner of everything under a directory."""
+    for folder, _, files in os.walk(root):
+        os.chown(folder, owner, owner)
+        for name in files:
+            os.chown(f"{folder}/{name}", owner, owner, follow_symlinks=False)
+        for entry in os.scandir(folder):
+            if entry.is_symlink():
+                os.chown(entry.path, owner, owner, follow_symlinks=False)
+
+
+def _copy(source: str, target: str) -> None:
+    if any(fnmatch.fnmatch(os.path.basename(source), pattern) for pattern in _NEVER_COPIED):
+        return
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)
+    elif os.path.isdir(source):
+        os.mkdir(target, 0o755)
+        for name in _names(source):
+            _copy(f"{source}/{name}", f"{target}/{name}")
+    elif os.path.isfile(source) and os.stat(source).st_mode & 0o004:
+        shutil.copyfile(source, target)
+        shutil.copymode(source, target)
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)

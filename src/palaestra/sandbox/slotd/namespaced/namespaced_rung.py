@@ -1,90 +1,448 @@
-"""The rungs `full` and `userns` at work: slots of namespaces, over stacks of layers."""
+"""The isolation levels `full` and `userns`: slots of namespaces over stacks of layers.
+
+A slot is laid out by the server (its store, its trees with all layers below, its limits); then its init builds and
+confines it by a list of steps (`native_init.py`).
+
+A checkpoint copies the slot's own change to a store of checkpoints while the slot is stopped. A file that has not
+changed since the slot's last checkpoint is linked to the copy in that one: the kernel's time of change and the size
+must be the same, the time must be older than the last copy by a margin (times have a grain), and no process may be able
+to write through memory, which sets no time; otherwise everything is copied.
+
+A saved layer is a folder `N/TREE` per layer of a snapshot, topmost first, with whiteouts, marks and owners as they are.
+It is used in place, as a read-only lower, under a shared lock that keeps it from being evicted.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
+import os
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
-from .. import rung
-from ..layers import store
-from ..layers.checkpoint import Keeper
-from ..layers.seal import Sealer
+from .. import syscalls
+from ..exec.pipes import memory_file
+from ..layers.copy_tree import Earlier, Index, TreeCopy, never
+from ..layers.cut_view import OverlayCut, Selection, duplicate
+from ..layers.layer_store import LayerStore, OverlayFiles, OverlayLayer, Tree, copy_attributes
+from ..layers.overlay import Stack, StackedRoot, differences
+from ..network import metadata_block
 from ..protocol.frames import Fields
-from ..rung import Made, Network, Place
-from . import cgroups, create
+from ..rung import CannotMake, NetworkScope, NewSlot, Place
+from . import cgroups, namespaces, native_init, privileges, rootfs
 from .host import prepare
+from .native_init import BuildStep, Do
+from .rootfs import Bind, Overlay, RootPlan
+
+CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
+"""Descriptors of an init: its control socket, the user namespace to enter, the encoded steps, the first free one."""
+
+_GRAIN_NS = 20_000_000
+_STAGE = "/stage"
+_DEFAULT_DISK_BYTES = 8 << 30
+
+
+class NamespaceDriver:
+    """Implements `RungDriver`. `group` holds the server's control groups, on the rung `full`.
+
+    Names of layers never repeat those of another server: a snapshot outlives its server in the hands of its client, and
+    must not name other files.
+    """
+
+    def __init__(self, full: bool, group: cgroups.ServerCgroup | None, settings: Fields) -> None:
+        self._host, self._group = prepare(full, settings), group
+        self.checkpoints = OverlayCheckpoints(self._host.owner)
+        self._guard: metadata_block.Guard | None = None
+        self._stores, self._layers, self._token = itertools.count(1), itertools.count(1), os.urandom(4).hex()
+
+    def make(self, name: str, fields: Fields, layers: tuple[OverlayLayer, ...]) -> NewSlot:
+        image, disk = fields["image"], fields["limits"]["disk_bytes"] or _DEFAULT_DISK_BYTES
+        if layers and layers[0].image != image:
+            raise CannotMake("a snapshot starts only slots of the image it was made from")
+        try:
+            trees = self._host.trees(image, fields["network"])
+            binds = self._host.binds(fields["mounts"], image)
+        except OSError as error:
+            raise CannotMake(_advice(error)) from None
+        store = LayerStore(f"/slots/{next(self._stores)}", disk, self._host.owner)
+        try:
+            for kind in "uw":
+                os.mkdir(f"{store.path}/{kind}")
+            stacked = tuple(self._lay_out(store, tree, layers, _places(tree, trees, binds)) for tree in trees)
+            groups = self._join_groups(name, fields["limits"], fields["network"])
+            exposed = self._guard_network(name) if fields["network"] else ""
+        except BaseException:
+            store.release()
+            raise
+        for layer in layers:
+            layer.keep()
+        files = OverlayFiles(store, layers, stacked, image)
+        return NewSlot(files, groups, self._init(files, groups, binds, disk, fields), exposed)
+
+    def _lay_out(self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str]) -> Tree:
+        """Make the directories of one tree; the tree with everything that lies below it."""
+        lowers = tuple(layer.trees[tree.name] for layer in layers if tree.name in layer.trees) + tree.lowers
+        missing = [place for place in places if not any(os.path.lexists(f"{lower}/{place}") for lower in tree.lowers)]
+        if missing:
+            lowers += (self._make_places(f"{store.path}/m/{tree.name}", missing),)
+        for kind in "uw":
+            os.mkdir(f"{store.path}/{kind}/{tree.name}")
+        copy_attributes(os.stat(lowers[0]), f"{store.path}/u/{tree.name}")
+        return Tree(tree.name, tree.target, lowers)
+
+    def _make_places(self, directory: str, places: list[str]) -> str:
+        """A lowest layer with only the missing mount points, so that they are in no list of changes."""
+        os.makedirs(directory)
+        for place in places:
+            path = directory
+            for name in place.split("/"):
+                path = f"{path}/{name}"
+                if not os.path.isdir(path):
+                    os.mkdir(path)
+                    os.chown(path, self._host.owner, self._host.owner)
+        return directory
+
+    def _join_groups(self, name: str, limits: Fields, network: bool) -> tuple[str, ...]:
+        if self._group is None:
+            return ()
+        wanted = cgroups.CgroupLimits(limits["memory_bytes"], limits["cpus"], limits["pids"])
+        return tuple(self._group.add(name, wanted, rootfs.HOST, network))
+
+    def _guard_network(self, name: str) -> str:
+        """Block metadata addresses; the reason if that is not possible here."""
+        if self._group is None:
+            return "only root can refuse them (the rung full)"
+        directory = self._group.guarded(name, rootfs.HOST)
+        if directory is None:
+            return "no control groups of version 2 are mounted writable here"
+        try:
+            self._guard = self._guard or metadata_block.Guard()
+            self._guard.attach(directory)
+        except OSError as error:
+            return f"this kernel takes no programs for sockets: {error.strerror}"
+        return ""
+
+    def _init(
+        self, files: OverlayFiles, groups: tuple[str, ...], binds: tuple[Bind, ...], disk: int, fields: Fields
+    ) -> NamespaceInit:
+        host, limits = self._host, fields["limits"]
+        overlays = [Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree)) for tree in files.trees]
+        return NamespaceInit(
+            program=host.init,
+            root=RootPlan(tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs),
+            shared_network=fields["network"],
+            groups=groups,
+            user_namespace=host.user_namespace,
+            open_files=limits["open_files"],
+            processes=None if groups else limits["pids"],
+            data_bytes=None if groups else limits["memory_bytes"],
+            stores=tuple(store.fd for store in files.stores() if store.fd is not None),
+        )
+
+    def seal(self, files: OverlayFiles) -> OverlayLayer:
+        """A dead slot's change as a layer, which takes over the slot's store."""
+        trees = {tree.name: files.upper(tree) for tree in files.trees}
+        layer = OverlayLayer(self._layer_name(), files.store, trees, files.layers, files.image)
+        for lower in files.layers:
+            lower.release()
+        return layer
+
+    def duplicate(self, layer: OverlayLayer) -> OverlayLayer:
+        layer.store.unlimit()
+        name = self._layer_name()
+        directory = f"{layer.store.path}/{name}"
+        os.mkdir(directory)
+        for tree, path in layer.trees.items():
+            duplicate(path, f"{directory}/{tree}")
+        trees = {tree: f"{directory}/{tree}" for tree in layer.trees}
+        return OverlayLayer(name, layer.store.keep(), trees, layer.below, layer.image)
+
+    def cut(self, layer: OverlayLayer, view: Fields) -> None:
+        marks = self._host.marks
+        layer.store.unlimit()
+        stacks = {tree: Stack(tree.lowers, marks) for tree in self._trees_below(layer)}
+        below = StackedRoot([(tree.target, stack) for tree, stack in stacks.items()])
+        chosen = Selection.resolved(view["only"], view["without"], below)
+        for tree, stack in stacks.items():
+            trash = f"{layer.store.path}/trash-{layer.name}-{tree.name}"
+            os.mkdir(trash)
+            part = chosen.within(tree.target.strip("/"))
+            cut = OverlayCut(layer.trees[tree.name], stack, marks, trash)
+            cut.keep_only(part.only)
+            for path in part.without:
+                cut.leave_out(path)
+
+    def slot_changes(self, files: OverlayFiles) -> Iterator[Fields | None]:
+        return self._changes((tree, files.upper(tree)) for tree in files.trees)
+
+    def layer_changes(self, layer: OverlayLayer) -> Iterator[Fields | None]:
+        return self._changes((tree, layer.trees[tree.name]) for tree in self._trees_below(layer))
+
+    def _changes(self, uppers: Iterable[tuple[Tree, str]]) -> Iterator[Fields | None]:
+        marks = self._host.marks
+        for tree, upper in uppers:
+            for change in differences(upper, Stack(tree.lowers, marks), marks):
+                yield change and {**change, "path": f"{tree.target.rstrip('/')}/{change['path']}"}
+
+    def _trees_below(self, layer: OverlayLayer) -> list[Tree]:
+        """The trees that a layer changes, with everything that it lies on."""
+        trees = []
+        for tree in self._host.trees(layer.image, network=False):
+            lowers = tuple(below.trees[tree.name] for below in layer.below if tree.name in below.trees) + tree.lowers
+            trees.append(Tree(tree.name, tree.target, lowers))
+        return trees
+
+    def _layer_name(self) -> str:
+        return f"layer-{self._token}-{next(self._layers)}"
+
+    def locate(self, files: OverlayFiles, root: int, path: str, writing: bool = False) -> Place:
+        """Everything is below the slot's own root."""
+        return Place(root, path, self._host.owner)
 
 
 @dataclass(frozen=True, slots=True)
-class NamespaceBody:
-    """A slot whose init is pid 1 of a process namespace: the kernel ends everything with it."""
+class NamespaceInit:
+    """Implements `SlotInit`: the init is pid 1 of a process namespace, and the kernel ends everything with it."""
 
-    plan: create.Plan
+    program: int
+    """A descriptor of the program that is pid 1."""
+    root: RootPlan
+    shared_network: bool
+    """Whether the slot has the host's network; otherwise it gets an empty one."""
+    groups: tuple[str, ...]
+    user_namespace: int | None
+    """The namespace to enter; None makes one in which only uid 0 exists."""
+    open_files: int | None
+    processes: int | None
+    """A limit per user, if no control group counts them."""
+    data_bytes: int | None
+    """A limit per process, if no control group sums them up."""
+    stores: tuple[int, ...]
+    """Descriptors, from `store.FIRST_STORE` on, that the root's paths name."""
 
     @property
-    def network(self) -> Network:
+    def network(self) -> NetworkScope:
         """With the network on, a slot has the host's."""
-        return Network.SHARED if self.plan.network else Network.OWN
+        return NetworkScope.SHARED if self.shared_network else NetworkScope.OWN
 
     @property
     def takes_lines(self) -> bool:
-        """The native init does."""
-        return self.plan.native is not None
-
-    def fork(self, control: socket.socket) -> int:
-        """Fork the init into a namespace of its own."""
-        return create.fork(self.plan, control)
-
-    def gone(self) -> bool:
-        """Always: the init's death is reported after that of all others in its namespace."""
         return True
 
+    def gone(self) -> bool:
+        """True: the kernel reports the init's death after that of all others in its namespace."""
+        return True
 
-class Layered:
-    """Implements `Workshop`."""
+    def fork(self, control: socket.socket) -> int:
+        listed = memory_file(native_init.encode_steps([*self._enter(), *self._confine()]))
+        fds = {CONTROL: control.fileno(), LIST: listed, **dict(zip(self.stores, self.stores, strict=True))}
+        if self.user_namespace is not None:
+            fds[USERS] = self.user_namespace
+        moved: list[int] = []
+        try:
+            actions = []
+            for place, fd in fds.items():
+                source = fd
+                if fd != place and fd < _FREE:  # where another one is about to be put
+                    source = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE)
+                    moved.append(source)
+                actions.append((os.POSIX_SPAWN_DUP2, source, place))
+            program = f"/proc/self/fd/{self.program}"
+            with namespaces.new_pid_namespace():
+                return os.posix_spawn(program, ["slot-init", "--build"], {}, file_actions=actions)
+        finally:
+            for fd in (listed, *moved):
+                os.close(fd)
 
-    def __init__(self, full: bool, group: cgroups.ServerGroup | None, settings: Fields) -> None:
-        self._world = prepare(full, settings)
-        self._maker, self._sealer = create.SlotMaker(self._world, group), Sealer(self._world)
-        self.keeper = Keeper(self._world)
-        self.note = self._world.note
+    def _enter(self) -> Iterator[BuildStep]:
+        """Into the slot's groups, namespaces and root, with the server's privileges."""
+        yield from (BuildStep(Do.JOIN, (directory,)) for directory in self.groups)
+        flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
+        yield BuildStep(Do.UNSHARE, (), flags | (0 if self.shared_network else syscalls.CLONE_NEWNET))
+        if not self.shared_network:
+            yield BuildStep(Do.LOOPBACK)
+            for name, value in namespaces.OPEN_PORTS:
+                yield BuildStep(Do.WRITE, (f"/proc/sys/net/ipv4/{name}", value), 1)  # only a convenience
+        yield BuildStep(Do.HOST_NAME, ("slot",))
+        yield BuildStep(Do.UMASK, (), 0)
+        yield from rootfs.build(self.root, _FREE)
+        yield BuildStep(Do.UMASK, (), 0o022)
 
-    def make(self, name: str, fields: Fields, layers: tuple[rung.Layer, ...]) -> Made:
-        """Lay out a slot as a CREATE request describes it."""
-        made = self._maker.make(name, fields, tuple(_layer(layer) for layer in layers))
-        return Made(made.ground, made.groups, NamespaceBody(made.plan), made.exposed)
-
-    def seal(self, ground: rung.Ground) -> store.Layer:
-        """A dead slot's change as a layer."""
-        return self._sealer.seal(_ground(ground))
-
-    def duplicate(self, layer: rung.Layer) -> store.Layer:
-        """A second layer of the same files."""
-        return self._sealer.duplicate(_layer(layer))
-
-    def cut(self, layer: rung.Layer, view: Fields) -> None:
-        """Reduce a layer to a view of itself."""
-        self._sealer.cut(_layer(layer), view)
-
-    def slot_changes(self, ground: rung.Ground) -> Iterator[Fields | None]:
-        """What a slot has changed so far."""
-        return self._sealer.slot_changes(_ground(ground))
-
-    def layer_changes(self, layer: rung.Layer) -> Iterator[Fields | None]:
-        """What a layer changes."""
-        return self._sealer.layer_changes(_layer(layer))
-
-    def locate(self, ground: rung.Ground, root: int, path: str, writing: bool = False) -> Place:
-        """Everything is below the slot's own root."""
-        return Place(root, path, self._world.owner)
+    def _confine(self) -> Iterator[BuildStep]:
+        """Drop everything that the slot must not have. Nothing of the slot runs before this."""
+        yield BuildStep(Do.SESSION)
+        if self.user_namespace is None:
+            yield from _single_user_namespace()
+        else:
+            yield BuildStep(Do.ENTER, (), USERS, syscalls.CLONE_NEWUSER)
+            yield BuildStep(Do.BE_ROOT)
+            if self.processes is not None:  # they are counted per user and namespace, so the slot needs its own
+                # The change of user has closed the process's own /proc entries to it.
+                yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 1)
+                yield from _single_user_namespace()
+        yield BuildStep(Do.LIMIT, (), resource.RLIMIT_CORE, 0)
+        for limit, value in (
+            (resource.RLIMIT_NOFILE, self.open_files),
+            (resource.RLIMIT_NPROC, self.processes),
+            (resource.RLIMIT_DATA, self.data_bytes),
+        ):
+            if value is not None:
+                yield BuildStep(Do.LIMIT, (), limit, value)
+        yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_NO_NEW_PRIVS, 1)
+        yield BuildStep(Do.KEEP_CAPABILITIES, (), privileges.KEPT)
+        yield BuildStep(Do.FILTER, program=privileges.program())
+        yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 0)
 
 
-def _ground(ground: rung.Ground) -> create.Ground:
-    assert isinstance(ground, create.Ground)
-    return ground
+def _single_user_namespace() -> Iterator[BuildStep]:
+    """A new one, in which the process is root and no other user exists."""
+    yield BuildStep(Do.UNSHARE, (), syscalls.CLONE_NEWUSER)
+    yield BuildStep(Do.WRITE, ("/proc/self/setgroups", "deny"), 1)  # the outer namespace may deny it already
+    yield BuildStep(Do.WRITE, ("/proc/self/uid_map", "0 0 1"))
+    yield BuildStep(Do.WRITE, ("/proc/self/gid_map", "0 0 1"))
 
 
-def _layer(layer: rung.Layer) -> store.Layer:
-    assert isinstance(layer, store.Layer)
-    return layer
+def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> list[str]:
+    """The mount points of a tree, relative to it."""
+    return [bind.target[len(tree.target) :].strip("/") for bind in binds if _tree_of(bind.target, trees) == tree]
+
+
+def _tree_of(path: str, trees: tuple[Tree, ...]) -> Tree:
+    inside = [tree for tree in trees if tree.target == "/" or path == tree.target or path.startswith(f"{tree.target}/")]
+    return max(inside, key=lambda tree: len(tree.target))
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
+        return f"{error}: owners cannot be mapped there; use a directory on a local file system, or the rung userns"
+    return str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last checkpoint of one slot."""
+
+    store: LayerStore
+    index: Index
+    begun_ns: int
+    mapped: bool
+
+
+class DiskStore(LayerStore):
+    """A saved layer: mounted read-only and locked against eviction until its last user releases it."""
+
+    def __init__(self, folder: str, place: str) -> None:
+        self.path, self._users = place, 1
+        self._lock = os.open(f"{rootfs.HOST}{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            named, held = os.stat(f"{rootfs.HOST}{folder}"), os.fstat(self._lock)
+            if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+                raise FileNotFoundError(2, "evicted while it was opened", folder)
+            self._mount(folder)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _mount(self, folder: str) -> None:
+        tree = syscalls.open_tree(f"{rootfs.HOST}{folder}")
+        try:
+            syscalls.set_mount_attributes(tree, syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV)
+            os.mkdir(self.path)
+            syscalls.move_mount(tree, self.path)
+        finally:
+            os.close(tree)
+
+    def unlimit(self) -> None:
+        """Raises OSError: limits are lifted to write."""
+        raise OSError(30, "a snapshot on disk cannot be cut; seal a slot that starts from it, and cut that")
+
+    def release(self) -> None:
+        """Remove a user; the last one unmounts and unlocks it."""
+        self._users -= 1
+        if self._users == 0:
+            syscalls.umount(self.path)
+            os.rmdir(self.path)
+            os.close(self._lock)
+
+
+class OverlayCheckpoints:
+    """Implements `Checkpoints` for one server, whose slots' root is `owner`."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+        self._last: dict[str, _Last] = {}
+        self._numbers = itertools.count(1)
+        self._token = os.urandom(4).hex()
+
+    def checkpoint(
+        self, files: OverlayFiles, mapped: bool, begun_ns: int
+    ) -> Generator[None, None, tuple[OverlayLayer, int]]:
+        last = self._last.get(files.store.path)
+        number = next(self._numbers)
+        store = self._make_store(number) if last is None else last.store
+        copy, folder = TreeCopy(self._earlier(last, mapped)), f"{store.path}/{number}"
+        trees = {tree.name: f"{folder}/{tree.name}" for tree in files.trees}
+        try:
+            os.mkdir(folder, 0o755)
+            for tree in files.trees:
+                yield from copy.tree(files.upper(tree), trees[tree.name])
+        except BaseException:
+            if last is None:
+                store.release()
+            raise
+        self._last[files.store.path] = _Last(store, copy.index, begun_ns, mapped)
+        name = f"layer-{self._token}-c{number}"
+        return OverlayLayer(name, store.keep(), trees, files.layers, files.image), copy.copied_bytes
+
+    def _make_store(self, number: int) -> LayerStore:
+        """A store without a limit: it holds at most the slot's disk limit per checkpoint."""
+        store = LayerStore(f"/slots/c{number}", 0, self._owner)
+        store.unlimit()
+        return store
+
+    def _earlier(self, last: _Last | None, mapped: bool) -> Earlier:
+        """Finds copies of the last checkpoint that are still good."""
+        if last is None or last.mapped or mapped:
+            return never
+        trusted_ns = last.begun_ns - _GRAIN_NS
+
+        def find(status: os.stat_result) -> str | None:
+            time_ns, size, path = last.index.get(status.st_ino, (0, 0, ""))
+            same = (time_ns, size) == (status.st_ctime_ns, status.st_size)
+            return path if path and same and time_ns < trusted_ns else None
+
+        return find
+
+    def slot_ended(self, files: OverlayFiles) -> None:
+        last = self._last.pop(files.store.path, None)
+        if last is not None:
+            last.store.release()
+
+    def save(self, layer: OverlayLayer, folder: str) -> Generator[None, None, int]:
+        copied = 0
+        for number, each in enumerate((layer, *layer.below)):
+            os.mkdir(f"{rootfs.HOST}{folder}/{number}", 0o755)
+            for tree, path in each.trees.items():
+                copy = TreeCopy()
+                yield from copy.tree(path, f"{rootfs.HOST}{folder}/{number}/{tree}")
+                copied += copy.copied_bytes
+        return copied
+
+    def load(self, folder: str, image: str | None) -> tuple[OverlayLayer, ...]:
+        store = DiskStore(folder, f"/lower/k{next(self._numbers)}")
+        layers: tuple[OverlayLayer, ...] = ()
+        try:
+            for number in reversed(range(len(os.listdir(store.path)))):
+                path = f"{store.path}/{number}"
+                trees = {tree: f"{path}/{tree}" for tree in os.listdir(path)}
+                name = f"layer-{self._token}-k{next(self._numbers)}"
+                layers = (OverlayLayer(name, store.keep(), trees, layers, image), *layers)
+        finally:
+            store.release()
+        if not layers:
+            raise FileNotFoundError(2, "no snapshot was saved there", folder)
+        return layers

@@ -1,16 +1,15 @@
 """User, process and network namespaces: who the slot's root is outside, and what its processes can see.
 
-Two kinds of user namespace. A server that runs as root makes one for all of its slots: uids 0 to 65535 of a slot are a
-private range outside, the same range for every slot of that server (slots cannot see each other's files or processes,
-so the range is not what keeps them apart). A server without root gives each slot a namespace of its own in which only
-uid 0 exists; it is the user who started the server.
+There are two kinds of user namespace. A server that runs as root makes one for all of its slots: uids 0 to 65535 of a
+slot are a private range outside, the same for every slot of that server (slots cannot see each other's files or
+processes, so the range is not what separates them). A server without root gives each slot a namespace of its own in
+which only uid 0 exists: the user who started the server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import signal
 import socket
@@ -23,14 +22,12 @@ from .. import syscalls
 _ERRNO = struct.Struct("=i")
 
 RANGE_START = 0x70000000
-"""The first uid outside of a slot's range: above what systemd hands out to containers, below the sign bit."""
+"""The first uid of the range outside: above those that systemd gives to containers, below the sign bit."""
 
 RANGE_SIZE = 65536
 
 OPEN_PORTS = (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 65534"))
-"""Let programs without privilege in a new network namespace listen below port 1024 and send pings."""
-
-_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
+"""Settings that let unprivileged programs in a new network namespace listen below port 1024 and send pings."""
 
 
 def is_real_root() -> bool:
@@ -40,7 +37,7 @@ def is_real_root() -> bool:
 
 
 def make_range_namespace() -> int:
-    """A user namespace, as a descriptor, whose ids are the private range. Needs root."""
+    """A descriptor of a new user namespace whose ids are the private range. Needs root."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -64,21 +61,21 @@ def make_range_namespace() -> int:
 
 
 def enter_single_namespace(uid: int, gid: int) -> None:
-    """Move this process to a new user namespace in which it is root and nobody else exists."""
+    """Move this process to a new user namespace in which it is root and no other user exists."""
     syscalls.unshare(syscalls.CLONE_NEWUSER)
     with open("/proc/self/setgroups", "w") as file:
         try:
             file.write("deny")
             file.flush()
         except PermissionError:
-            pass  # already denied in the namespace around this one
+            pass  # the outer namespace denies it already
     _write("/proc/self/uid_map", f"0 {uid} 1")
     _write("/proc/self/gid_map", f"0 {gid} 1")
 
 
 @contextlib.contextmanager
 def new_pid_namespace() -> Iterator[None]:
-    """The one child that this process starts in the block is pid 1 of a new process namespace."""
+    """In the block, the one child that this process starts is pid 1 of a new process namespace."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
         syscalls.unshare(syscalls.CLONE_NEWPID)
@@ -91,14 +88,8 @@ def new_pid_namespace() -> Iterator[None]:
         os.close(own)
 
 
-def bring_up_loopback() -> None:
-    """Give a new network namespace its loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP | _IFF_RUNNING))
-
-
-def open_network(process: int | str) -> list[int]:
-    """The network namespace of a process (a pid, or "self") and its user namespace, for `socket_in`."""
+def open_network(process: int) -> list[int]:
+    """Descriptors of a process's network namespace and user namespace, for `socket_in`."""
     network = os.open(f"/proc/{process}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return [network, os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)]
@@ -108,10 +99,10 @@ def open_network(process: int | str) -> list[int]:
 
 
 def socket_in(places: Sequence[int], make: Callable[[], socket.socket]) -> socket.socket:
-    """What `make` makes in a network namespace that `open_network` opened: a socket stays there.
+    """The socket that `make` makes in a network namespace that `open_network` opened.
 
-    A child goes there, since without root there is no way back. Raises OSError where the namespace cannot be entered,
-    and where `make` does.
+    A child enters the namespace, since without root there is no way back. Raises OSError if it cannot be entered, or if
+    `make` does.
     """
     network, user = places
     with contextlib.ExitStack() as opened:
@@ -129,7 +120,8 @@ def socket_in(places: Sequence[int], make: Callable[[], socket.socket]) -> socke
 
 
 def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[], socket.socket]) -> NoReturn:
-    """In the child. Where the namespace is one of a user's own, that user has rights in it only from inside."""
+    """Make the socket in the child and send it. The owner of a user's own namespace has rights in it only from
+    inside."""
     try:
         try:
             syscalls.setns(network, syscalls.CLONE_NEWNET)

@@ -1,13 +1,12 @@
-"""Which capabilities the root of a slot keeps: those that ordinary programs need on their own files and processes.
+"""What the root of a slot may do: the capabilities that it keeps, and the system calls that no command may make.
 
-None of them reaches outside: they hold in the slot's user namespace only, and none lets a process mount, trace across
-namespaces, load, configure or create devices.
+The capabilities are those that ordinary programs need on their own files and processes. They hold in the slot's user
+namespace only; none lets a process mount, trace across namespaces, load, configure or create devices.
 
-The system calls that no command of a slot may make, as a classic BPF program. x86-64 and aarch64; no others.
-
-A deny list: it cuts off parts of the kernel that ordinary programs do not use and that namespaces do not contain
-(io_uring, bpf, keyrings, vsock sockets, foreign ABIs), and everything that would build new namespaces or mounts. It is
-the second line; the first is that the slot has no privilege over anything outside.
+The filter is a classic BPF program for x86-64 and aarch64. It is a deny list: it blocks parts of the kernel that
+ordinary programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, vsock sockets, foreign ABIs),
+and everything that would make new namespaces or mounts. It is the second line; the first is that the slot has no
+privilege over anything outside.
 
 `clone3` answers ENOSYS, since its flags lie in memory where a filter cannot look; C libraries then use `clone`.
 """
@@ -28,7 +27,7 @@ KEPT = sum(
 
 
 def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
-    """Give up all capabilities but `kept`, for good: an exec brings back none that is not in `bounding`."""
+    """Drop all capabilities except `kept`, for good: an exec restores none that is not in `bounding`."""
     for capability in range(64):
         if not bounding >> capability & 1:
             try:
@@ -47,7 +46,8 @@ _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
 
 _NAMESPACE_FLAGS = 0x7E020000
 _FAMILIES = (1, 2, 10, 16)
-"""unix, inet, inet6, netlink. Others (vsock, packet, alg, …) are not contained by a network namespace or not needed."""
+"""unix, inet, inet6, netlink. A network namespace does not contain the others (vsock, packet, alg, …), or nobody needs
+them."""
 _INET = (2, 10)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
@@ -92,7 +92,7 @@ _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 
 Instruction = tuple[int, int, int, int]
-"""code, jump if true, jump if false, constant."""
+"""Code, jump if true, jump if false, constant."""
 
 
 def supported() -> bool:
@@ -103,8 +103,8 @@ def supported() -> bool:
 def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True) -> bytes:
     """The filter for one architecture, as packed `struct sock_filter`s.
 
-    Where no namespace does it, `inet` False takes the internet's sockets away, and `ipc` False the objects of System V
-    and the message queues, which belong to the machine and outlive their makers.
+    For slots without namespaces: `inet` False removes the internet's sockets, `ipc` False System V objects and message
+    queues, which belong to the machine and outlive their makers.
     """
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -132,7 +132,7 @@ def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = T
 
 
 def install(*, inet: bool = True, ipc: bool = True) -> None:
-    """Bind this process and all it starts to the filter. Needs `no new privileges` to be set."""
+    """Bind this process and all it starts to the filter. Needs `no new privileges`."""
     syscalls.install_filter(program(inet=inet, ipc=ipc))
 
 
@@ -147,6 +147,6 @@ def _unless(values: Sequence[int], verdict: int) -> list[Instruction]:
 
 
 def _clause(call: int, argument: int, body: list[Instruction]) -> list[Instruction]:
-    """For one call: look at an argument (its low half), then allow what the body did not refuse."""
+    """For one call: test the low half of an argument, then allow what the body did not refuse."""
     inner = [(_LOAD, 0, 0, argument), *body, (_RETURN, 0, 0, _ALLOW)]
     return [(_EQUAL, 0, len(inner), call), *inner]

@@ -1,14 +1,14 @@
 """The root file system of a slot: which trees it has, what lies below them, and how they are mounted.
 
-A root is one overlay per *tree*. An image directory is one tree, `/`. Without an image the root is an allow-list: a
-generated skeleton for `/` (see `skeleton.py`), the host's `/usr` as a second tree, and the host's `/bin`, `/lib`, … as
-the links or directories they are there. Nothing else of the host is visible but what a spec mounts read-only.
+A root is one overlay per *tree*. An image is one tree, `/`. Without an image the root is an allow-list: a generated
+base system for `/` (see `host.py`), the host's `/usr` as a second tree, and the host's `/bin`, `/lib`, … as the links
+or directories they are there. Nothing else of the host is visible except the read-only mounts of a spec.
 
 The server has pivoted into a root of its own before anything here runs:
 
     /host        the host's file system          /slots/N    one tmpfs per slot or sealed layer: u/TREE w/TREE
-    /skeleton    the generated lower, and what   /lower/K    host directories, owners mapped where the rung can
-                 all slots have at /dev
+    /skeleton    the base system, and the /dev   /lower/K    host directories, with owners mapped if the rung can
+                 that all slots share
 
 Everything is mounted in the server's private mount namespace, so it is gone when the server is.
 """
@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .. import syscalls
+from ..layers.layer_store import Tree
 from ..syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
-from . import init_steps
-from .init_steps import Do, Step
+from . import native_init
+from .native_init import BuildStep, Do
 
 HOST = "/host"
 
@@ -38,17 +39,8 @@ _PROC_HIDDEN = ("kcore", "keys", "key-users", "timer_list", "kallsyms", "kmsg", 
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """One overlay of a root: where it is mounted in the slot and what lies below all layers, topmost first."""
-
-    name: str
-    target: str
-    lowers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Bind:
-    """A directory (or file) of the server's view that a slot sees read-only."""
+    """A directory or file of the server's view that a slot sees read-only."""
 
     source: str
     target: str
@@ -56,7 +48,7 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """One overlay as it is to be mounted."""
+    """One overlay to be mounted."""
 
     target: str
     lowers: tuple[str, ...]
@@ -79,7 +71,7 @@ class RootPlan:
 class Lowers:
     """Host directories prepared as lowers and mounts, each once per server.
 
-    With `idmap` (a user namespace) the files' owners are seen through it, so that the host's root is the slot's root.
+    With `idmap` (a user namespace) owners of files are seen through it, so that the host's root is the slot's root.
     """
 
     def __init__(self, idmap: int | None) -> None:
@@ -87,7 +79,8 @@ class Lowers:
         self._known: dict[tuple[str, tuple[int, int]], str] = {}
 
     def get(self, path: str) -> str:
-        """Where the host's `path` is to be found. Raises OSError when it is missing or cannot be mapped."""
+        """The path under which the host's `path` can be mounted. Raises OSError if it is missing or cannot be
+        mapped."""
         source = f"{HOST}{path}"
         status = os.stat(source)
         key = (path, (status.st_dev, status.st_ino))
@@ -104,7 +97,7 @@ class Lowers:
         try:
             tree, recursive = syscalls.open_tree(source), False
         except OSError:
-            # Without root, a directory with mounts of the host below it can only be taken whole.
+            # Without root, a directory that has mounts below it can only be taken whole.
             tree, recursive = syscalls.open_tree(source, recursive=True), True
         try:
             flags = MS_RDONLY | MS_NOSUID | MS_NODEV  # the attributes of mount_setattr have the same bits
@@ -116,27 +109,26 @@ class Lowers:
 
 
 def prepare_shared() -> None:
-    """Mount what every slot has the same, once: its /dev, and the empty directory that hides others.
+    """Mount what all slots share, once: their /dev, and the empty directory that hides others.
 
-    Read-only, since slots share it. Each file system that a slot need not have of its own is memory saved in every
-    control group of the machine, which keeps a list for each.
+    Read-only, since slots share it. Each file system less per slot saves memory in every control group of the machine,
+    which keeps a list for each.
     """
     read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC
-    work = [
-        Step(Do.MKDIR, (_DEV,), 0o755),
-        init_steps.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64"),
-    ]
+    os.mkdir(_DEV, 0o755)
+    syscalls.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
     for name in _DEVICES:
-        work.append(Step(Do.CREATE, (f"{_DEV}/{name}",), 0o666))
-        work.append(init_steps.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND))
-    work += [Step(Do.MKDIR, (f"{_DEV}/{name}",), 0o755) for name in ("pts", "shm")]
+        os.close(os.open(f"{_DEV}/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        syscalls.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND)
+    for name in ("pts", "shm"):
+        os.mkdir(f"{_DEV}/{name}", 0o755)
     for name, target in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"),
                          ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):  # fmt: skip
-        work.append(Step(Do.SYMLINK, (target, f"{_DEV}/{name}")))
-    work.append(init_steps.mount("none", _DEV, flags=read_only))
-    work += [Step(Do.MKDIR, (_EMPTY,), 0o555), init_steps.mount(_EMPTY, _EMPTY, flags=MS_BIND)]
-    work.append(init_steps.mount("none", _EMPTY, flags=read_only | MS_NODEV))
-    init_steps.perform(work)
+        os.symlink(target, f"{_DEV}/{name}")
+    syscalls.mount("none", _DEV, flags=read_only)
+    os.mkdir(_EMPTY, 0o555)
+    syscalls.mount(_EMPTY, _EMPTY, flags=MS_BIND)
+    syscalls.mount("none", _EMPTY, flags=read_only | MS_NODEV)
 
 
 def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
@@ -146,84 +138,84 @@ def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
 
 
 def system_directories() -> list[str]:
-    """Which of the top-level system directories are directories on this host."""
+    """The top-level system directories that are directories on this host."""
     paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
     return [name for name, path in paths.items() if os.path.isdir(path) and not os.path.islink(path)]
 
 
 def system_links() -> dict[str, str]:
-    """Which of the top-level system directories are links on this host, and where they point."""
+    """The top-level system directories that are links on this host, with their targets."""
     paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
     return {name: os.readlink(path) for name, path in paths.items() if os.path.islink(path)}
 
 
-def build(plan: RootPlan, place: int) -> Iterator[Step]:
-    """Mount the root at `plan.stage` and make it the process's `/`. For the slot's own mount namespace.
+def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
+    """Mount the root at `plan.stage` and make it the process's `/`, in the slot's own mount namespace.
 
     `place` and the number after it are free for descriptors.
     """
     root, inside = place, place + 1
-    yield init_steps.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
+    yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:
         yield _overlay(overlay, plan)
-    yield Step(Do.CHANGE_DIRECTORY, (plan.stage,))
-    yield Step(Do.OPEN, (".",), root)
+    yield BuildStep(Do.CHANGE_DIRECTORY, (plan.stage,))
+    yield BuildStep(Do.OPEN, (".",), root)
     yield from _dev(plan)
     yield from _proc()
-    # Places below the root are opened inside it, so that no link which a layer of the slot holds leads out of it.
-    yield Step(Do.OPEN_INSIDE, ("tmp",), inside, root)
+    # Opened inside the root, so that no link in a layer of the slot leads out of it.
+    yield BuildStep(Do.OPEN_INSIDE, ("tmp",), inside, root)
     yield from _volatile(plan, f"/proc/self/fd/{inside}")
     for bind in plan.binds:
         target = bind.target.lstrip("/")
-        if target.startswith("tmp/"):  # fresh and empty, so no link can be on the way
+        if target.startswith("tmp/"):  # fresh and empty, so it holds no links
             names = target.split("/")
-            yield from (Step(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
-        yield Step(Do.OPEN_INSIDE, (target,), inside, root)
-        yield init_steps.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
-    yield Step(Do.BECOME_ROOT)
+            yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
+        yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
+        yield native_init.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
+    yield BuildStep(Do.BECOME_ROOT)
 
 
-def _overlay(overlay: Overlay, plan: RootPlan) -> Step:
+def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
     options = [f"lowerdir={':'.join(overlay.lowers)}", f"upperdir={overlay.upper}", f"workdir={overlay.work}"]
-    # Without these a layer would hold links to the layers below it, and could not be cut to a view of itself.
+    # Without these options a layer would refer to the layers below it, and could not be cut to a view.
     options += ["userxattr"] if plan.user_xattrs else ["redirect_dir=nofollow", "metacopy=off", "index=off", "volatile"]
     target = plan.stage + overlay.target.rstrip("/")
-    return init_steps.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
+    return native_init.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
 
 
-def _volatile(plan: RootPlan, tmp: str) -> Iterator[Step]:
-    """One file system for /dev/shm and /tmp, which are in no snapshot; its size is the limit of both together."""
+def _volatile(plan: RootPlan, tmp: str) -> Iterator[BuildStep]:
+    """Mount one file system for /dev/shm and /tmp, which are in no snapshot; its size limits both together."""
     options = f"size={plan.tmp_bytes},mode=755"
-    yield init_steps.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    yield native_init.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name in ("tmp", "shm"):
-        yield Step(Do.MKDIR, (f"{_SHM}/{name}",), 0o1777)
-        yield Step(Do.OWN, (f"{_SHM}/{name}",), plan.owner)
-    yield init_steps.mount(f"{_SHM}/tmp", tmp, flags=MS_BIND)  # noqa: S108 - of the slot
-    yield init_steps.mount(f"{_SHM}/shm", _SHM, flags=MS_BIND)
+        yield BuildStep(Do.MKDIR, (f"{_SHM}/{name}",), 0o1777)
+        yield BuildStep(Do.OWN, (f"{_SHM}/{name}",), plan.owner)
+    yield native_init.mount(f"{_SHM}/tmp", tmp, flags=MS_BIND)  # noqa: S108 - of the slot
+    yield native_init.mount(f"{_SHM}/shm", _SHM, flags=MS_BIND)
 
 
-def _dev(plan: RootPlan) -> Iterator[Step]:
-    yield init_steps.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
+def _dev(plan: RootPlan) -> Iterator[BuildStep]:
+    yield native_init.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
     options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner}"
-    yield init_steps.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+    yield native_init.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
 
 
-def _proc() -> Iterator[Step]:
-    yield init_steps.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+def _proc() -> Iterator[BuildStep]:
+    yield native_init.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     read_only, directories, files = _kernel_entries()
     for name in read_only:
-        yield init_steps.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
-        yield init_steps.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
+        yield native_init.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
+        yield native_init.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
     for name in directories:
-        yield init_steps.mount(_EMPTY, f"proc/{name}", flags=MS_BIND)
+        yield native_init.mount(_EMPTY, f"proc/{name}", flags=MS_BIND)
     for name in files:
-        yield init_steps.mount("dev/null", f"proc/{name}", flags=MS_BIND)
+        yield native_init.mount("dev/null", f"proc/{name}", flags=MS_BIND)
 
 
 @functools.cache
 def _kernel_entries() -> tuple[list[str], list[str], list[str]]:
-    """What every /proc of this kernel has: what is made read-only, and which directories and files are hidden."""
+    """The entries of every /proc of this kernel: those to make read-only, the directories and the files to hide."""
     read_only = [name for name in _PROC_READ_ONLY if os.path.lexists(f"/proc/{name}")]
     directories = [name for name in _PROC_HIDDEN if os.path.isdir(f"/proc/{name}")]
     files = [name for name in _PROC_HIDDEN if os.path.lexists(f"/proc/{name}") and name not in directories]

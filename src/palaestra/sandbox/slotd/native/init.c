@@ -1,13 +1,13 @@
-/* Pid 1 of a slot: builds the slot around itself by the steps it is given (steps.c), then starts commands, reaps, kills
- * trees. The native twin of init.py. It exists for its size: a few dozen kilobytes per idle slot instead of megabytes,
- * and nothing of the server's memory to copy when a slot is made.
+/* Pid 1 of a slot: builds the slot around itself by the steps it is given (steps.c), then starts commands, reaps
+ * processes and kills process trees. It is native code for its size: a few dozen kilobytes per idle slot instead of
+ * megabytes, and none of the server's memory to copy when a slot is made.
  *
- * Descriptor 3 is the control socket, a SOCK_SEQPACKET; orders and reports are described in orders.py. One more such
- * socket, the line, may come with an order; who gives an order is told what becomes of it, and names what it starts.
- * Run as `init --version` it exits with 100 + the version of those structs, by which the server finds out that it runs
- * here.
+ * Descriptor 3 is the control socket, a SOCK_SEQPACKET; protocol/init_messages.py describes orders and reports. An
+ * order may bring a second such socket, the line. Reports on a command go to the socket from which its order came, and
+ * each side has names of its own for the commands it starts. Run as `init --version` it exits with 100 + the version of
+ * those structs, by which the server finds out that it runs here.
  *
- * Not for anything that needs a library: it is linked statically and may run over any root file system.
+ * It uses no library: it is linked statically and may run over any root file system.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -55,12 +55,12 @@ struct report {
     int64_t cpu_us, max_rss_bytes;
 };
 
-_Static_assert(sizeof(struct order) == 12, "as in orders.py");
-_Static_assert(sizeof(struct report) == 32, "as in orders.py");
+_Static_assert(sizeof(struct order) == 12, "as in init_messages.py");
+_Static_assert(sizeof(struct report) == 32, "as in init_messages.py");
 
 /* ---- Commands that run: their main process and when it was started, in clock ticks since boot. */
 
-/* When, in ticks since boot, and the last pid that had been given out by then; zeros are always. */
+/* A time in ticks since boot, and the last pid given out by then; zeros mean the beginning. */
 struct moment {
     int64_t ticks, pid;
 };
@@ -69,8 +69,8 @@ struct command {
     pid_t pid;
     uint32_t name;
     unsigned long long started;
-    int asker; /* the socket over which its order came */
-    int at_end; /* what is left of it, and is younger than a moment, is to be killed when its main process ends */
+    int asker; /* the socket from which its order came */
+    int at_end; /* whether the rest of its tree, if younger than a moment, is killed when its main process ends */
     struct moment after;
 };
 
@@ -221,7 +221,7 @@ failed:
     _exit(127);
 }
 
-/* Takes the order apart and starts the command; `data` ends with a NUL. */
+/* Parses the order and starts the command; `data` ends with a NUL. */
 static void spawn(char *data, size_t size, int *fds, int asker) {
     const struct order *order = (const struct order *)data;
     struct start start = {.order = order, .places = (uint8_t *)data + sizeof *order, .fds = fds};
@@ -266,7 +266,7 @@ static void spawn(char *data, size_t size, int *fds, int asker) {
     free(strings);
 }
 
-/* ---- Killing what a command has started, and nothing else; the rules are those of killing.py. */
+/* ---- Killing what a command has started, and nothing else; process_tree.py describes the rules. */
 
 struct process {
     pid_t pid, parent, session;
@@ -364,7 +364,7 @@ static double seconds(void) {
     return now.tv_sec + now.tv_nsec / 1e9;
 }
 
-/* Kills until nothing of the command lives. 1 when only killing everything in the slot could do it. */
+/* Kills until no process of the command lives. Returns 1 if it had to kill everything in the slot for that. */
 static int kill_tree(struct command command, struct moment after, int spare) {
     double deadline = seconds() + KILL_PATIENCE_S;
     while (seconds() < deadline) {
@@ -381,7 +381,7 @@ static int kill_tree(struct command command, struct moment after, int spare) {
     return 1;
 }
 
-/* Its main process has ended, and has been reported: the rest of its tree. */
+/* Kills the rest of a command whose main process has ended and has been reported. */
 static void kill_rest(struct command ended) {
     int swept = kill_tree(ended, ended.after, 1);
     report(ended.asker, (struct report){.kind = REPORT_KILLED, .command = ended.name, .flag = swept});
@@ -410,9 +410,9 @@ static void signal_command(uint32_t name, int number, int asker) {
 
 /* ---- The loop. */
 
-static int line = -1; /* the second socket for orders, if there is one */
+static int line = -1; /* the second socket for orders; -1 if there is none */
 
-/* The moment that follows a KILL, if one does. */
+/* The moment in a KILL, if it has one. */
 static struct moment moment(const char *data, size_t size) {
     struct moment after = {0, 0};
     if (size >= sizeof(struct order) + sizeof after)
@@ -451,7 +451,7 @@ static void obey_long(int *fds, int asker) {
     munmap(data, size + 1);
 }
 
-/* One order; 0 when who gives them has closed the socket. */
+/* Takes one order; returns 0 when the other side has closed the socket. */
 static int take(int asker) {
     static _Alignas(struct order) char data[MAX_DATAGRAM + 4096];
     char ancillary[CMSG_SPACE(sizeof(int) * MAX_FDS)];
@@ -481,7 +481,7 @@ static int take(int asker) {
     return 1;
 }
 
-/* Performs the steps in the file at LIST, and lets go of everything that they needed. */
+/* Performs the steps in the file at LIST and closes the descriptors that they needed. */
 static int build(void) {
     struct stat status;
     const char *failed = "cannot read the steps";
@@ -511,7 +511,7 @@ int main(int count, char **arguments) {
     if (count > 1 && !strcmp(arguments[1], "--build") && build() < 0)
         return 1;
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
-    for (int number = 1; number < 32; number++) /* commands inherit it; pid 1 is spared what would end others */
+    for (int number = 1; number < 32; number++) /* commands inherit this; the kernel spares pid 1 the default action */
         signal(number, SIG_DFL);
     sigset_t mask;
     sigemptyset(&mask);
@@ -531,7 +531,7 @@ int main(int count, char **arguments) {
         if (watched[1].revents) {
             struct signalfd_siginfo gone[2];
             (void)!read(children, gone, sizeof gone); /* however many have ended, it is pending once */
-            reap(); /* and sleep: who gets a report may be waiting for this processor */
+            reap(); /* and sleep: the receiver of a report may be waiting for this processor */
         }
         if (watched[2].revents && !take(line)) {
             close(line);

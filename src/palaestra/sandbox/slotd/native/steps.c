@@ -1,5 +1,5 @@
-/* Builds and confines a slot by the steps that the server lists. The native twin of `perform` in steps.py, where the
- * operations and their encoding are described. Nothing is decided here; the first step that fails ends the slot.
+/* Builds and confines a slot by the steps that the server lists. namespaced/native_init.py describes the operations and
+ * their encoding. Nothing is decided here; the first step that fails ends the slot.
  */
 #define _GNU_SOURCE
 #include "steps.h"
@@ -26,8 +26,8 @@
 #include <unistd.h>
 
 enum {
-    JOIN = 1, UNSHARE, ENTER, MOUNT, MKDIR, CREATE, SYMLINK, WRITE, CHANGE_DIRECTORY, OPEN, OPEN_INSIDE, BECOME_ROOT,
-    HOST_NAME, LOOPBACK, LIMIT, BE_ROOT, PRCTL, KEEP_CAPABILITIES, FILTER, SESSION, UMASK, OWN,
+    JOIN = 1, UNSHARE, ENTER, MOUNT, MKDIR, WRITE, CHANGE_DIRECTORY, OPEN, OPEN_INSIDE, BECOME_ROOT, HOST_NAME, LOOPBACK,
+    LIMIT, BE_ROOT, PRCTL, KEEP_CAPABILITIES, FILTER, SESSION, UMASK, OWN,
 };
 
 enum { MAX_STRINGS = 4, LAST_CAPABILITY = 63 };
@@ -38,7 +38,7 @@ struct step {
     int64_t a, b;
 } __attribute__((packed));
 
-_Static_assert(sizeof(struct step) == 24, "as in steps.py");
+_Static_assert(sizeof(struct step) == 24, "as in native_init.py");
 
 static int write_file(const char *path, const char *text) {
     int fd = open(path, O_WRONLY | O_CLOEXEC);
@@ -62,12 +62,7 @@ static int join(const char *directory) {
     return write_file(path, "0");
 }
 
-static int create(const char *path, mode_t mode) {
-    int fd = open(path, O_CREAT | O_WRONLY | O_CLOEXEC, mode);
-    return fd < 0 ? -1 : close(fd);
-}
-
-/* Gives a new descriptor the number that later steps know it by. */
+/* Moves a new descriptor to the number by which later steps name it. */
 static int place(int fd, int number) {
     if (fd < 0)
         return -1;
@@ -154,8 +149,6 @@ static int perform_one(const struct step *step, char *const *text, const char *b
     case ENTER: return setns(step->a, step->b);
     case MOUNT: return mount(text[0], text[1], none_if_empty(text[2]), step->a, none_if_empty(text[3]));
     case MKDIR: return mkdir(text[0], step->a) < 0 && !(step->b && errno == EEXIST) ? -1 : 0;
-    case CREATE: return create(text[0], step->a);
-    case SYMLINK: return symlink(text[0], text[1]);
     case WRITE: return write_file(text[0], text[1]) < 0 && !step->a ? -1 : 0;
     case CHANGE_DIRECTORY: return chdir(text[0]);
     case OPEN: return place(open(text[0], O_PATH | O_CLOEXEC), step->a);

@@ -1,12 +1,12 @@
-"""Which hosts and ports a slot with a list may reach, and which addresses nobody may. Does no I/O.
+"""Which hosts and ports a slot with a list may reach, and which addresses no slot may. Does no I/O.
 
     example.org            this name, ports 80 and 443          10.0.0.0/8:5432     addresses, one port
     example.org:8443       this name, this port                 [2001:db8::1]:443   an address of version 6
     *.example.org:*        every name below it, every port      *                   every name
 
-A name is allowed as a name and then looked up by the proxy, which connects to the address that was checked. Addresses
-where clouds answer questions about the machine (and its credentials) are refused whatever the list says, and so is what
-a listed name cannot mean: a name that resolves to this host's loopback is an attack on it.
+A name is allowed as a name; the proxy resolves it and connects to the address that was checked. Refused whatever the
+list says are addresses where clouds serve metadata about the machine (and its credentials), and addresses that a listed
+name cannot mean: a name that resolves to this host's loopback is an attack on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Range = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 PROXY_PORT = 3128
-"""On the loopback of every slot with a list; nobody else listens in its network unless the slot itself does."""
+"""On the loopback of every slot with a list; nothing else listens in its network unless the slot itself does."""
 
 _USUAL_PORTS = frozenset({80, 443})
 
@@ -35,7 +35,7 @@ METADATA: tuple[Range, ...] = tuple(
         "192.0.0.192/32",  # Oracle
     )
 )
-"""Where clouds answer questions about the machine, and about its credentials."""
+"""Where clouds serve metadata about the machine, and its credentials."""
 
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "metadata.goog", "instance-data"})
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
@@ -43,14 +43,14 @@ _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One entry: a name (`*.` before it: all below), or a range of addresses; `ports` None is every port."""
+    """One entry: a name (`*.` before it: all names below), or a range of addresses; `ports` None is every port."""
 
     name: str
     range: Range | None
     ports: frozenset[int] | None
 
     def covers(self, host: str, port: int) -> bool:
-        """Whether a host, as it was asked for, is this entry's."""
+        """Whether the entry covers a host as it was asked for."""
         if self.ports is not None and port not in self.ports:
             return False
         address = literal(host)
@@ -62,7 +62,7 @@ class Rule:
 
 
 def parse(entry: str) -> Rule:
-    """One entry of a list. Raises ValueError for one that means nothing."""
+    """One entry of a list. Raises ValueError for an invalid one."""
     host, ports = _split(entry.strip())
     bare = host[2:] if host.startswith("*.") else host
     if host == "*":
@@ -85,17 +85,17 @@ def _split(entry: str) -> tuple[str, frozenset[int] | None]:
     if port == "*":
         return host, None
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{entry!r} has no port that exists")
+        raise ValueError(f"{entry!r} has no valid port")
     return host, frozenset({int(port)})
 
 
 def normal(host: str) -> str:
-    """A host name as names are compared: lower case, in the alphabet of the DNS, without the root's dot."""
+    """A host name in the form in which names are compared: lower case, in the DNS alphabet, without the root's dot."""
     host = host.strip("[]").rstrip(".").lower()
     try:
         return host if host.isascii() else host.encode("idna").decode("ascii")
     except UnicodeError:
-        raise ValueError(f"{host!r} is no host name") from None
+        raise ValueError(f"{host!r} is not a host name") from None
 
 
 def literal(host: str) -> Address | None:
@@ -107,38 +107,38 @@ def literal(host: str) -> Address | None:
 
 
 def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
-    """Why a host may not be reached, before it is looked up; None where it may be tried."""
+    """Why a host may not be reached, before it is resolved; None if it may be tried."""
     address = literal(host)
     if is_metadata_name(host) or (address is not None and is_metadata(address)):
-        return f"{host} answers questions about the machine; no slot reaches it"
+        return f"{host} serves cloud metadata; no slot may reach it"
     if not any(rule.covers(host, port) for rule in rules):
         return f"{host}:{port} is not on this slot's list of hosts"
     return None
 
 
 def address_refusal(host: str, address: Address) -> str | None:
-    """Why an address, found for a host that is on the list, may not be connected to; None where it may."""
+    """Why an address of a listed host may not be connected to; None if it may."""
     if is_metadata(address):
-        return f"{host} is {address}, which answers questions about the machine; no slot reaches it"
+        return f"{host} is {address}, which serves cloud metadata; no slot may reach it"
     if literal(host) is not None or host == "localhost":
-        return None  # the list names it as what it is
+        return None  # the list names it explicitly
     if any(one.is_loopback or one.is_unspecified or one.is_multicast for one in meanings(address)):
-        return f"{host} is {address}, which is no host of the network; list the address if it is meant"
+        return f"{host} is {address}, which is not a host of the network; list the address if you mean it"
     return None
 
 
 def is_metadata_name(host: str) -> bool:
-    """Whether a host is a name at which clouds answer questions about the machine."""
+    """Whether a host is a name at which clouds serve metadata."""
     return host in _METADATA_NAMES
 
 
 def is_metadata(address: Address) -> bool:
-    """Whether an address, however it is written, is one at which they do."""
+    """Whether an address, however it is written, is one at which clouds serve metadata."""
     return any(one in network for one in meanings(address) for network in METADATA if one.version == network.version)
 
 
 def meanings(address: Address) -> list[Address]:
-    """The address, and that of version 4 which it stands for in one of the ways to write one inside the other."""
+    """The address, and the address of version 4 that it contains in one of the standard ways."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inner = [address.ipv4_mapped, address.sixtofour, address.teredo[1] if address.teredo else None]

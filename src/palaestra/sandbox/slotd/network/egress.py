@@ -1,6 +1,6 @@
 """The server's side of slots with a list of hosts: their listening sockets, and the process that serves them.
 
-The process is forked when the first such slot is made, and again should it have died: the server keeps the listeners.
+The process is forked when the first such slot is made, and again if it has died: the server keeps the listeners.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import socket
 from dataclasses import dataclass
 
 from .. import syscalls
-from ..event_loop import Loop
+from ..event_loop import EpollLoop
 from ..namespaced.rootfs import HOST
-from ..server_slot import Slot
+from ..server_slot import ServerSlot
 from .allowlist import PROXY_PORT
 
 _RETRY_S = 0.5
@@ -26,26 +26,26 @@ class _Gate:
     listener: int
 
 
-class Gates:
-    """All lists of one server."""
+class EgressGates:
+    """The listeners and lists of all slots of one server."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EpollLoop) -> None:
         self._loop = loop
         self._gates: dict[str, _Gate] = {}
         self._control: socket.socket | None = None
         self._pid = self._process = -1
 
-    def open(self, slot: Slot, allow: list[str]) -> None:
-        """Give a slot its way out. Raises OSError where its network cannot be entered."""
-        name = slot.lease.name
+    def open(self, slot: ServerSlot, allow: list[str]) -> None:
+        """Open a slot's way out. Raises OSError if its network cannot be entered."""
+        name = slot.name
         self._gates[name] = _Gate(allow, slot.make_socket(_listen).detach())
         if self._control is None:
             self._fork()
         else:
-            self._tell(name)
+            self._send_gate(name)
 
     def close(self, slot: str) -> None:
-        """The slot is dead. One without a list is fine."""
+        """Close a dead slot's way out, if it has one."""
         gate = self._gates.pop(slot, None)
         if gate is not None:
             os.close(gate.listener)
@@ -62,13 +62,13 @@ class Gates:
         self._control, self._process = ours, os.pidfd_open(self._pid)
         self._loop.watch(self._process, self._on_death)
         for slot in self._gates:
-            self._tell(slot)
+            self._send_gate(slot)
 
-    def _tell(self, slot: str) -> None:
+    def _send_gate(self, slot: str) -> None:
         assert self._control is not None
         gate = self._gates[slot]
         message = json.dumps({"slot": slot, "allow": gate.allow}).encode()
-        with contextlib.suppress(OSError):  # it has died; the next one is told
+        with contextlib.suppress(OSError):  # it has died; the next one gets all listeners
             socket.send_fds(self._control, [message], [gate.listener])
 
     def _on_death(self) -> None:
@@ -86,7 +86,8 @@ class Gates:
 
 
 def _become_proxy(control: socket.socket) -> None:
-    """In the child. The host's files have to be in sight: what a proxy imports, and how names are looked up."""
+    """Serve as the proxy, in the child. It needs the host's files: modules that it imports, and the resolver's
+    settings."""
     try:
         syscalls.set_name("slot-proxy")
         root = HOST if os.path.isdir(HOST) else None

@@ -1,10 +1,10 @@
-"""Forwards HTTP requests in absolute form and CONNECT to where a judge lets them: what the proxies of this project do.
+"""Forwards HTTP requests in absolute form and CONNECT to destinations that a judge allows.
 
-`proxy.py` runs it for slots, in a process of its own; what else on the machine needs a way out with rules runs it too.
-Whoever has a listener hands over each connection.
+`proxy.py` runs it for slots in a process of its own; other proxies of this project run it too. The owner of a listener
+passes each connection to `Forwarder.accept`.
 
-Invariant: a host is judged as it was asked for, every address found for it is judged, and the address that was judged
-is the one that is connected to. Nothing is asked twice, so no second look-up can answer otherwise.
+Invariant: a host is judged as it was asked for, every address found for it is judged, and the judged address is the one
+that is connected to. Nothing is resolved twice, so no second look-up can give another answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Protocol
 
 from . import allowlist
 
-NAME = "palaestra"
-"""Says in `Proxy-Status` that an answer is the proxy's own (RFC 9209)."""
+PROXY_NAME = "palaestra"
+"""Marks an answer in `Proxy-Status` as the proxy's own (RFC 9209)."""
 HEAD_BYTES = 64 << 10
 _PIECE_BYTES = 64 << 10
 _HEAD_PATIENCE_S, _CONNECT_PATIENCE_S, _IDLE_PATIENCE_S = 30.0, 20.0, 600.0
@@ -29,7 +29,7 @@ _HOP_BY_HOP = ("connection", "keep-alive", "proxy-connection", "proxy-authorizat
 
 
 class Refused(Exception):
-    """An answer instead of a connection: a status of HTTP and a line that a person can read."""
+    """An answer instead of a connection: an HTTP status and a line for people to read."""
 
     def __init__(self, status: str, text: str, header: str = "") -> None:
         super().__init__(text)
@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 class Judge(Protocol):
-    """Says why a host, or an address found for it, may not be reached; None where it may."""
+    """Why a host, or an address found for it, may not be reached; None if it may."""
 
     def refusal(self, host: str, port: int) -> str | None: ...
 
@@ -45,9 +45,9 @@ class Judge(Protocol):
 
 
 class Forwarder:
-    """One way out. `most` connections at a time; with a `key`, only for who sends it (RFC 9110, 11.7.2).
+    """Serves at most `most` connections at a time; with a `key`, only clients that send it (RFC 9110, 11.7.2).
 
-    `refused` is told the host, the port and the reason of every connection that is not made.
+    `refused` gets the host, the port and the reason of every refused connection.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Forwarder:
         self._connections: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
-        """Break all connections."""
+        """Close all connections."""
         for connection in self._connections:
             connection.cancel()
 
     async def accept(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Answer one connection to the end. The reader's limit must be `HEAD_BYTES`."""
+        """Serve one connection to its end. The reader's limit must be `HEAD_BYTES`."""
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
@@ -79,10 +79,10 @@ class Forwarder:
         except Refused as refused:
             body = f"{refused.text}\n".encode(errors="replace")
             head = f"HTTP/1.1 {refused.status}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
-            head += f"Proxy-Status: {NAME}; error=http_request_denied\r\n{refused.header}"
+            head += f"Proxy-Status: {PROXY_NAME}; error=http_request_denied\r\n{refused.header}"
             writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # one side has gone, or the slot has
+            pass  # one side, or the slot, is gone
         finally:
             self._connections.discard(task)
             writer.close()
@@ -119,11 +119,11 @@ class Forwarder:
         lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
         given = [value.strip() for name, _, value in lines if name.strip().lower() == b"proxy-authorization"]
         if self._key and not any(hmac.compare_digest(each[:6].lower() + each[6:], wanted) for each in given):
-            header = f'Proxy-Authenticate: Basic realm="{NAME}"\r\n'
+            header = f'Proxy-Authenticate: Basic realm="{PROXY_NAME}"\r\n'
             raise Refused("407 Proxy Authentication Required", "this proxy is not for you", header)
 
     async def _connect(self, host: str, port: int) -> tuple[StreamReader, StreamWriter]:
-        """Look the host up, check every address, connect to the first that answers."""
+        """Resolve the host, judge every address, connect to the first that answers."""
         if (why := self._judge.refusal(host, port)) is not None:
             raise Refused("403 Forbidden", why)
         failure: object = "it has no address"
@@ -154,7 +154,7 @@ class Forwarder:
 
 
 def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
-    """Method, host, port, and the request as the far side is to see it (RFC 9112, 3.2). Raises `Refused`."""
+    """Method, host, port, and the request as it is forwarded (RFC 9112, 3.2). Raises `Refused`."""
     lines = head[:-4].decode("latin-1").split("\r\n")
     try:
         method, target, version = lines[0].split(" ")

@@ -1,12 +1,12 @@
-"""Keeps slots that share the host's network from the addresses where clouds answer questions about the machine.
+"""Keeps slots that share the host's network from addresses where clouds serve metadata about the machine.
 
-By programs that the kernel runs for the sockets of a control group (bpf(2), bpf-cgroup): one refuses what is sent to
-these addresses, whatever way it took, and four refuse to connect, so that a program sees an error and not a silence.
-They are gone with the group, so nothing has to be undone when the server is killed. Port 53 stays open: on some clouds
-the same address is the resolver.
+It uses programs that the kernel runs for the sockets of a control group (bpf(2), bpf-cgroup): one refuses packets to
+these addresses, whatever way they took, and four refuse to connect, so that a program gets an error and not silence.
+They go with the group, so nothing has to be undone when the server is killed. Port 53 stays open: on some clouds the
+same address is the resolver.
 
-Needs root and a control group of version 2, with or without controllers. Not for slots without network, which have no
-way there, nor for those with a list of hosts, whose proxy refuses (`allowlist.py`).
+Needs root and a control group of version 2, with or without controllers. Slots without network cannot reach these
+addresses, and the proxy refuses them to those with a list of hosts (`allowlist.py`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class _Hook(IntEnum):
 
     @property
     def kind(self) -> int:
-        """The type of its programs (enum bpf_prog_type): CGROUP_SKB or CGROUP_SOCK_ADDR."""
+        """The type of its program (enum bpf_prog_type): CGROUP_SKB or CGROUP_SOCK_ADDR."""
         return 8 if self is _Hook.EGRESS else 18
 
     @property
     def version(self) -> int:
-        """Of the addresses that a program for connections is given."""
+        """The IP version of the addresses that a program for connections gets."""
         return 4 if self in (_Hook.CONNECT4, _Hook.SENDMSG4) else 6
 
 
 @dataclass(frozen=True, slots=True)
 class _Jump:
-    """To a label, where 32 bits of a register equal a number; always, where the register is None."""
+    """To a label, if 32 bits of a register equal a number; always, if the register is None."""
 
     label: str
     register: int | None = None
@@ -61,30 +61,30 @@ _Code = list[bytes | _Jump | str]
 
 _LOAD, _STORE, _COPY, _SET, _ADD, _AND, _CALL, _EXIT = 0x61, 0x7A, 0xBF, 0xB7, 0x07, 0x54, 0x85, 0x95
 _JUMP, _JUMP_IF_EQUAL = 0x05, 0x16
-"""Instructions: 64 bits, but for a load, an AND and a comparison of 32."""
+"""Instructions of 64 bits, except a load, an AND and a comparison of 32."""
 
 _LOAD_BYTES = 26
 """The helper that copies a part of a packet (bpf_skb_load_bytes)."""
 
 _DESTINATION = {4: (16, 4), 6: (24, 16)}
-"""Where the address lies in a packet's head: offset and size."""
+"""Offset and size of the address in a packet's header."""
 
 _PORTS = {4: (20, (0, (0x45,))), 6: (40, (6, (6, 17)))}
-"""The size of a head; which byte of it says that ports follow at once, and by which values: a head without options; TCP
-or UDP next."""
+"""The size of a header; which byte of it shows, by which values, that ports follow: a header without options; TCP or
+UDP."""
 
 _CONTEXT = {4: (4,), 6: (8, 12, 16, 20)}
-"""Where the words of the address lie in what a program for connections is given (struct bpf_sock_addr)."""
+"""Offsets of the words of the address in the context of a program for connections (struct bpf_sock_addr)."""
 
 
 class Guard:
-    """The programs, loaded once. Raises OSError where this kernel does not take them."""
+    """The programs, loaded once. Raises OSError if this kernel does not accept them."""
 
     def __init__(self) -> None:
         self._programs = {hook: _load(hook) for hook in _Hook}
 
     def attach(self, directory: str) -> None:
-        """Guard the processes of a control group of version 2, now and later."""
+        """Guard the present and future processes of a control group of version 2."""
         group = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for hook, program in self._programs.items():
@@ -109,7 +109,7 @@ def _bpf(command: int, attributes: bytes, what: str) -> int:
 
 
 def _connections(version: int) -> _Code:
-    """r1 is the context; the address is compared as it is, in the order of the network."""
+    """r1 is the context; the address is compared in network byte order."""
     code: _Code = [_instruction(_LOAD, 2, 1, 24), _Jump("allow", 2, _network_order(_DNS_PORT, 2))]
     for number, network in enumerate(_networks(version)):
         code += _compare([_instruction(_LOAD, 2, 1, offset) for offset in _CONTEXT[version]], network, f"next{number}")
@@ -117,9 +117,9 @@ def _connections(version: int) -> _Code:
 
 
 def _packets() -> _Code:
-    """r6 is the packet, which starts with its IP head; what is read of it lies on the stack.
+    """r6 is the packet, which starts with its IP header; parts of it are copied to the stack.
 
-    A packet whose ports do not follow its head at once is not for DNS.
+    A packet whose ports do not follow its header directly does not count as DNS.
     """
     code: _Code = [_instruction(_COPY, 6, 1), *_read(0, 1), _instruction(_AND, 2, 0, 0, 0xF0)]
     code += [_Jump("version4", 2, 0x40), _Jump("version6", 2, 0x60), _Jump("allow")]
@@ -140,7 +140,7 @@ def _networks(version: int) -> list[Range]:
 
 
 def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
-    """Refuse where the words of an address, each loaded into r2 by its instruction, are in a network."""
+    """Refuse if the words of an address, each loaded into r2 by its instruction, are in a network."""
     code: _Code = []
     address, mask = network.network_address.packed, network.netmask.packed
     last = max(word for word in range(len(words)) if mask[4 * word] or mask[4 * word : 4 * word + 4] != bytes(4))
@@ -155,7 +155,7 @@ def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
 
 
 def _read(offset: int, size: int) -> _Code:
-    """A part of the packet r6 to the last 16 bytes of the stack, its first word to r2; zeros where it is shorter."""
+    """Copy a part of the packet r6 to the last 16 bytes of the stack, its first word to r2; zeros if it is shorter."""
     clear = [_instruction(_STORE, 10, 0, place, 0) for place in (-16, -8)]
     copy = [_instruction(_COPY, 1, 6), _instruction(_SET, 2, 0, 0, offset), _instruction(_COPY, 3, 10)]
     copy += [

@@ -1,18 +1,18 @@
 """The proxy of slots with a list of hosts: a process of its own, in the host's network.
 
-Such a slot has an empty network and one thing in it, a listening socket on its loopback that this process accepts on.
-HTTP requests in absolute form and CONNECT are answered as the list says; there is no other way out, no DNS included.
+Such a slot has an empty network with one listening socket on its loopback, on which this process accepts. It answers
+HTTP requests in absolute form and CONNECT according to the list; there is no other way out, not even DNS.
 
-It reads what an agent writes, so it keeps nothing that is worth having: the server forks it, it closes all but its
-control socket, leaves root, and knows lists and listeners. What it cannot see is which of several hosts behind one
-address and name an encrypted connection is for: a listed name is a listed operator.
+It reads what an agent writes, so it holds nothing of value: the server forks it, it closes all but its control socket,
+leaves root, and knows lists and listeners. It cannot see which of several hosts behind one address and name an
+encrypted connection is for: to list a name is to trust its operator.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import encodings.idna  # noqa: F401 - nothing can be imported once root is left
+import encodings.idna  # noqa: F401 - afterwards the user may not read modules
 import json
 import os
 import signal
@@ -35,7 +35,7 @@ _NOBODY = 65534
 
 
 def run(control: socket.socket) -> NoReturn:
-    """The life of the process, in the child of a fork, whose root is the host's."""
+    """The life of the process, in the child of a fork, whose root is the host's. Never returns."""
     status = 1
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -43,7 +43,7 @@ def run(control: socket.socket) -> NoReturn:
         control.detach()
         syscalls.close_from(4)
         resolver = ThreadPoolExecutor(4, thread_name_prefix="resolver")
-        with contextlib.suppress(OSError):  # a server without root is nobody already
+        with contextlib.suppress(OSError):  # a server without root has no other user
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
@@ -55,7 +55,7 @@ def run(control: socket.socket) -> NoReturn:
 
 
 class _Rules:
-    """The list of one slot, as what the forwarder asks."""
+    """The list of one slot. Implements `Judge`."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules
@@ -85,7 +85,7 @@ class _Proxy:
         self._over = asyncio.Event()
 
     async def serve(self) -> None:
-        """Until the server is gone."""
+        """Serve until the slot server is gone."""
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
         self._orders: asyncio.Queue[tuple[dict[str, object], list[int]]] = asyncio.Queue()

@@ -1,7 +1,7 @@
-"""The protocol between client and server: frames on one duplex byte stream. Shared by both sides; does no I/O.
+"""The protocol between client and server: frames on one duplex byte stream. Both sides use this module; no I/O.
 
 A frame is `u32 body length, u8 kind, u32 request, u32 length of the JSON`, then the JSON object, then raw bytes; all
-integers big-endian. Output travels as bytes, never as text.
+integers are big-endian. Output travels as bytes, never as text.
 
     client                            server
     HELLO   version, settings    ->   HELLO   version, rung, or ERROR
@@ -10,14 +10,14 @@ integers big-endian. Output travels as bytes, never as text.
                                  <-   DATA (output or a file's bytes, or `hole`: so many zeros) before the RESULT
     CREDIT  bytes                ->   the server may send that many more bytes of DATA for this request
     CANCEL                       ->   the command is killed; its RESULT still comes
-                                 <-   LOST    slot, reason: a slot died without being asked to
+                                 <-   LOST    slot, reason: a slot died without having been ended
 
-The RESULT of a command begins with a struct (`outcomes.py`). A list that a slot can make as long as it likes (the
-entries of a directory, changes) is a JSON array that comes as the bytes of a file do.
+The bytes of a command's RESULT begin with a struct (`encode_result`). A list whose length a slot controls (directory
+entries, changes) is a JSON array that comes as the bytes of a file do.
 
-What can be asked is listed where it is served: slots, files and layers in `server.py`, commands and shells in
-`command_requests.py`, the rest in `background_requests.py`, `keep_requests.py` and `looking.py`.
-Every request that names a slot carries the epoch of the lease; one of another epoch is answered with a `stale` ERROR.
+The modules that serve requests list them: `server.py`, `exec/supervisor.py`, `exec/stateful_shell.py`,
+`exec/background.py` and `requests/`. Each request about a slot carries the epoch of its lease; another epoch than the
+slot's is answered with a `stale` ERROR.
 """
 
 from __future__ import annotations
@@ -28,56 +28,57 @@ import struct
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from json.scanner import make_scanner
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-VERSION = 5
-"""Both sides must agree; the server is started from the same package, so a mismatch is a broken installation."""
+VERSION = 6
+"""Both sides must agree. The server is started from the same package, so a mismatch is a broken installation."""
 
 WINDOW = 256 << 10
 """How many bytes of DATA a request may have under way before the receiver has taken them."""
 
 CHUNK = 128 << 10
-"""The size of one DATA frame, so that no stream keeps the others waiting for long."""
+"""The size of one DATA frame: small enough that no stream keeps the others waiting."""
 
 RECEIVE_BYTES = 256 << 10
-"""The size of the buffer that each side receives into, made once: a fresh one per read costs more than the read."""
+"""The size of the receive buffer, which each side allocates once: a fresh one per read costs more than the read."""
 
 MAX_FRAME = 64 << 20
 
 USUAL_TIMEOUT_S, USUAL_OUTPUT_BYTES = 60.0, 50_000
-"""The bounds of a command whose request does not name others."""
+"""The bounds of a command whose request names no others."""
 
 _HEADER = struct.Struct("!IBII")
 
 Fields = dict[str, Any]
 """The JSON object of a frame."""
 
+_RESULT = struct.Struct("!iBIIQddQ")
 
-def _path(value: object) -> str:
-    """Paths may be objects. Raises TypeError for what nothing can be made of."""
-    if isinstance(value, os.PathLike):
-        return str(value)
-    raise TypeError(f"{value!r:.100} cannot be sent to a slot: text, numbers and paths can, not {type(value).__name__}")
+RESULT_SIZE = _RESULT.size
 
+TIMEOUT, CANCELLED, SWEPT, OOM = 1, 2, 4, 8
+"""Flags of a command's RESULT: why it was killed, whether everything in the slot was, whether memory had run out."""
 
-def _encoder() -> Callable[[Fields, bool], Iterable[str]]:
-    """Gives the pieces of an object's JSON; the flag is False.
+BASH, SH = 16, 32
+"""Flags: which shell ran it, if any."""
 
-    What the standard library makes for each call costs as much as encoding does.
-    """
-    encoder = json.JSONEncoder(separators=(",", ":"), default=_path)
-    found: Callable[[Fields, bool], Iterable[str]] = encoder.iterencode
-    make = getattr(json.encoder, "c_make_encoder", None)
-    if make is not None:
-        text = json.encoder.encode_basestring_ascii
-        found = make(None, encoder.default, text, None, ":", ",", False, False, True)
-    return found
+STATEFUL, RESTARTED = 64, 128
+"""Flags: whether that shell is stateful, and whether it was started again since the last command."""
 
+encode_result, decode_result = _RESULT.pack, _RESULT.unpack_from
+"""The struct before the bytes of a command's RESULT; as JSON it would cost more than all else done with a result.
 
-_to_json, _from_json = _encoder(), make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
+Exit code, flags, bytes kept of the output's head and of its tail, total bytes of the output, wall seconds, processor
+seconds, peak resident bytes of one process. The head, the tail and the verdict follow; the frame's object holds only
+what few results have (the path of the full output).
+"""
 
 
-class Kind(IntEnum):
+HANDOVER = struct.Struct("!QQ")
+"""The message with which the server gives its client descriptors of a slot: the lease's epoch, the files' owner."""
+
+
+class FrameKind(IntEnum):
     """What a frame is."""
 
     HELLO = 1
@@ -91,31 +92,63 @@ class Kind(IntEnum):
     LOST = 9
 
 
-_SAME = (int, float, bool)
-"""Values that JSON leaves as they are, beside text."""
+_KINDS = {int(kind): kind for kind in FrameKind}
 
-_KINDS = {int(kind): kind for kind in Kind}
+_PLAIN = (int, float, bool)
+"""Types besides text that JSON leaves unchanged."""
 
 
 class ProtocolError(Exception):
-    """The other side does not speak this protocol."""
+    """The other side does not follow this protocol."""
 
 
 class Frame(NamedTuple):
     """One frame as it was received."""
 
-    kind: Kind
+    kind: FrameKind
     request: int
     fields: Fields
     data: bytes
 
 
+class SendFrame(Protocol):
+    """Sends a frame to the client, or hands it over if the client is this process."""
+
+    def __call__(self, kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> None: ...
+
+
+class OpenRequest(Protocol):
+    """A request that is not answered yet; it takes the CREDIT, CANCEL, DATA and END frames of its number."""
+
+    def on_frame(self, frame: Frame) -> None: ...
+
+
 new = tuple.__new__
-"""Makes a named tuple without the call in between that its class has: for what every command has."""
+"""Makes a named tuple without the intermediate call of its class, for what each command needs."""
 
 
-def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
-    """One frame as bytes. Raises ValueError for one that the other side would not take, TypeError for what is none."""
+def _encode_path(value: object) -> str:
+    if isinstance(value, os.PathLike):
+        return str(value)
+    raise TypeError(f"{value!r:.100} cannot be sent to a slot: text, numbers and paths can, not {type(value).__name__}")
+
+
+def _encoder() -> Callable[[Fields, bool], Iterable[str]]:
+    """A function that gives the pieces of an object's JSON. The standard library would make it again for each call."""
+    encoder = json.JSONEncoder(separators=(",", ":"), default=_encode_path)
+    found: Callable[[Fields, bool], Iterable[str]] = encoder.iterencode
+    make = getattr(json.encoder, "c_make_encoder", None)
+    if make is not None:
+        text = json.encoder.encode_basestring_ascii
+        found = make(None, encoder.default, text, None, ":", ",", False, False, True)
+    return found
+
+
+_to_json, _from_json = _encoder(), make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
+
+
+def encode(kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
+    """One frame as bytes. Raises ValueError if it is too long, TypeError if `fields` or `data` have a wrong type."""
     text = "".join(_to_json(fields, False)).encode() if fields else b""
     if len(text) + len(data) > MAX_FRAME:
         raise ValueError(f"{len(text) + len(data)} bytes are more than the {MAX_FRAME} of one message to a slot")
@@ -125,29 +158,29 @@ def encode(kind: Kind, request: int, fields: Fields | None = None, data: bytes =
         raise TypeError(f"what goes to a slot must be bytes, not {type(data).__name__}; encode text first") from None
 
 
-def received(kind: Kind, request: int, fields: Fields, data: bytes) -> Frame:
-    """A frame as the other side would receive it, for one that stays on this side. Raises as `encode` does."""
+def received(kind: FrameKind, request: int, fields: Fields, data: bytes) -> Frame:
+    """A frame as the other side would receive it, for one that stays in this process. Raises like `encode`."""
     size = len(data)
     for value in fields.values():
         if type(value) is str:
             size += len(value)
-        elif type(value) not in _SAME:
+        elif type(value) not in _PLAIN:
             size = MAX_FRAME
     if size < CHUNK and type(data) is bytes:
         return new(Frame, (kind, request, fields, data))
-    return Decoder().feed(encode(kind, request, fields, data))[0]
+    return FrameDecoder().feed(encode(kind, request, fields, data))[0]
 
 
-class Decoder:
-    """Turns a byte stream into frames, however it was cut."""
+class FrameDecoder:
+    """Turns a byte stream into frames, whatever pieces it comes in."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._needed = 0
-        """How much the buffer must hold before there is anything to take from it."""
+        """How much the buffer must hold before a frame can be complete."""
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """The frames that `data` completes. Raises `ProtocolError` for a stream that cannot be ours."""
+        """The frames that `data` completes. Raises `ProtocolError` for a stream of another protocol."""
         found: list[Frame] = []
         if self._buffer:
             self._buffer += data

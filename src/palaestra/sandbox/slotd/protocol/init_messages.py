@@ -1,7 +1,7 @@
-"""What the server tells the init of a slot, and what the init reports: one datagram each. Does no I/O.
+"""Orders to the init of a slot and its reports: one datagram each. Does no I/O.
 
-Plain structs, because the init may be the native one (`native/init.c`), which has to read them too; both sides run on
-one machine, so the byte order is its own. Descriptors travel with an order; `places` says where a command finds them.
+They are plain structs, because the native init (`native/init.c`) has to read them; both sides run on one machine, so
+the byte order is its own. Descriptors travel with an order; `places` assigns them to the command's numbers.
 
     order    u8 kind, u8 flags, u16 places, u32 command, u16 arguments, u16 variables
              then for SPAWN: (u8 index, u8 target) per place, and NUL-terminated: cwd, arguments, NAME=value variables
@@ -10,8 +10,8 @@ one machine, so the byte order is its own. Descriptors travel with an order; `pl
              then for FAILED: a text
 
 An order that is too long for a datagram is written to a memory file; the datagram is LONG and the file its first
-descriptor. LINE brings a second socket to the native init, over which a client gives orders of its own; what becomes of
-an order is reported to who gave it, and each of both has names of its own for what it starts.
+descriptor. LINE brings the native init a second socket, over which a client gives orders of its own. Reports on a
+command go to the side that started it, and each side has names of its own for its commands.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from itertools import chain
 from typing import NamedTuple
 
 VERSION = 7
-"""Of these structs. The native init says which one it was built for, and is not used when it is another."""
+"""Of these structs. A native init that was built for another version is not used."""
 
 MAX_DATAGRAM = 96 << 10
 MAX_REPORT = 1024
-"""An init's reports are shorter."""
+"""Reports are shorter."""
 
 TERMINAL, ANNOUNCE = 1, 2
 """Flags of SPAWN: the descriptor at place 0 becomes the controlling terminal of the command's session; STARTED is
 reported, with the pid that the slot sees."""
 
 SPARE, AT_END = 1, 2
-"""Flags of KILL: the main process lives on, for a shell that goes on; or the rest of its tree is killed not now, but as
-soon as it has ended, which is reported first. The last of them that an init was sent holds."""
+"""Flags of KILL: the main process lives on, for a stateful shell; or the rest of its tree is killed not now, but
+once it has ended, which is reported first. The last KILL that an init got counts."""
 
 _ORDER, _REPORT = struct.Struct("=BBHIHH"), struct.Struct("=BBHIiIqq")
 _MOMENT = struct.Struct("=qq")
@@ -44,7 +44,7 @@ _MAX_STRINGS = 0xFFFF
 
 
 class Order(IntEnum):
-    """What the server asks for."""
+    """What a client or server asks of the init."""
 
     SPAWN = 1
     KILL = 2
@@ -53,7 +53,7 @@ class Order(IntEnum):
     LINE = 5
 
 
-class Kind(IntEnum):
+class ReportKind(IntEnum):
     """What the init reports."""
 
     READY = 1
@@ -65,14 +65,14 @@ class Kind(IntEnum):
 
 
 Places = Sequence[tuple[int, int]]
-"""Which descriptor of an order's message, and the number that the command has it at."""
+"""Which descriptor of an order's message, and the number at which the command has it."""
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in ReportKind}
 _new = tuple.__new__
-"""As in `frames.py`, which an init does without."""
+"""As in `frames.py`, which an init does not need."""
 
 
-class Environment(NamedTuple):
+class EnvBlock(NamedTuple):
     """The variables of a command as they are sent: how many, and NUL-terminated `NAME=value` texts."""
 
     size: int
@@ -84,25 +84,26 @@ class Environment(NamedTuple):
 
 
 class Spawn(NamedTuple):
-    """A command to start. `places` are pairs: which descriptor of the message, and the number the command has it at."""
+    """A command to start."""
 
     command: int
     argv: list[str]
     cwd: str
-    env: Environment
+    env: EnvBlock
     places: Places
     terminal: bool = False
     announce: bool = False
 
 
-class Report(NamedTuple):
-    """READY has the slot's root as a descriptor; the Python init adds a network of its own, with its user namespace.
+class InitReport(NamedTuple):
+    """READY comes with the slot's root as a descriptor.
 
-    `value` is the exit code of EXIT (negative: the signal), the pid of STARTED, the errno of NOT_STARTED and FAILED;
-    `flag` says for NOT_STARTED that it was the directory, for KILLED that everything in the slot had to be killed.
+    `value` is the exit code of EXIT (negative: the signal), the pid of STARTED, the errno of NOT_STARTED and FAILED.
+    `flag` says for NOT_STARTED that the directory is the reason, for KILLED that everything in the slot had to be
+    killed.
     """
 
-    kind: Kind
+    kind: ReportKind
     command: int = 0
     value: int = 0
     flag: bool = False
@@ -111,22 +112,19 @@ class Report(NamedTuple):
     text: str = ""
 
 
-def environment(variables: Mapping[str, str]) -> Environment:
-    """Raises ValueError for what no system call takes: a NUL, a lone surrogate, a variable without a name."""
+def env_block(variables: Mapping[str, str]) -> EnvBlock:
+    """Raises ValueError for variables that no process can have: a NUL, a lone surrogate, an empty name."""
     text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
     if text.count(b"\0") != len(variables):
         raise ValueError("a variable cannot hold a NUL character")
-    return Environment(len(variables), text)
+    return EnvBlock(len(variables), text)
 
 
 def encode_spawn(
-    command: int, argv: list[str], cwd: str, env: Environment, places: Places,
+    command: int, argv: list[str], cwd: str, env: EnvBlock, places: Places,
     terminal: bool = False, announce: bool = False,
 ) -> bytes:  # fmt: skip
-    """What a `Spawn` holds, as an order.
-
-    Raises ValueError for what no system call takes: no program, a NUL, a lone surrogate, too many arguments.
-    """
+    """A `Spawn` as an order. Raises ValueError for what no system call takes: no program, a NUL, too many arguments."""
     text = "\0".join((cwd, *argv)).encode("utf-8", "surrogateescape")
     if not argv[0] or len(argv) + env.size >= _MAX_STRINGS or text.count(b"\0") != len(argv):
         raise ValueError("no program, a NUL, or too many arguments")
@@ -141,12 +139,12 @@ def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
 
 
 def encode_kill(command: int, after: tuple[int, int] = (0, 0), spare: bool = False, at_end: bool = False) -> bytes:
-    """Kill a command's tree: what it started after a moment (`killing.Moment`), if one is given."""
+    """Kill a command's tree; if a moment is given (`process_tree.Moment`), only what it started since."""
     return encode(Order.KILL, command, (SPARE if spare else 0) | (AT_END if at_end else 0)) + _MOMENT.pack(*after)
 
 
 def decode_moment(data: bytes) -> tuple[int, int]:
-    """The moment of a KILL; zeros where there is none."""
+    """The moment of a KILL; zeros if it has none."""
     ticks, pid = _MOMENT.unpack_from(data, _ORDER.size) if len(data) > _ORDER.size else (0, 0)
     return int(ticks), int(pid)
 
@@ -163,22 +161,22 @@ def decode_spawn(data: bytes) -> Spawn:
     start = _ORDER.size + 2 * places
     pairs = list(zip(data[_ORDER.size : start : 2], data[_ORDER.size + 1 : start : 2], strict=True))
     cwd, *rest = data[start:].split(b"\0", arguments + 1)
-    env, argv = Environment(variables, rest.pop()), [os.fsdecode(text) for text in rest]
+    env, argv = EnvBlock(variables, rest.pop()), [os.fsdecode(text) for text in rest]
     return Spawn(command, argv, os.fsdecode(cwd), env, pairs, bool(flags & TERMINAL), bool(flags & ANNOUNCE))
 
 
-def encode_report(report: Report) -> bytes:
+def encode_report(report: InitReport) -> bytes:
     """One report as a datagram."""
     cpu_us = round(report.cpu_s * 1e6)
     fields = (report.kind, report.flag, 0, report.command, report.value, 0, cpu_us, report.max_rss_bytes)
     return (_REPORT.pack(*fields) + report.text.encode(errors="replace"))[:MAX_REPORT]
 
 
-def decode_report(data: bytes) -> Report:
+def decode_report(data: bytes) -> InitReport:
     """The inverse of `encode_report`."""
     kind, flag, _, command, value, _, cpu_us, rss = _REPORT.unpack_from(data)
     text = data[_REPORT.size :].decode(errors="replace") if len(data) > _REPORT.size else ""
-    return _new(Report, (_KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, text))
+    return _new(InitReport, (_KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, text))
 
 
 def _name(name: str) -> str:

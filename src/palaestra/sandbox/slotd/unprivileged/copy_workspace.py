@@ -1,8 +1,8 @@
 """Whole copies of workspaces: how a slot starts from a layer, what it has changed, and how a layer is cut to a view.
 
-A layer of this rung holds complete trees, not differences. Nobody ever writes to a layer, so layers share files with
-each other by hard links; a slot gets copies. Names in layers were chosen by an agent: links are never followed here.
-Modes were too: where the server is not root, they can close a tree to it.
+A layer of this rung holds complete trees, not differences. Nobody writes to a layer, so layers share files by hard
+links; a slot gets copies. An agent chose the names and modes in a layer: links are never followed here, and a server
+that is not root may find a tree closed.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 
 from ..layers.copy_tree import copy_data
+from ..layers.layer_store import copy_attributes
 from ..layers.overlay import MAX_DEPTH, kind_of
-from ..layers.store import copy_attributes
 from ..protocol.frames import Fields
 
 _Copy = Callable[[str, str], None]
 
 _MAX_DIRECTORY_BYTES = 3600
-"""Of the path of a directory: what lies deeper has none, wherever it is copied to, and is left out."""
+"""Of the path of a directory. What lies deeper could not be named wherever it is copied, and is left out."""
 
 
 def duplicate(source: str, target: str) -> None:
-    """The same tree again at `target`, which is made; both share the files, so neither may be written from now on."""
+    """The same tree again at the new directory `target`. Both share the files, so neither may be written from now
+    on."""
     _copy(source, target, lambda old, new: os.link(old, new, follow_symlinks=False), owner=-1)
 
 
 def copy_for(uid: int, source: str, target: str) -> None:
-    """A copy of a tree into the directory `target` for a user who may change it; -1 is the caller."""
+    """A copy of a tree in the directory `target` for a user who may change it; -1 is the caller."""
     first: dict[int, str] = {}
 
     def copy_one(old: str, new: str) -> None:
@@ -45,7 +46,7 @@ def copy_for(uid: int, source: str, target: str) -> None:
 
 
 def open_up(tree: str) -> None:
-    """Let the caller read what its owner, the caller, has closed to himself. Nothing for root."""
+    """Let the caller read his own files that an agent has closed. Does nothing for root."""
     for folder, names, files in os.walk(tree) if os.geteuid() else ():
         for name in (*names, *files):
             with contextlib.suppress(OSError):  # too deep for a path
@@ -57,7 +58,7 @@ def open_up(tree: str) -> None:
 
 
 def move(source: str, target: str) -> None:
-    """Rename, also where directories on either side, or the one that is moved, are closed to writing."""
+    """Rename, even if directories on either side, or the moved one, are closed to writing."""
     mode = os.lstat(source).st_mode
     with _writable(os.path.dirname(source)), _writable(os.path.dirname(target)):
         closed = stat.S_ISDIR(mode) and not mode & stat.S_IWUSR
@@ -117,7 +118,7 @@ def _copy_file(old: str, status: os.stat_result, new: str) -> None:
 
 
 def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterator[Fields | None]:
-    """What is other in `tree` than in `base`, by content and mode; None now and then, as a pause."""
+    """What `tree` changes of `base`, by content and mode: path, kind, opaque; None now and then, as a pause."""
     yield None
     old, new = _entries(f"{base}/{path}"), _entries(f"{tree}/{path}")
     for name in sorted(old.keys() | new.keys()):
@@ -135,7 +136,7 @@ def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterato
 
 
 def _entries(directory: str) -> dict[str, os.stat_result]:
-    """What is in a directory; nothing where there is none, or a link."""
+    """The entries of a directory; empty if it is none, or a link."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -166,10 +167,10 @@ def _same(old_path: str, old: os.stat_result, new_path: str, new: os.stat_result
     return stat.S_ISDIR(old.st_mode)
 
 
-class Cut:
-    """One tree of a layer that is being cut to a view over `base`, the tree it started from. Names start at the tree.
+class CopyCut:
+    """Cuts one tree of a layer to a view over `base`, the tree it started from. Paths are relative to the tree.
 
-    `trash` is an empty directory on the same file system, for what is taken away.
+    `trash` is an empty directory on the same file system for what is removed.
     """
 
     def __init__(self, tree: str, base: str, trash: str) -> None:
@@ -192,7 +193,7 @@ class Cut:
         """Show at `path` what the base has there.
 
         A parent that is a link or a file in the tree shows the base as a whole; one that the tree has deleted comes
-        back, with nothing but the path in it.
+        back with nothing but the path in it.
         """
         for parent in _parents(path):
             if os.path.lexists(f"{self._tree}/{parent}"):
@@ -229,7 +230,7 @@ class Cut:
                 os.link(source, target, follow_symlinks=False)
 
     def _drop(self, path: str) -> str:
-        """Take a path away; where it is now. A link on its way leads elsewhere, so nothing is there then."""
+        """Move a path to the trash; where it is now. Does nothing if a link is on its way."""
         self._dropped += 1
         place = f"{self._trash}/{self._dropped}"
         if not path or _is_there(self._tree, path):
@@ -238,12 +239,12 @@ class Cut:
 
 
 def _is_there(root: str, path: str) -> bool:
-    """Whether there is anything at a path whose parents are all directories."""
+    """Whether something is at a path whose parents are all directories."""
     return all(_is_directory(f"{root}/{parent}") for parent in _parents(path)) and os.path.lexists(f"{root}/{path}")
 
 
 def _parents(path: str) -> list[str]:
-    """The directories on the way to a path, outermost first."""
+    """The directories above a path, outermost first."""
     names = path.split("/")
     return ["/".join(names[:index]) for index in range(1, len(names))]
 

@@ -1,10 +1,10 @@
 """Landlock: what of the file system, of TCP and of other processes a slot without namespaces may reach.
 
 A process restricts itself and everything it starts, for good and without privilege. Rights are given per directory and
-hold for all below it; what is not given is denied. The numbers are those of the kernel's `linux/landlock.h`.
+hold for all below it; everything else is denied. The numbers are those of the kernel's `linux/landlock.h`.
 
-What Landlock does not see, and the other means of this rung have to: permissions (users do that), UDP and other
-protocols (the system call filter), connecting to a socket that is a file, `stat` of any path.
+Other means of this rung cover what Landlock does not: permissions (users), UDP and other protocols (the system call
+filter). Not covered are connections to a socket that is a file, and `stat` of any path.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ WRITE = (READ | _FIRST | _REFER | _TRUNCATE) & ~(_MAKE_CHAR | _MAKE_BLOCK)
 DEVICE = _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL_DEVICE
 LIST = _READ_DIR
 DROP = _READ_FILE | _WRITE_FILE | _MAKE_REG | _REMOVE_FILE | _TRUNCATE
-"""Files that are made and found by name, in a directory that cannot be listed."""
+"""For files that are made and found by name, in a directory that cannot be listed."""
 
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
 
 MINIMUM, SCOPED = 2, 6
-"""The first version that lets files be moved between directories, and the first that keeps signals in."""
+"""The first version that lets files be moved between directories, and the first that confines signals."""
 
 
 def version() -> int:
-    """The interface version of this kernel; 0 where there is no Landlock, or a container forbids it."""
+    """The interface version of this kernel; 0 without Landlock, or if a container forbids it."""
     return max(0, syscalls.raw(_CREATE, None, 0, _VERSION))
 
 
 def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
-    """Leave this process, for good, no more than `rights` (path, rights below it). A path that is missing is left out.
+    """Restrict this process, for good, to `rights` (path, rights below it). Missing paths are skipped.
 
     Without `tcp` it can neither listen nor connect, from version 4 on. From version 6 on it can signal, and reach over
-    abstract sockets, only processes that are restricted by this same call. Needs `no new privileges` to be set.
+    abstract sockets, only processes that are restricted by this same call. Needs `no new privileges`.
     """
     abi = version()
     handled = _FIRST | _REFER | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEVICE if abi >= 5 else 0)
@@ -65,13 +65,13 @@ def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
 
 
 def keep_signals_in() -> None:
-    """Let this process and all it starts signal only each other, where the kernel can do that and no privilege is lost.
+    """Let this process and all it starts signal only each other, if the kernel can do that without loss of privilege.
 
-    Not isolation: it keeps a stray `kill -1` from ending everything else that its user runs.
+    This is no isolation: it keeps a stray `kill -1` from ending everything else that its user runs.
     """
     ruleset = syscalls.raw(_CREATE, struct.pack("=QQQ", 0, 0, _SIGNALS), 24, 0)
     if ruleset >= 0:
-        syscalls.raw(_RESTRICT, ruleset, 0)  # refused to who is not root, unless set-uid programs are given up
+        syscalls.raw(_RESTRICT, ruleset, 0)  # refused without root, unless set-uid programs are given up
         os.close(ruleset)
 
 

@@ -1,9 +1,9 @@
-"""How a server for the rungs without namespaces comes to life, and what its death leaves to be done.
+"""Starts a server for the rungs without namespaces, and cleans up after its death.
 
-Two processes again: the server, and one that watches it. There is no process namespace whose end would be everybody's:
-when the server dies, however, its inits die with it, and the watcher, to whom all that they had started falls, ends
-that too and removes the server's directory. If the watcher is killed as well, the next start does it (where slots have
-users of their own; without, processes cut loose from their slot cannot be told from others, and stay).
+There are two processes: the server, and one that watches it. No process namespace ends everything with the server, but
+its inits die with it; the watcher, which inherits all that they had started, kills that too and removes the server's
+directory. If the watcher is killed as well, the next start does it (only if slots have users of their own; without,
+detached processes cannot be told from others, and stay).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
+from typing import NoReturn
 
 from .. import bootstrap, syscalls
 from ..namespaced import privileges
-from ..protocol.frames import Kind, encode
+from ..protocol.frames import FrameKind, encode
 from . import landlock, users
-from .server_directory import Base
-from .unprivileged_rung import Confined
+from .server_directory import ServerDirectory
+from .unprivileged_rung import UnprivilegedDriver
 
 _END_PATIENCE_S = 5.0
 
@@ -34,9 +34,9 @@ def main(arguments: list[str]) -> int:
         bootstrap.require_files()
         if confined:
             _require_means()
-        place = Base.claim()
+        place = ServerDirectory.claim()
     except OSError as error:
-        stream.sendall(encode(Kind.ERROR, 0, bootstrap.refusal(error)))
+        stream.sendall(encode(FrameKind.ERROR, 0, bootstrap.refusal(error)))
         return 1
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     reader, writer = os.pipe()
@@ -55,26 +55,17 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _serve(stream: socket.socket, place: Base, confined: bool, watcher: int) -> None:
-    """In the server; never returns."""
-    status = 1
-    try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+def _serve(stream: socket.socket, place: ServerDirectory, confined: bool, watcher: int) -> NoReturn:
+    def prepare() -> None:
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-        bootstrap.make_ready()
         with contextlib.suppress(OSError):
             syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-        bootstrap.serve(stream, lambda settings: Confined(place, confined, settings), watcher)
-        status = 0
-    except Exception:
-        logging.exception("the slot server has failed")  # the client shows it as the server's last words
-    finally:
-        logging.shutdown()
-        os._exit(status)
+
+    bootstrap.run_server(stream, prepare, lambda settings: UnprivilegedDriver(place, confined, settings), watcher)
 
 
 def _require_means() -> None:
-    """Raise OSError, saying what is missing, where slots cannot be confined."""
+    """Raise OSError if slots cannot be confined here; the message names what is missing."""
     if not privileges.supported():
         raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
     found = landlock.version()

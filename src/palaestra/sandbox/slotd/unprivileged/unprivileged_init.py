@@ -1,46 +1,64 @@
 """The init of a slot without namespaces: restricts itself, then starts commands as the slot's user.
 
-Where slots have users of their own the init stays root, so that no command can signal or trace it; what is restricted
-here (Landlock, system calls, capabilities, limits) every command inherits, and `_start` adds the user. Where they have
-not, a command can end its init, and with it the slot, but nothing outside the slot from Landlock version 6 on.
+If slots have users of their own, the init stays root, so that no command can signal or trace it. Every command inherits
+its restrictions (Landlock, system calls, capabilities, limits), and `_start` adds the user. Without such users a
+command can end its init, and with it the slot, but nothing outside the slot from Landlock version 6 on.
 
-The rung `none` runs the same init with no restriction but one that costs nobody anything: signals stay in the slot.
+The rung `none` runs the same init with one restriction: signals stay in the slot.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import os
 import posixpath
 import resource
+import select
 import signal
 import socket
 import struct
 import termios
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from .. import syscalls
-from ..exec import kill
-from ..namespaced import init, privileges
+from ..exec import pipes, process_tree
+from ..namespaced import privileges
 from ..protocol import init_messages
-from ..protocol.init_messages import Kind, Report
+from ..protocol.init_messages import InitReport, Order, ReportKind
 from . import copy_workspace, landlock, server_directory, users
 
+CONTROL = 3
+"""The descriptor of the control socket."""
+
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
-"""Where in the slot's directory the paths lie that the slot's holder knows."""
+"""Paths that clients use, and the directories of the slot behind them."""
 
 READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/proc")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
 _BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
 
 
+Start = Callable[[init_messages.Spawn, list[int]], int]
+"""Starts a command with the descriptors of its order; returns its pid."""
+
+SPAWN_SIGNALS = tuple(number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
+"""Signals that a command finds at their default action, whatever this process or its caller ignores."""
+
+
+class NoDirectory(OSError):
+    """The directory in which a command is to start cannot be entered."""
+
+
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What makes one slot different from another. `user` 0 is the caller's own; `template` is what it starts from."""
+class UnprivilegedPlan:
+    """What makes one slot different from others. `user` 0 is the caller's own; `template` is the layer it starts
+    from."""
 
     home: str
     user: int
@@ -49,36 +67,37 @@ class Plan:
     readable: tuple[str, ...]
     template: str | None
     limits: tuple[tuple[int, int | None], ...]
-    """Of each process (of each user, for their number); None leaves one as it is."""
+    """Limits of each process (of each user, for their number); None leaves one unchanged."""
 
 
-def run(plan: Plan, control: socket.socket) -> NoReturn:
+def run(plan: UnprivilegedPlan, control: socket.socket) -> NoReturn:
     """The life of a slot, in the child of a fork. Never returns."""
     status = 1
     try:
         gc.disable()
-        os.dup2(fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, 64), init.CONTROL, inheritable=False)
-        syscalls.close_from(init.CONTROL + 1)
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=init.CONTROL)
+        os.dup2(fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, 64), CONTROL, inheritable=False)
+        syscalls.close_from(CONTROL + 1)
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=CONTROL)
         try:
-            places = init.open_places(own_network=False)
+            root = os.open("/", os.O_PATH | os.O_DIRECTORY)
             _prepare(plan)
             if plan.confined:
                 _confine(plan)
             else:
                 landlock.keep_signals_in()
         except BaseException as error:
-            init.send(channel, Report(Kind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
+            send(channel, InitReport(ReportKind.FAILED, value=getattr(error, "errno", None) or 0, text=str(error)))
             raise
-        init.report_ready(channel, places)
-        init.Init(channel, lambda spawn, fds: _start(plan, spawn, fds), _kill_slot(plan)).serve()
+        socket.send_fds(channel, [init_messages.encode_report(InitReport(ReportKind.READY))], [root])
+        os.close(root)
+        Init(channel, lambda spawn, fds: _start(plan, spawn, fds), _kill_slot(plan)).serve()
         status = 0
     finally:
         os._exit(status)
 
 
-def _prepare(plan: Plan) -> None:
-    """Fill the workspace; copying is done here, so that the server does not wait for it."""
+def _prepare(plan: UnprivilegedPlan) -> None:
+    """Fill the workspace. The copy is made here, so that the server does not wait for it."""
     os.setsid()
     syscalls.set_name("slot-init")
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -88,7 +107,7 @@ def _prepare(plan: Plan) -> None:
         os.mkdir(f"{plan.home}/{name}", 0o700)
         if plan.template is not None and name != "tmp":
             copy_workspace.copy_for(owner, f"{plan.template}/{name}", f"{plan.home}/{name}")
-            os.chmod(f"{plan.home}/{name}", 0o700)  # an agent may have closed it, and commands begin in it
+            os.chmod(f"{plan.home}/{name}", 0o700)  # an agent may have closed it
         os.chown(f"{plan.home}/{name}", owner, owner)
     os.chown(plan.home, -1, owner)
     os.dup2(
@@ -96,8 +115,8 @@ def _prepare(plan: Plan) -> None:
     )
 
 
-def _confine(plan: Plan) -> None:
-    """Give up everything that the slot must not have. Limits are those of commands: the init of others has none."""
+def _confine(plan: UnprivilegedPlan) -> None:
+    """Drop everything that the slot must not have. An init with a user for its commands has no limits itself."""
     for limit, value in () if plan.user else plan.limits:
         _limit(limit, value)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
@@ -108,7 +127,7 @@ def _confine(plan: Plan) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
-def _rights(plan: Plan) -> list[tuple[str, int]]:
+def _rights(plan: UnprivilegedPlan) -> list[tuple[str, int]]:
     rights = [(path, landlock.READ) for path in (*READ_ONLY, *plan.readable)]
     rights += [(f"/dev/{name}", landlock.DEVICE | landlock.LIST) for name in _DEVICES]
     own = [(f"{plan.home}/{name}", landlock.WRITE) for name in DIRECTORIES.values()]
@@ -122,21 +141,21 @@ def _limit(limit: int, value: int | None) -> None:
         resource.setrlimit(limit, (ceiling, ceiling))
 
 
-def _kill_slot(plan: Plan) -> kill.KillSlot:
-    """The last resort: everything of the slot's user; without one, whatever this process may signal, which is less."""
+def _kill_slot(plan: UnprivilegedPlan) -> process_tree.KillSlot:
+    """Kills everything of the slot's user; without one, what this process may signal."""
     if plan.user:
         return lambda: users.kill(plan.user)
-    return kill.kill_everything if plan.confined else _kill_descendants
+    return process_tree.kill_everything if plan.confined else _kill_descendants
 
 
 def _kill_descendants() -> None:
-    for process in kill.processes():
+    for process in process_tree.processes():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
 
 
 def real_path(home: str, path: str) -> str:
-    """Where a path of the slot's holder is on this machine."""
+    """Where a path that a client uses is on this machine."""
     plain = posixpath.normpath(f"/{path.lstrip('/')}")
     for prefix, name in DIRECTORIES.items():
         if plain == prefix or plain.startswith(f"{prefix}/"):
@@ -144,15 +163,15 @@ def real_path(home: str, path: str) -> str:
     return path
 
 
-def _start(plan: Plan, spawn: init_messages.Spawn, fds: list[int]) -> int:
+def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
     """The pid of a new process of the slot's user. Raises OSError with what failed in it before its program ran.
 
-    Becoming a user takes a fork of this whole process, which is twice as slow as starting a program as it is.
+    Becoming a user takes a fork of this whole process, which is twice as slow as starting a program.
     """
-    env = init_messages.environment(_environment(plan, spawn.env.variables()))
+    env = init_messages.env_block(_environment(plan, spawn.env.variables()))
     spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
-        return init.start_command(spawn, fds)
+        return start_command(spawn, fds)
     reader, writer = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -164,11 +183,11 @@ def _start(plan: Plan, spawn: init_messages.Spawn, fds: list[int]) -> int:
         return pid
     os.waitpid(pid, 0)
     number, in_directory = struct.unpack("=i?", report)
-    raise (init.NoDirectory if in_directory else OSError)(number, os.strerror(number))
+    raise (NoDirectory if in_directory else OSError)(number, os.strerror(number))
 
 
-def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int) -> NoReturn:
-    """In the child: the command. Reports an error, and whether it was the directory, over `writer`."""
+def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], writer: int) -> NoReturn:
+    """Become the command, in the child. Reports an error, and whether the directory caused it, over `writer`."""
     in_directory = False
     try:
         os.setsid()
@@ -179,8 +198,8 @@ def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int)
         os.chdir(spawn.cwd)
         in_directory = False
         env = spawn.env.variables()
-        path = init.find(spawn.argv[0], env)
-        *high, writer = init.above(server_directory.WORKSPACE_FD, [*fds, writer])
+        path = find(spawn.argv[0], env)
+        *high, writer = above(server_directory.WORKSPACE_FD, [*fds, writer])
         for index, target in spawn.places:
             os.dup2(high[index], target, inheritable=True)
         if spawn.terminal:
@@ -189,7 +208,7 @@ def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int)
             _limit(limit, value)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for number in init.SPAWN_SIGNALS:
+        for number in SPAWN_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         os.execve(path, spawn.argv, env)  # noqa: S606
     except BaseException as error:
@@ -198,7 +217,170 @@ def _become(plan: Plan, spawn: init_messages.Spawn, fds: list[int], writer: int)
         os._exit(127)
 
 
-def _environment(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
-    """With the places of this slot, unless the caller has named others."""
+def _environment(plan: UnprivilegedPlan, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables with the directories of this slot, unless the caller has set others."""
     home = real_path(plan.home, env.get("HOME", "/root"))
     return {"TMPDIR": f"{plan.home}/{DIRECTORIES['/tmp']}", **env, "HOME": home}  # noqa: S108
+
+
+class Init:
+    """The control loop: takes orders, starts and kills processes, reports what becomes of them."""
+
+    def __init__(self, channel: socket.socket, start: Start, kill_slot: process_tree.KillSlot) -> None:
+        self._channel, self._start, self._kill_slot = channel, start, kill_slot
+        self._commands: dict[int, process_tree.Command] = {}
+        self._names: dict[int, int] = {}
+        self._at_end: dict[int, process_tree.Moment] = {}
+
+    def serve(self) -> None:
+        """Serve until the server closes the channel; the slot ends with this process."""
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(CONTROL, select.POLLIN)
+        poll.register(reader, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if reader in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(reader, 4096)
+            self._reap()
+            if CONTROL in ready and not self._take():
+                return
+
+    def _take(self) -> bool:
+        data, fds = pipes.receive(self._channel, init_messages.MAX_DATAGRAM + 4096, 8)
+        if not data:
+            return False
+        order, command, number = init_messages.decode_order(data)
+        if order is Order.LONG:
+            with open(fds.pop(0), "rb") as file:
+                data = file.read()
+            order, command, number = init_messages.decode_order(data)
+        if order is Order.SPAWN:
+            self._spawn(init_messages.decode_spawn(data), fds)
+        elif order is Order.KILL:
+            self._kill(command, init_messages.decode_moment(data), number)
+        else:
+            self._signal(command, number)
+        return True
+
+    def _spawn(self, spawn: init_messages.Spawn, fds: list[int]) -> None:
+        said: InitReport | None = None
+        try:
+            started = time.clock_gettime(time.CLOCK_BOOTTIME)
+            pid = self._start(spawn, fds)
+            self._commands[pid] = process_tree.Command(pid, process_tree.ticks(started))
+            self._names[pid] = spawn.command
+            if spawn.announce:
+                said = InitReport(ReportKind.STARTED, spawn.command, pid)
+        except OSError as error:
+            said = InitReport(ReportKind.NOT_STARTED, spawn.command, error.errno or 0, isinstance(error, NoDirectory))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if said is not None:
+            send(self._channel, said)
+
+    def _signal(self, name: int, number: int) -> None:
+        """Send a signal to the process group that a command leads."""
+        for pid, known in self._names.items():
+            if known == name:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, number)
+
+    def _kill(self, name: int, after: process_tree.Moment, flags: int) -> None:
+        """Kill a command and what it started, then report KILLED; its EXIT is reported first."""
+        if flags & init_messages.AT_END and name in self._names.values():
+            self._at_end[name] = after
+            return
+        self._at_end.pop(name, None)
+        swept, spare = False, bool(flags & init_messages.SPARE)
+        for pid, known in list(self._names.items()):
+            if known == name:
+                others = [command for command in self._commands.values() if command.pid != pid]
+                swept = process_tree.kill_tree(
+                    self._commands[pid], others, self._reap, after, spare, kill_slot=self._kill_slot
+                )
+        self._reap()
+        send(self._channel, InitReport(ReportKind.KILLED, name, flag=swept))
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._commands:
+                command, name = self._commands.pop(pid), self._names.pop(pid)
+                code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+                send(self._channel, InitReport(ReportKind.EXIT, name, code, False, cpu_s, usage.ru_maxrss << 10))
+                if name in self._at_end:
+                    self._kill_rest(name, command, self._at_end.pop(name))
+
+    def _kill_rest(self, name: int, ended: process_tree.Command, after: process_tree.Moment) -> None:
+        """Kill what is left of a tree whose main process has ended, then report KILLED."""
+        others = list(self._commands.values())
+        swept = process_tree.kill_tree(ended, others, self._reap, after, spare=True, kill_slot=self._kill_slot)
+        send(self._channel, InitReport(ReportKind.KILLED, name, flag=swept))
+
+
+def start_command(spawn: init_messages.Spawn, fds: list[int]) -> int:
+    """The pid of a new process. Raises OSError; `NoDirectory` if the directory is the reason."""
+    moved: list[int] = []
+    try:
+        _enter(spawn.cwd)
+        env = spawn.env.variables()
+        path = find(spawn.argv[0], env)
+        highest = max(target for _, target in spawn.places)
+        if highest > CONTROL:  # numbers that descriptors still to be copied may have
+            fds = moved = above(highest, fds)
+        actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
+        return os.posix_spawn(
+            path, spawn.argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=SPAWN_SIGNALS
+        )
+    finally:
+        for fd in moved:
+            os.close(fd)
+        with contextlib.suppress(OSError):  # a root that the slot may not enter must not end the init
+            os.chdir("/")
+
+
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise NoDirectory(error.errno, error.strerror) from None
+
+
+def above(highest: int, fds: Sequence[int]) -> list[int]:
+    """Copies of descriptors above a number."""
+    return [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest + 1) for fd in fds]
+
+
+def _terminal(spawn: init_messages.Spawn, fds: list[int]) -> list[tuple[int, int, str, int, int]]:
+    """Opening a terminal makes it that of a session leader; `setsid` has come before."""
+    if not spawn.terminal:
+        return []
+    return [(os.POSIX_SPAWN_OPEN, 0, os.ttyname(fds[spawn.places[0][0]]), os.O_RDWR, 0)]
+
+
+def find(program: str, env: Mapping[str, str]) -> str:
+    """The path of a program, looked up as a shell would. Raises OSError if none can be run."""
+    if "/" in program:
+        return program
+    denied = False
+    for folder in env.get("PATH", "").split(":"):
+        path = f"{folder or '.'}/{program}"
+        if os.access(path, os.X_OK) and not os.path.isdir(path):
+            return path
+        denied = denied or os.path.isfile(path)
+    raise OSError(errno.EACCES if denied else errno.ENOENT, "cannot run", program)
+
+
+def send(channel: socket.socket, report: InitReport) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.send(init_messages.encode_report(report))

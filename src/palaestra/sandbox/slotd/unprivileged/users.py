@@ -1,8 +1,9 @@
-"""Which users the slots of one server are, and their processes: found, killed, waited for.
+"""The users of the slots of one server, and their processes: found, killed, counted.
 
-A slot's user owns nothing but the slot, so what it may touch and signal is decided by the kernel's oldest rule. The
-range of a server is free of those of other servers in the same container because its directory is (see `base.py`), and
-it is drawn at random because limits per user are counted on the whole machine, across containers.
+A slot's user owns nothing but the slot, so ordinary permissions decide what it may touch and signal. The range of a
+server does not overlap those of other servers in the same container, since its directory is its own
+(`server_directory.py`); it is drawn at random because limits per user are counted on the whole machine, across
+containers.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ import random
 import signal
 from collections import deque
 
-from ..exec import kill as process_tree
+from ..exec import process_tree
 
 RANGE = 1024
 _LOWEST, _HIGHEST = 10_000, 0x7FFFF000
 _USUAL = 0x60000000
-"""Where ranges lie when every uid exists: below those of namespaces (0x70000000), above all that people use."""
+"""Where ranges lie if every uid exists: below those of namespaces (0x70000000), above all that people use."""
 
 
 _CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP = 0, 1, 3, 5, 6, 7, 8
 _NEEDED = (_CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP)
-"""The capabilities it takes to give slots users; every container's root has them unless they were taken away."""
+"""The capabilities that it takes to give slots users; every container's root has them unless they were removed."""
 
 
 def can_become() -> bool:
-    """Whether this process may turn into other users, and rule over them."""
+    """Whether this process may become other users and act on their processes and files."""
     with open("/proc/self/status") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     return os.geteuid() == 0 and all(effective >> capability & 1 for capability in _NEEDED)
 
 
 def starts() -> list[int]:
-    """Uids at which a range may start here, in random order. None where this process cannot become others."""
+    """Uids at which a range may start here, in random order; [] if this process cannot become other users."""
     if not can_become():
         return []
     found: list[int] = []
@@ -52,24 +53,24 @@ def _mapped(kind: str) -> set[tuple[int, int]]:
 
 
 class Users:
-    """The users of one server, each given to one slot at a time; the longest unused first."""
+    """The users of one server, each given to one slot at a time, the longest unused first."""
 
     def __init__(self, start: int) -> None:
         self._free = deque(range(start + 1, start + RANGE))
 
     def take(self) -> int:
-        """A user that nothing belongs to. Raises OSError when all are taken."""
+        """A user that owns nothing. Raises OSError if all are taken."""
         if not self._free:
             raise OSError(11, f"all {RANGE - 1} users of this server have a slot")
         return self._free.popleft()
 
     def give_back(self, uid: int) -> None:
-        """Its processes and files are gone."""
+        """Free a user whose processes and files are gone."""
         self._free.append(uid)
 
 
 def kill(uid: int) -> None:
-    """Kill all processes of a user, in one call that no fork escapes: the sender has to be the user for a moment."""
+    """Kill all processes of a user in one call, which no fork escapes: the sender becomes the user for it."""
     child = os.fork()
     if child == 0:
         try:
@@ -82,7 +83,7 @@ def kill(uid: int) -> None:
 
 
 def living(first: int, count: int = 1) -> int:
-    """How many processes of these users live. Those of our own children that are dead are reaped."""
+    """How many processes of these users live. Dead ones among our own children are reaped."""
     found = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError):
@@ -104,9 +105,10 @@ def _read(pid: int) -> tuple[str, int, int]:
 
 
 def kill_orphans(spare: set[int]) -> int:
-    """Without users: kill what this process has inherited, `spare` and all below it left out; how many still live.
+    """Without users: kill what this process has inherited, except `spare` and all below it; how many still live.
 
-    One that has become another user, which only the rung `none` lets happen (sudo), is not ours to kill or wait for.
+    A process that has become another user, which is possible only on the rung `none` (sudo), is neither killed nor
+    counted.
     """
     table = [process for process in process_tree.processes() if process.pid not in spare]
     kept = {process.pid for pid in spare for process in process_tree.descendants(pid, table)}

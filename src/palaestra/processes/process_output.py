@@ -1,0 +1,69 @@
+"""The output of a process as text, by cursor.
+
+A cursor is how many bytes of the output came before. Reading removes nothing: a reader that continues at the cursor of
+the last reply gets everything once, and bytes that were dropped in between are counted. A character or control sequence
+that is not complete is left for the next reading, so text never depends on where a reading ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from palaestra.sandbox.slot import OutputPiece, Process
+from palaestra.sandbox.terminal.screen import plain
+
+LONGEST_CHARACTER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OutputText:
+    """Output from the cursor `start` to the cursor `end`.
+
+    `lost` bytes before `start` were asked for and are dropped. `more`: there was more when this was read.
+    """
+
+    text: str
+    start: int
+    end: int
+    lost: int = 0
+    more: bool = False
+
+
+async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
+    """Text from a cursor on. `running`: whether the process ran before this call, so that more may come."""
+    piece = await process.read(cursor, max_bytes=max_bytes)
+    data, skipped = _from_a_character_on(piece) if piece.lost else (piece.data, 0)
+    more = len(piece.data) == max_bytes
+    text, held = readable(data, running or more)
+    return OutputText(text, piece.start + skipped, piece.end - held, piece.lost + skipped, more)
+
+
+async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText:
+    """The last so many bytes of the output."""
+    piece = await process.read(-max_bytes, max_bytes=max_bytes)
+    data, skipped = _from_a_character_on(piece)
+    text, held = readable(data, running)
+    return OutputText(text, piece.start + skipped, piece.end - held)
+
+
+def readable(data: bytes, more: bool) -> tuple[str, int]:
+    """Output without control sequences and with plain line ends, and how many bytes at its end are incomplete.
+
+    If no `more` can come none are: half a character becomes the replacement character.
+    """
+    text, rest = plain(data)
+    held = len(rest) if more else 0
+    if more and data[: len(data) - held].endswith(b"\r"):  # perhaps half of a line end
+        text, held = text[:-1], held + 1
+    if not more and not rest.startswith(b"\x1b"):
+        text += rest.decode(errors="surrogateescape")
+    text = text.encode(errors="surrogateescape").decode(errors="replace")
+    return text.replace("\r\n", "\n"), held
+
+
+def _from_a_character_on(piece: OutputPiece) -> tuple[bytes, int]:
+    """A piece that may begin within a character, without that part; and how many bytes that is."""
+    skipped = 0
+    while piece.start and skipped < min(len(piece.data), LONGEST_CHARACTER - 1) and piece.data[skipped] >> 6 == 0b10:
+        skipped += 1
+    return piece.data[skipped:], skipped

@@ -1,0 +1,25 @@
+"""Parts of the slot server that the rest of the package uses on the host. Nothing outside `sandbox` imports `slotd`.
+
+Rules for hosts and addresses, the forwarding proxy, users for isolated programs, bounded capture of output, and the
+removal of control groups that killed servers have left.
+"""
+
+from palaestra.sandbox.slotd.exec.output import Capture
+from palaestra.sandbox.slotd.namespaced.cgroups import find as find_control_groups
+from palaestra.sandbox.slotd.namespaced.cgroups import sweep as sweep_control_groups
+from palaestra.sandbox.slotd.network import allowlist
+from palaestra.sandbox.slotd.network.allowlist import Address
+from palaestra.sandbox.slotd.network.forward import HEAD_BYTES, PROXY_NAME, Forwarder
+from palaestra.sandbox.slotd.unprivileged import users
+
+__all__ = [
+    "HEAD_BYTES",
+    "PROXY_NAME",
+    "Address",
+    "Capture",
+    "Forwarder",
+    "allowlist",
+    "find_control_groups",
+    "sweep_control_groups",
+    "users",
+]

@@ -1,0 +1,201 @@
+"""Images unpacked once, by content, for all runs on a machine.
+
+    DIGEST/          the root file system          DIGEST.json   its size and source; its time is the last use
+    DIGEST.lock      shared while it is in use, exclusive while it is made or removed
+    known/KEY        the digest of a file by path, inode, size and times, so that it is not read again
+    partial/         what is being unpacked or removed
+
+A directory gets its name by a rename once it is complete. What a killed process leaves in `partial/` is removed by the
+next that takes the lock. The folder is open to its owner only, since images hold set-uid files of all users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import pwd
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from palaestra.core.errors import ImageError
+from palaestra.sandbox.images import unpack
+
+DEFAULT_IMAGE_BYTES = 32 << 30
+DEFAULT_STORE_BYTES = 100 << 30
+
+_log = logging.getLogger(__name__)
+
+
+def default_folder(kind: str = "images") -> str:
+    """Where this user's images, or stored things of another kind, are."""
+    if os.geteuid() == 0:
+        return f"/var/lib/palaestra/{kind}"
+    try:
+        return os.path.join(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "palaestra", kind)
+    except KeyError:  # a uid without an account
+        return f"/var/tmp/palaestra-{kind}-{os.geteuid()}"  # noqa: S108
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    directory: str
+    lock: int
+
+
+class ImageStore:
+    """Turns the image of a spec into a directory. What it has handed out is kept until `aclose`."""
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        *,
+        max_image_bytes: int = DEFAULT_IMAGE_BYTES,
+        max_bytes: int = DEFAULT_STORE_BYTES,
+    ) -> None:
+        self._folder = folder or default_folder()
+        self._max_image_bytes, self._max_bytes = max_image_bytes, max_bytes
+        self._held: dict[str, _Held] = {}
+        self._stop = threading.Event()
+        self._threads: ThreadPoolExecutor | None = None
+        self._asking: dict[str, asyncio.Lock] = {}
+
+    async def directory(self, image: str) -> str:
+        """The root file system of an image: itself if it is one, otherwise unpacked. Raises `ImageError`."""
+        path = os.path.realpath(image)
+        if not image or path == "/":
+            raise ImageError(
+                f"the image {image!r} would be this machine itself with its secrets; leave it out for its system "
+                "directories, or give a root directory, a tar file or an OCI layout"
+            )
+        if os.path.isdir(path) and not unpack.is_layout(path):
+            if not any(os.path.isdir(os.path.join(path, name)) for name in ("bin", "usr")):
+                raise ImageError(f"the image {image!r} is not a root file system: {path} has neither bin nor usr")
+            return path  # its owner has made it for this
+        if not os.path.exists(path):
+            raise ImageError(f"the image {image!r} does not exist; give a root directory, a tar file or an OCI layout")
+        async with self._asking.setdefault(path, asyncio.Lock()):
+            self._threads = self._threads or ThreadPoolExecutor(2, thread_name_prefix="images")
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._unpacked, path)
+            except OSError as error:
+                raise ImageError(f"the image {image!r} cannot be unpacked to {self._folder}: {error}") from error
+
+    async def aclose(self) -> None:
+        """Release all images, and cancel unpacking. Idempotent."""
+        self._stop.set()
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
+        for held in self._held.values():
+            os.close(held.lock)
+        self._held.clear()
+        self._stop.clear()
+
+    def _unpacked(self, path: str) -> str:
+        """Find or unpack an image, in a thread."""
+        os.makedirs(f"{self._folder}/known", mode=0o700, exist_ok=True)
+        os.makedirs(f"{self._folder}/partial", mode=0o700, exist_ok=True)
+        os.chmod(self._folder, 0o700)
+        digest = self._digest(path)
+        if digest not in self._held:
+            self._held[digest] = self._take(digest, path)
+            self._evict()
+        return self._held[digest].directory
+
+    def _digest(self, path: str) -> str:
+        if os.path.isdir(path):
+            return unpack.identity(path)
+        status = os.stat(path)
+        facts = (path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        key = f"{self._folder}/known/{hashlib.sha256(repr(facts).encode()).hexdigest()}"
+        with contextlib.suppress(FileNotFoundError), open(key, encoding="ascii") as file:
+            return file.read()
+        digest = unpack.identity(path)
+        _write(key, digest)
+        return digest
+
+    def _take(self, digest: str, path: str) -> _Held:
+        """The directory under a shared lock, unpacked under an exclusive one if it is missing."""
+        final = f"{self._folder}/{digest}"
+        lock = os.open(f"{final}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            while not os.path.isdir(final):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not os.path.isdir(final):
+                    self._unpack(digest, path, final)
+                fcntl.flock(lock, fcntl.LOCK_SH)  # not atomic with the line above, hence the loop
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(f"{final}.json")
+            return _Held(final, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def _unpack(self, digest: str, path: str, final: str) -> None:
+        partial = f"{self._folder}/partial/{digest}"
+        shutil.rmtree(partial, ignore_errors=True)
+        os.mkdir(partial, 0o755)
+        try:
+            size = unpack.unpack(unpack.layers(path), partial, path, self._max_image_bytes, self._stop)
+            record = {"schema": "palaestra.image", "version": 1, "bytes": size, "source": path}
+            _write(f"{final}.json", json.dumps(record))
+            os.rename(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _evict(self) -> None:
+        """Remove the least recently used images that are not in use until the rest fits."""
+        records = sorted(self._records(), key=lambda record: record[1])
+        total = sum(size for _, _, size in records)
+        for digest, _, size in records:
+            if total <= self._max_bytes:
+                return
+            if self._remove(digest):
+                total -= size
+        if total > self._max_bytes:
+            _log.warning(
+                "images in use take %d bytes in %s, more than the limit %d", total, self._folder, self._max_bytes
+            )
+
+    def _records(self) -> Iterator[tuple[str, float, int]]:
+        for name in os.listdir(self._folder):
+            if name.endswith(".json"):
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    path = f"{self._folder}/{name}"
+                    with open(path, encoding="utf-8") as file:
+                        yield name.removesuffix(".json"), os.stat(path).st_mtime, int(json.load(file)["bytes"])
+
+    def _remove(self, digest: str) -> bool:
+        final = f"{self._folder}/{digest}"
+        lock = os.open(f"{final}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            partial = f"{self._folder}/partial/{digest}"
+            shutil.rmtree(partial, ignore_errors=True)
+            os.rename(final, partial)
+            os.unlink(f"{final}.json")
+            shutil.rmtree(partial, ignore_errors=True)
+            return True
+        finally:
+            os.close(lock)
+
+
+def _write(path: str, text: str) -> None:
+    """Write atomically, so that nobody reads half of it."""
+    temporary = f"{path}.{os.getpid()}.{threading.get_ident()}"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)

@@ -1,0 +1,51 @@
+"""Which isolation levels this machine has: tries each with a throw-away slot."""
+
+from __future__ import annotations
+
+from palaestra.sandbox.backends.local import BUILT, LocalBackend
+from palaestra.sandbox.slot import Rung, RungStatus
+
+_COVERS = {
+    Rung.FULL: (
+        "own processes, mounts, IPC, host name, network",
+        "root in the slot is nobody outside",
+        "limits on memory, processes, processor, disk",
+        "system call filter, no new privileges",
+    ),
+    Rung.USERNS: (
+        "own processes, mounts, IPC, host name, network",
+        "root in the slot is the user who started the run",
+        "limits on processes and disk; memory per process only",
+        "system call filter, no new privileges",
+    ),
+    Rung.CONFINED: (
+        "own user (as root), own directories, the rest read-only (Landlock)",
+        "no network when it is off; no list of hosts, no image",
+        "limits per process on memory and files; no limit on disk",
+        "system call filter, no new privileges",
+        "not: other processes' names, the container's /tmp and /workspace",
+    ),
+    Rung.NONE: ("a temporary directory, and commands that run as you",),
+}
+
+
+def warning(rung: Rung) -> str | None:
+    """What to warn about on this rung; None if slots are isolated."""
+    if rung is Rung.CONFINED:
+        return "slots share this container's kernel view: they are kept apart by users and Landlock, not by namespaces"
+    return "commands run as you, unprotected" if rung is Rung.NONE else None
+
+
+async def probe() -> list[RungStatus]:
+    """Every rung, best first, with the reason if it is not available. Takes a fraction of a second."""
+    return [await _try(rung) for rung in BUILT]
+
+
+async def _try(rung: Rung) -> RungStatus:
+    backend = LocalBackend()
+    reason = await backend.attempt(rung)
+    await backend.aclose()
+    if reason is not None:
+        return RungStatus(rung, False, reason)
+    held = "for who asks for it by name" if rung is Rung.NONE else "a throw-away slot held every check"
+    return RungStatus(rung, True, held, _COVERS[rung])

@@ -1,0 +1,307 @@
+"""Commands, shells and small files of a slot without the slot server: two wake-ups of a process less.
+
+On the rung `full` the server and its client are root of the same machine. For each slot the server hands over a
+descriptor of its root and a line to its init, with which the client does what the server would, by the same code
+(`slotd/exec`, `slotd/files.py`). Other requests go to the server, which still makes, freezes and ends the slot. So does
+whatever fails here, since the server reports it in the same words: a missing file, no descriptor left in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+from palaestra.sandbox.local.client import OnData, OnHole, OnLost, Requests, SlotClient, Undo
+from palaestra.sandbox.local.direct.asyncio_loop import AsyncioLoop
+from palaestra.sandbox.slotd import files
+from palaestra.sandbox.slotd.exec import pipes
+from palaestra.sandbox.slotd.exec.output import Shelf
+from palaestra.sandbox.slotd.exec.stateful_shell import ShellProcesses
+from palaestra.sandbox.slotd.exec.supervisor import FIRST_CHILD, Supervisor
+from palaestra.sandbox.slotd.protocol.frames import (
+    CHUNK,
+    HANDOVER,
+    Fields,
+    Frame,
+    FrameKind,
+    OpenRequest,
+    new,
+    received,
+)
+from palaestra.sandbox.slotd.protocol.init_messages import env_block
+from palaestra.sandbox.slotd.rung import Place
+
+_FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's, so that a shell's name shows who has it
+_IN_A_ROW = 16  # so many file calls, none of which waits; then the event loop has a turn
+_QUICK_BYTES = 1 << 20  # larger reads are done in a thread
+_SURVEYS = ("list", "changes", "remove", "checkpoint")  # they walk many files; meanwhile the server does all writes
+_STOPS = ("freeze", "checkpoint")  # they stop the slot's processes; commands wait meanwhile
+
+_file_calls = itertools.count(1)
+
+
+class DirectClient(SlotClient):
+    """A slot server that hands over its slots; `create` gives each a `DirectSlot`."""
+
+    def __init__(self, on_lost: OnLost) -> None:
+        super().__init__(on_lost)
+        self._loop = AsyncioLoop()
+        self._handover, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._handover.setblocking(False)
+        self._received: dict[int, tuple[int, list[int]]] = {}
+        """By epoch, until it is claimed: the owner of the slot's files, and the descriptors."""
+
+    def _sockets_for_server(self) -> Sequence[socket.socket]:
+        return (self._server_end,)
+
+    async def create(self, fields: Fields) -> tuple[Fields, Requests]:
+        made = await self.make("create", fields, self._undo_create)
+        owner, fds = self._claim(made["epoch"])
+        if fds and _is_low(max(fds)):
+            return made, DirectSlot(self, self._loop, made, owner, fds, fields["env"])
+        pipes.close(*fds)
+        return made, self
+
+    def _undo_create(self, made: Fields) -> tuple[str, Fields]:
+        pipes.close(*self._claim(made["epoch"])[1])
+        return "destroy", made
+
+    def _claim(self, epoch: int) -> tuple[int, list[int]]:
+        """The owner and descriptors of a new slot; no descriptors if the server could not send them."""
+        with contextlib.suppress(OSError):
+            while (message := pipes.receive(self._handover, HANDOVER.size, 3))[0]:
+                of, owner = HANDOVER.unpack(message[0])
+                self._received[of] = owner, message[1]
+        return self._received.pop(epoch, (0, []))
+
+    async def aclose(self) -> None:
+        """End the server with every slot. Idempotent."""
+        await super().aclose()
+        self._loop.end()
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Close every descriptor in a forked child."""
+        super().close_in_child()
+        self._loop.close_in_child()
+        self._handover.close()
+        self._server_end.close()
+        pipes.close(*(fd for _, fds in self._received.values() for fd in fds))
+        self._received.clear()
+
+
+class DirectSlot(Requests):
+    """Requests about one slot. Implements `SlotOwner` for the commands that it starts itself."""
+
+    def __init__(
+        self, server: DirectClient, loop: AsyncioLoop, made: Fields, owner: int, fds: list[int], env: dict[str, str]
+    ) -> None:
+        super().__init__()
+        self._server, self._owner = server, owner
+        self._lease = {"slot": made["slot"], "epoch": made["epoch"]}
+        self.name, self.pid, self.root = str(made["slot"]), 0, fds[0]
+        self._frozen, self._surveys = False, 0
+        self._stops: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: dict[int, OpenRequest] = {}
+        self._supervisor: Supervisor | None = None
+        self._commands: dict[str, Callable[[Frame], None]] = {}
+        if len(fds) < 3 or not _makes_readable_files():
+            pipes.close(*fds[1:])
+            return
+        line, self.pid = socket.socket(fileno=fds[1]), _pid_behind(fds[2])
+        line.setblocking(False)
+        shelf = Shelf(lambda path: Place(self.root, path, owner))
+        supervisor = Supervisor(self, line, loop, self._on_result, self._open, env_block(env), shelf)
+        shells = ShellProcesses(supervisor, itertools.count(_FIRST_SHELL))
+        self._commands = {"exec": supervisor.exec, "shell": shells.open, "run": shells.run, "close_shell": shells.close}
+        self._supervisor = supervisor
+        supervisor.listen()
+
+    async def call(
+        self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
+    ) -> Frame:
+        """Serve a request here, or have the server do it; see `Requests.call`."""
+        command = self._commands.get(op)
+        if command is not None and self._serves(op, fields):
+            if self._stops or self._frozen:
+                await self._until_resumed()
+            pending = self._begin(on_data, on_hole)
+            try:
+                try:
+                    command(received(FrameKind.REQUEST, pending.number, fields, data))
+                except OSError as error:
+                    if op != "exec" or error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                else:
+                    return await pending.outcome()
+            except asyncio.CancelledError:
+                await self._abandon(pending)
+                raise
+            finally:
+                del self._pending[pending.number]
+        elif op == "stat" and self._has_file(fields):
+            with contextlib.suppress(OSError):
+                entry = files.describe(self.root, fields["path"])
+                if next(_file_calls) % _IN_A_ROW == 0:
+                    await asyncio.sleep(0)
+                return Frame(FrameKind.RESULT, 0, {"entry": entry}, b"")
+        with self._during(op):
+            return await self._server.call(op, fields, data, on_data, on_hole)
+
+    def _serves(self, op: str, fields: Fields) -> bool:
+        """Whether a command's request is served here: for a shell, if this process may open its descriptors."""
+        if self.root < 0 or op == "exec":
+            return self.root >= 0
+        if op != "shell":
+            return bool(fields["shell"] >= _FIRST_SHELL)
+        with contextlib.suppress(OSError):
+            os.close(fd := os.dup(self.root))
+            return _is_low(fd)
+        return False
+
+    async def read(self, op: str, fields: Fields) -> bytes:
+        """Read a file here; otherwise see `Requests.read`."""
+        if op == "read" and self._has_file(fields):
+            try:
+                path = files.absolute(fields["path"])
+                fd, size = files.open_for_reading(self.root, path, fields["offset"], fields["max_bytes"])
+                if size > _QUICK_BYTES:
+                    return await asyncio.to_thread(_read, fd, size)
+                data = _read(fd, size)
+                if next(_file_calls) % _IN_A_ROW == 0:
+                    await asyncio.sleep(0)
+                return data
+            except OSError:
+                pass
+        return await super().read(op, fields)
+
+    async def upload(self, fields: Fields, data: bytes) -> None:
+        """Write a small file here, in a directory that exists; otherwise see `Requests.upload`."""
+        if isinstance(data, bytes) and len(data) <= CHUNK and not self._surveys and self._has_file(fields):
+            try:
+                path = files.absolute(fields["path"])
+                writing = files.Writing(self.root, path, fields.get("mode"), self._owner, make_folders=False)
+                try:
+                    writing.add(data)
+                except BaseException:
+                    writing.discard()
+                    raise
+                writing.finish()
+                writing.close()
+                if next(_file_calls) % _IN_A_ROW == 0:
+                    await asyncio.sleep(0)
+                return
+            except OSError:
+                pass
+        await super().upload(fields, data)
+
+    async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
+        with self._during(op):
+            return await self._server.make(op, fields, undo)
+
+    async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
+        await self._server.send_file(fields, pieces)
+
+    def slot_ended(self) -> None:
+        """Answer pending commands with `lost`; close the line and the root. Idempotent."""
+        if self._supervisor is not None and self._supervisor.live:
+            self._supervisor.slot_died()
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.close_descriptors()
+        pipes.close(self.root)
+        self.root = -1
+
+    def _has_file(self, fields: Fields) -> bool:
+        """Whether a file call may be served here. If not, the server's request lets a frozen slot continue."""
+        frozen, self._frozen = self._frozen, False
+        return not frozen and self.root >= 0 and type(fields["path"]) is str
+
+    @contextlib.contextmanager
+    def _during(self, op: str) -> Iterator[None]:
+        """Note surveys and stops while the server serves a request."""
+        end = asyncio.get_running_loop().create_future()
+        self._frozen |= op == "freeze"
+        self._surveys += op in _SURVEYS
+        if op in _STOPS:
+            self._stops.add(end)
+        try:
+            yield
+        finally:
+            self._frozen |= op == "freeze"  # file calls meanwhile came before everything was stopped
+            self._surveys -= op in _SURVEYS
+            self._stops.discard(end)
+            end.set_result(None)
+
+    async def _until_resumed(self) -> None:
+        """Wait until no request stops the slot's processes, and have the server let a frozen slot continue."""
+        while self._stops:
+            await asyncio.wait(self._stops)
+        if self._frozen:
+            self._frozen = False
+            await self._server.call("stat", {**self._lease, "path": "/"})
+
+    def _on_result(self, kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
+        self._on_frame(new(Frame, (kind, request, fields or {}, data)))
+
+    def _send(self, kind: FrameKind, number: int, fields: Fields, data: bytes = b"") -> None:
+        if number in self._open:
+            self._open[number].on_frame(received(kind, number, fields, data))
+
+    def end_hung(self) -> None:
+        """Have the server end the slot: a command cannot be killed, or the init takes no orders."""
+        self._ask("hung", lambda _: None)
+
+    def ask_oom(self, then: Callable[[bool], None]) -> None:
+        """Ask the server whether the kernel has killed a process of the slot for memory."""
+        self._ask("oom", lambda fields: then(bool(fields.get("oom"))))
+
+    def _ask(self, op: str, then: Callable[[Fields], None]) -> None:
+        async def ask() -> None:
+            fields: Fields = {}
+            with contextlib.suppress(Exception):  # if the slot has ended, that will be reported
+                fields = (await self._server.call(op, {**self._lease})).fields
+            then(fields)
+
+        task = asyncio.ensure_future(ask())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _read(fd: int, size: int) -> bytes:
+    """So many bytes of a file, or fewer if it has shrunk; closes it."""
+    try:
+        data = os.read(fd, size)
+        while len(data) < size and (more := os.read(fd, size - len(data))):  # one call reads 2 GiB at most
+            data += more
+        return data
+    finally:
+        os.close(fd)
+
+
+def _is_low(fd: int) -> bool:
+    """Whether a descriptor that was opened just now leaves enough for others."""
+    return fd < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+def _makes_readable_files() -> bool:
+    """Whether this process's umask leaves files that it makes in a slot readable to the slot's users."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("\nUmask:")[2].split()[0], 8) & ~0o022 == 0
+
+
+def _pid_behind(descriptor: int) -> int:
+    """The pid of a process descriptor, which is closed; 0 for a process that is gone."""
+    info = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    os.close(descriptor)
+    return max(0, int(info.partition("\nPid:")[2].split()[0]))

@@ -1,0 +1,263 @@
+"""One running command: its pipes, its bounded capture, its time limit, its end.
+
+A command has ended when its main process has. Then the output pipe is read until it is empty, but not until its end,
+since a daemon may hold it open; such a pipe is kept and drained slowly, so that the daemon can go on writing. This
+process holds the pipe's writing end until the command has ended: otherwise the pipe's end, which comes a little before
+the report of the command's end, would wake this process twice.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..event_loop import EventLoop, Timer
+from ..protocol import frames
+from ..protocol.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S, WINDOW, Fields, Frame, FrameKind, SendFrame
+from ..protocol.init_messages import EnvBlock, InitReport, ReportKind
+from . import pipes
+from .output import Capture, Shelf, Spill
+from .pipes import PIPE_BYTES, READ_BYTES
+
+MAX_VERDICT_BYTES = 16 << 20
+TIMEOUT_EXIT_CODE = 124
+
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+_SHELLS = {None: 0, "bash": frames.BASH, "sh": frames.SH}
+
+
+class CommandSpec(NamedTuple):
+    """What a client asked to run.
+
+    `stream` sends the output as it comes, as well as capturing it. `spill` keeps output that exceeds the bound in a
+    file of the slot.
+    """
+
+    argv: list[str]
+    shell: str | None
+    cwd: str
+    env: EnvBlock
+    stdin: bytes
+    timeout_s: float
+    max_output_bytes: int
+    stream: bool
+    verdict: bool
+    spill: bool
+
+
+def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env: EnvBlock) -> CommandSpec:
+    """The command of an `exec` or `run` request; bounds that the request does not name are the usual ones."""
+    fields = frame.fields
+    return CommandSpec(
+        argv, shell, cwd, env, frame.data, fields.get("timeout_s", USUAL_TIMEOUT_S),
+        fields.get("max_output_bytes", USUAL_OUTPUT_BYTES), "stream" in fields, "verdict" in fields,
+        "no_spill" not in fields,
+    )  # fmt: skip
+
+
+class Execution:
+    """A command from the order to start it to its RESULT frame.
+
+    Created after the order was sent, while the command starts. `pipe` holds the two ends of its output; a negative
+    writing end means that a process which was there before (a stateful shell) has it. `kill` has the command killed,
+    `receive` takes all reports that have arrived.
+    """
+
+    def __init__(
+        self, number: int, spec: CommandSpec, loop: EventLoop, send: SendFrame, kill: Callable[[], None],
+        receive: Callable[[], None], pipe: tuple[int, int], shelf: Shelf, verdict: int = -1,
+    ) -> None:  # fmt: skip
+        self.number, self.spec = number, spec
+        self._loop, self._send, self._kill, self._receive, self._shelf = loop, send, kill, receive, shelf
+        self._output, self._child_output = pipe
+        self._shared = self._child_output < 0
+        self._verdict = verdict
+        self._spill: Spill | None = None
+        self._capture = Capture(spec.max_output_bytes)
+        self._verdict_data = bytearray()
+        self._credit = WINDOW
+        self._started = time.monotonic()
+        self._timer: Timer | None = None
+        self.killing = self._timed_out = self._cancelled = self._swept = False
+        self._exit: InitReport | None = None
+        self.was_killed = False
+        """Whether it, or the last command that its shell ran, ended by SIGKILL."""
+        self.over = self.awaiting_oom = False
+        """Whether its RESULT was sent; whether the answer is pending if memory had run out."""
+        self.leftover: int | None = None
+        """The output pipe if a daemon still holds it after the end: watched until somebody else drains it."""
+
+    def start(self) -> None:
+        """Begin to watch the output and the time."""
+        self._loop.watch_soon(self._output, self._read_output)
+        if self._verdict >= 0:
+            self._loop.watch_soon(self._verdict, self._read_verdict)
+        self._timer = self._loop.later(self.spec.timeout_s, self._time_out)
+
+    def cancel(self) -> None:
+        """Kill it because its caller has given up; the RESULT comes when everything is dead."""
+        self._cancelled = True
+        self._begin_kill()
+
+    def give_credit(self, size: int) -> None:
+        """The client has taken so much of the stream."""
+        if self._credit <= 0 < self._credit + size and self._output >= 0:
+            self._loop.watch(self._output, self._read_output)
+        self._credit += size
+
+    def take(self, data: bytes) -> None:
+        """Take the next piece of the output."""
+        if self.spec.spill and self._capture.total + len(data) > self.spec.max_output_bytes:
+            if self._spill is None:
+                self._spill = Spill(self._shelf, f"{self.number}", self.spec.max_output_bytes)
+            self._spill.add(data, self._capture)
+        self._capture.add(data)
+        if self.spec.stream:
+            self._send(FrameKind.DATA, self.number, None, data)
+            self._credit -= len(data)
+            if self._credit <= 0:
+                self._loop.unwatch(self._output)
+
+    def on_exit(self, report: InitReport) -> bool:
+        """The main process has ended. True if the command is over; False while the rest of its tree is being killed."""
+        self._exit = report
+        self.was_killed = report.value in _KILLED
+        return not self.killing
+
+    def on_killed(self, swept: bool) -> None:
+        """Everything the command started is dead."""
+        self._swept = swept
+
+    @property
+    def ended(self) -> bool:
+        """Whether the main process has ended."""
+        return self._exit is not None
+
+    def finish(self, oom: bool, shell_flags: int = 0) -> None:
+        """Read what is left in the pipes and send the RESULT, with the flags of a stateful shell; then clean up."""
+        self._close_child_end()
+        held = self._drain()
+        head, tail = self._capture.parts()
+        end = self._exit or InitReport(ReportKind.EXIT, self.number, -signal.SIGKILL)
+        result = frames.encode_result(  # the exit code as a shell's `$?` has it: 128+n after signal n
+            TIMEOUT_EXIT_CODE if self._timed_out else end.value if end.value >= 0 else 128 - end.value,
+            shell_flags | _SHELLS[self.spec.shell] | (self._kill_flags(oom) if oom or self.killing else 0),
+            len(head),
+            len(tail),
+            self._capture.total,
+            round(time.monotonic() - self._started, 6),
+            end.cpu_s,
+            end.max_rss_bytes,
+        )
+        fields = None
+        if self._spill is not None:
+            self._spill.close()
+            fields = self._spill.fields()
+        self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, self._verdict_data)))
+        self.over = True
+        self._stop()
+        if held:
+            self.leftover, self._output = self._output, -1
+        else:
+            self._close_output()
+
+    def fail(self, fields: Fields) -> None:
+        """Send an ERROR: the command could not be started, or its slot is gone."""
+        self.drop()
+        self._send(FrameKind.ERROR, self.number, fields)
+
+    def drop(self) -> None:
+        """Close everything without an answer."""
+        self.over = True
+        self._stop()
+        self._close_child_end()
+        self._close_verdict()
+        if self._spill is not None:
+            self._spill.close()
+        self._close_output()
+
+    def descriptors(self) -> tuple[int, ...]:
+        """The descriptors that it has open in this process; negative numbers are none."""
+        spill = -1 if self._spill is None else self._spill.fd
+        return self._output, self._child_output, self._verdict, spill
+
+    def _kill_flags(self, oom: bool) -> int:
+        return (
+            (frames.TIMEOUT if self._timed_out else 0)
+            | (frames.CANCELLED if self._cancelled else 0)
+            | (frames.SWEPT if self._swept else 0)
+            | (frames.OOM if oom else 0)
+        )
+
+    def _begin_kill(self) -> None:
+        """Kill it unless it has ended: a stateful shell would take the interrupt in its next command."""
+        if not self.killing and not self.ended:
+            self.killing = True
+            self._kill()
+
+    def _time_out(self) -> None:
+        self._receive()  # if the loop stood still, a command that ended in time may only not have been noticed
+        if not self.ended and not self.over:
+            self._timed_out = True
+            self._begin_kill()
+
+    def _read_output(self) -> None:
+        """Read one piece per round of the loop, so that a flood does not keep others waiting."""
+        data = pipes.read(self._output)
+        if data is None:
+            return
+        if not data:
+            self._close_output()
+            return
+        self.take(data)
+
+    def _read_verdict(self) -> None:
+        data = pipes.read(self._verdict)
+        if data is None:
+            return
+        # What exceeds the bound is read and dropped: the grader gets a verdict of the maximal length, not a hang.
+        self._verdict_data += data[: MAX_VERDICT_BYTES - len(self._verdict_data)]
+        if not data:
+            self._close_verdict()
+
+    def _drain(self) -> bool:
+        """Read what the command wrote before it ended, at most what a pipe holds.
+
+        True if another process can still write to the output.
+        """
+        if self._verdict >= 0:
+            for _ in range(PIPE_BYTES // READ_BYTES + 1):
+                if self._verdict >= 0:
+                    self._read_verdict()
+            self._close_verdict()
+        taken = 0
+        while self._output >= 0 and taken <= PIPE_BYTES and not (self._shared and pipes.is_empty(self._output)):
+            data = pipes.read(self._output)
+            if not data:
+                return data is None
+            taken += len(data)
+            self.take(data)
+        return self._output >= 0
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _close_verdict(self) -> None:
+        if self._verdict >= 0:
+            self._loop.close(self._verdict)
+            self._verdict = -1
+
+    def _close_output(self) -> None:
+        if self._output >= 0:
+            self._loop.close(self._output)
+            self._output = -1
+
+    def _close_child_end(self) -> None:
+        if self._child_output >= 0:
+            os.close(self._child_output)
+            self._child_output = -1

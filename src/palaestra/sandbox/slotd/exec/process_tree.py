@@ -1,0 +1,195 @@
+"""Which processes of a slot belong to a command, and how to kill them and no others.
+
+A command's tree is its session, all descendants, and processes that have detached since the command started (a double
+fork with a session of its own ends as a child of init). Age tells the last from daemons of earlier calls: what is older
+than the command, or descends from something older, is not the command's. While several commands run, a detached process
+belongs to all that are older than it, so a timeout of one may kill another's.
+
+The process table is read again until nothing is left to kill. A tree that forks faster than it can be read is ended by
+killing everything in the slot but its init. `native/init.c` follows the same rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..namespaced import freezer
+
+PATIENCE_S = 2.0
+
+Moment = tuple[int, int]
+"""A time in clock ticks since boot, and the last process id that had been given out by then."""
+
+ALWAYS: Moment = (0, 0)
+
+Noted = tuple[float, bytes]
+"""A moment as it is noted at each command, for the few that are killed: seconds since boot, and `/proc/loadavg`, whose
+last word is the last process id."""
+
+KillSlot = Callable[[], None]
+"""Kills every process of a slot but its init."""
+
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The main process of a command, and when it started in clock ticks since boot."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStat:
+    """One line of the process table."""
+
+    pid: int
+    parent: int
+    session: int
+    started: int
+    zombie: bool
+
+
+def ticks(seconds_since_boot: float) -> int:
+    """Seconds in the unit in which the kernel gives a process's start."""
+    return int(seconds_since_boot * _TICK)
+
+
+def kill_everything() -> None:
+    """Kill all that this process may signal, except itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
+def note() -> Noted:
+    """The present moment, with process ids of this process's namespace."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME), os.pread(_load(), 128, 0)
+
+
+def moment(noted: Noted) -> Moment:
+    """A noted moment in the kernel's units."""
+    seconds, load = noted
+    return ticks(seconds), int(load.rpartition(b" ")[2])
+
+
+@functools.cache
+def _load() -> int:
+    return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def inside(init: int, noted: Noted) -> Moment:
+    """A moment of this process's namespace as the init of a slot sees it: by the youngest process of then that lives.
+
+    Process ids decide only among processes that began in the same tick, so any of those will do.
+    """
+    started, last = moment(noted)
+    before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
+    return started, max(before, default=0)
+
+
+def _began_in(pid: int, tick: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _read(pid).started == tick
+    return False
+
+
+def _number_inside(pid: int) -> int:
+    """The number of a process in its innermost namespace; 0 if it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"NSpid:"):
+                return int(line.split()[-1])
+    return 0
+
+
+def kill_tree(
+    command: Command,
+    others: Sequence[Command],
+    reap: Callable[[], None],
+    after: Moment = ALWAYS,
+    spare: bool = False,
+    *,
+    kill_slot: KillSlot,
+) -> bool:
+    """Kill until no process of the command lives. True if `kill_slot` had to do it.
+
+    Processes started up to the moment `after` are left alone, with their descendants; with `spare`, so is the main
+    process.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())
+        if not victims:
+            return False
+        for pid in sorted(victims):  # parents first, so that no shell reports its child's death
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # outside namespaces: one that became root
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        if not any(not process.zombie for process in processes() if process.pid in victims):
+            continue
+        time.sleep(0.0005)  # the killed are still being torn down
+    kill_slot()
+    return True
+
+
+def tree(
+    table: Sequence[ProcessStat], command: Command, others: Sequence[Command], init: int = 1, after: Moment = ALWAYS
+) -> set[int]:
+    """The living processes of the table that belong to the command (since `after`); orphans are children of `init`."""
+    mains = {other.pid for other in others}
+    living = [process for process in table if not process.zombie]
+    members = {command.pid}
+    foreign = set(mains)
+    begin = (command.started, command.pid) if after == ALWAYS else after
+    for process in living:
+        age = (process.started, process.pid)
+        if process.pid != command.pid and age <= after:
+            foreign.add(process.pid)
+        elif process.session == command.pid and after == ALWAYS:
+            members.add(process.pid)
+        elif process.session in mains:
+            foreign.add(process.pid)
+        elif process.parent == init and process.pid not in mains:
+            (members if age > begin else foreign).add(process.pid)
+    parents = {process.pid: process.parent for process in living}
+    changed = True
+    while changed:
+        grown = {pid for pid, parent in parents.items() if parent in members and pid not in members | foreign}
+        members |= grown
+        changed = bool(grown)
+    return {process.pid for process in living if process.pid in members}
+
+
+def processes() -> list[ProcessStat]:
+    """The descendants of this process."""
+    table = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            table.append(_read(int(name)))
+    return descendants(os.getpid(), table)
+
+
+def descendants(pid: int, table: Sequence[ProcessStat]) -> list[ProcessStat]:
+    """The processes of a table below one."""
+    children: dict[int, list[ProcessStat]] = {}
+    for process in table:
+        children.setdefault(process.parent, []).append(process)
+    found, pending = [], [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += [process.pid for process in below]
+    return found
+
+
+def _read(pid: int) -> ProcessStat:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b") ")[2].split()
+    return ProcessStat(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in (b"Z", b"X"))

@@ -1,0 +1,168 @@
+"""Where the files of slots live: one tmpfs per slot, and the immutable layers that sealed slots leave behind.
+
+Each store is a tmpfs of its own, so that its size is the slot's disk limit and dropping it costs one umount whatever it
+holds. Where the kernel lets overlays stand on an unmounted tmpfs, only a descriptor holds the store: mounted in the
+server's namespace it would make every new slot more expensive, since a slot begins with a copy of that namespace.
+
+A layer is one upper directory per tree of a root. A slot uses the layers it started from, and a layer those below it,
+until the last user is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .. import syscalls
+from ..rung import SealedLayer
+
+FIRST_STORE = 64
+"""Stores have descriptors from this number on."""
+
+_UNLIMITED = "size=0,nr_inodes=0"
+_TRIAL = "/stage"
+
+
+def copy_attributes(status: os.stat_result, directory: str) -> None:
+    """Give a directory the owner and mode of another one.
+
+    An owner that does not exist in this user namespace cannot be given; the directory keeps the slot's root then.
+    """
+    with contextlib.suppress(OSError):
+        os.chown(directory, status.st_uid, status.st_gid)
+    os.chmod(directory, stat.S_IMODE(status.st_mode))
+
+
+class LayerStore:
+    """One tmpfs, until its last user releases it. `path` leads to it, in this process and in a fork that keeps `fd`."""
+
+    fd: int | None = None
+
+    def __init__(self, place: str, size_bytes: int, owner: int) -> None:
+        """`place` is where kernels that need it mounted have it."""
+        self._users = 1
+        inodes = max(16384, size_bytes >> 12)
+        options = f"size={size_bytes},nr_inodes={inodes},mode=755,uid={owner},gid={owner}"
+        if _can_detach():
+            self.fd = _high(syscalls.detached_tmpfs(options))
+            self.path = f"/proc/self/fd/{self.fd}"
+        else:
+            self.path = place
+            os.mkdir(place)
+            syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+
+    def unlimit(self) -> None:
+        """Lift the limits, once no slot writes to it any more: a view of it needs inodes of its own."""
+        if self.fd is not None:
+            syscalls.reconfigure(self.fd, _UNLIMITED)
+            return
+        flags = syscalls.MS_REMOUNT | syscalls.MS_NOSUID | syscalls.MS_NODEV
+        syscalls.mount("tmpfs", self.path, "tmpfs", flags, _UNLIMITED)
+
+    def keep(self) -> LayerStore:
+        """Add a user."""
+        self._users += 1
+        return self
+
+    def release(self) -> None:
+        """Remove a user; the files go with the last one."""
+        self._users -= 1
+        if self._users > 0:
+            return
+        if self.fd is not None:
+            os.close(self.fd)
+        else:
+            syscalls.umount(self.path)
+            os.rmdir(self.path)
+
+
+def _high(fd: int) -> int:
+    """The same descriptor under a number that no fork needs for something else."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_STORE)
+    finally:
+        os.close(fd)
+
+
+@functools.cache
+def _can_detach() -> bool:
+    """Whether an overlay can stand on an unmounted tmpfs (Linux 6.15); found out by mounting one."""
+    try:
+        fd = _high(syscalls.detached_tmpfs("mode=755"))
+    except OSError:
+        return False
+    try:
+        path = f"/proc/self/fd/{fd}"
+        for name in ("lower", "upper", "work"):
+            os.mkdir(f"{path}/{name}")
+        layers = f"lowerdir={path}/lower,upperdir={path}/upper,workdir={path}/work,userxattr"
+        syscalls.mount("overlay", _TRIAL, "overlay", 0, layers)
+        syscalls.umount(_TRIAL)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One overlay of a root: where it is mounted in the slot, and what lies below all layers, topmost first."""
+
+    name: str
+    target: str
+    lowers: tuple[str, ...]
+
+
+class OverlayLayer(SealedLayer):
+    """What one sealed slot changed: `trees` maps the name of each tree to the directory that holds its change."""
+
+    below: tuple[OverlayLayer, ...]
+
+    def __init__(
+        self,
+        name: str,
+        store: LayerStore,
+        trees: Mapping[str, str],
+        below: tuple[OverlayLayer, ...],
+        image: str | None,
+    ) -> None:
+        super().__init__(name, below)
+        self.store, self.trees, self.image = store, trees, image
+
+    def drop_files(self) -> None:
+        self.store.release()
+
+
+@dataclass(frozen=True, slots=True)
+class OverlayFiles:
+    """The files of a slot: its own store, the layers it started from, its trees with everything that lies below
+    them."""
+
+    store: LayerStore
+    layers: tuple[OverlayLayer, ...]
+    trees: tuple[Tree, ...]
+    image: str | None
+
+    def stores(self) -> list[LayerStore]:
+        """The stores of the slot and of its layers."""
+        return [self.store, *(layer.store for layer in self.layers)]
+
+    def upper(self, tree: Tree) -> str:
+        """The directory with the slot's own change of a tree."""
+        return f"{self.store.path}/u/{tree.name}"
+
+    def work(self, tree: Tree) -> str:
+        """The directory in which the kernel prepares changes of a tree."""
+        return f"{self.store.path}/w/{tree.name}"
+
+    def release(self) -> None:
+        """Release the store and the layers below it."""
+        self.store.release()
+        for layer in self.layers:
+            layer.release()

@@ -1,0 +1,174 @@
+"""The init of slots with namespaces: its program, and the steps by which it builds and confines a slot.
+
+The program is pid 1 of each slot, built from `native/*.c` and kept in a sealed memory file. It is native code because
+an idle slot then costs kilobytes instead of megabytes. `hatch_build.py` builds it when the package is installed; wheels
+carry it. The binary's name holds the digest of its sources, so a stale one is not used.
+
+The server lists the steps and `native/steps.c` performs them in order, without deciding anything: whatever depends on
+this machine is decided when the list is made. The first step that fails ends the slot. Encoding of a step:
+
+    u16 operation, u16 number of strings, u32 length of the strings, i64 a, i64 b, then the strings, each ended by a NUL
+    (for FILTER: the program's bytes as they are)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from .. import syscalls
+from ..protocol import init_messages
+
+SOURCES = ("init.c", "steps.c", "steps.h")
+"""The sources, in the order in which they enter the digest."""
+
+_MFD_EXEC = 0x10
+_ANSWER = 100
+FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "native")
+"""Where the sources and the binaries lie."""
+
+_TO_BUILD = "install a C compiler (a package like gcc, or `pip install ziglang`), then install palaestra again"
+
+
+class NoInit(OSError):
+    """There is no native init for this machine; the message says why and what to install."""
+
+
+def binary_name(machine: str, sources: Sequence[bytes]) -> str:
+    """The file name of the binary for a machine built from these sources."""
+    return f"init-{machine}-{hashlib.sha256(b''.join(sources)).hexdigest()[:12]}"
+
+
+def load(prefix: str = "") -> int:
+    """A descriptor of the init for this machine, which no slot can write to. Raises `NoInit`.
+
+    `prefix` is the path of the host's root.
+    """
+    folder = prefix + FOLDER
+    try:
+        name = binary_name(syscalls.MACHINE, [_read(f"{folder}/{source}") for source in SOURCES])
+        program = _sealed(_read(f"{folder}/{name}"))
+    except FileNotFoundError:
+        entries = os.listdir(folder) if os.path.isdir(folder) else []
+        stale = any(entry.startswith(f"init-{syscalls.MACHINE}-") for entry in entries)
+        was = "was built from another version of its source" if stale else "was not built"
+        raise NoInit(f"the program that runs as pid 1 of each slot {was}; {_TO_BUILD}") from None
+    except OSError as error:
+        raise NoInit(f"the program that runs as pid 1 of each slot cannot be read: {error}") from None
+    if not _answers(program):
+        os.close(program)
+        raise NoInit(f"{name}, the program that runs as pid 1 of each slot, does not run here; {_TO_BUILD}")
+    return program
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _sealed(content: bytes) -> int:
+    """The content as an executable file that cannot be changed."""
+    try:
+        memory = os.memfd_create("slot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
+    except OSError:  # kernels before 6.3 neither know nor need the last flag
+        memory = os.memfd_create("slot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(memory, view) :]
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
+        # A process whose program its user cannot read belongs to the program's owner: the slot's root, who is nobody
+        # outside, cannot inspect it.
+        os.fchmod(memory, 0o111)
+        return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(memory)
+
+
+def _answers(program: int) -> bool:
+    """Whether it runs here and reports the server's version of the orders."""
+    try:
+        pid = os.posix_spawn(f"/proc/self/fd/{program}", ["slot-init", "--version"], {})
+    except OSError:
+        return False
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == _ANSWER + init_messages.VERSION
+
+
+_STEP = struct.Struct("=HHIqq")
+
+
+class Do(IntEnum):
+    """The operations, with the meaning of the numbers a and b and of the strings in brackets."""
+
+    JOIN = 1
+    """Move to a control group. [directory]"""
+    UNSHARE = 2
+    """[a: flags]"""
+    ENTER = 3
+    """Enter a namespace. [a: descriptor, b: kind]"""
+    MOUNT = 4
+    """[a: flags; source, target, type, options]"""
+    MKDIR = 5
+    """[a: mode, b: 1 if it may exist already; path]"""
+    WRITE = 6
+    """Write to an existing file. [a: 1 if that may fail; path, text]"""
+    CHANGE_DIRECTORY = 7
+    """[path]"""
+    OPEN = 8
+    """Open a directory or mount point under a descriptor number. [a: the number; path]"""
+    OPEN_INSIDE = 9
+    """Open a path below an open directory, resolved with that directory as root. [a: the number, b: the root; path]"""
+    BECOME_ROOT = 10
+    """Make the current directory the root and detach the old root."""
+    HOST_NAME = 11
+    """[name]"""
+    LOOPBACK = 12
+    """Bring up the loopback interface."""
+    LIMIT = 13
+    """Set a resource limit, hard and soft, to at most the present hard limit. [a: which, b: value]"""
+    BE_ROOT = 14
+    """Become user and group 0, without supplementary groups."""
+    PRCTL = 15
+    """[a: option, b: argument]"""
+    KEEP_CAPABILITIES = 16
+    """Drop all other capabilities for good. [a: mask]"""
+    FILTER = 17
+    """Install a seccomp program. [bytes]"""
+    SESSION = 18
+    """Lead a new session."""
+    UMASK = 19
+    """[a: mask]"""
+    OWN = 20
+    """Change a file's owner and group to the same number. [a: the number; path]"""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildStep:
+    """One operation with its arguments."""
+
+    do: Do
+    strings: Sequence[str] = ()
+    a: int = 0
+    b: int = 0
+    program: bytes = b""
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> BuildStep:
+    """A MOUNT."""
+    return BuildStep(Do.MOUNT, (source, target, kind, options), flags)
+
+
+def encode_steps(steps: Sequence[BuildStep]) -> bytes:
+    """The list as the init reads it."""
+    parts = []
+    for step in steps:
+        data = step.program or b"".join(os.fsencode(text) + b"\0" for text in step.strings)
+        parts += [_STEP.pack(step.do, len(step.strings), len(data), step.a, step.b), data]
+    return b"".join(parts)

@@ -1,0 +1,176 @@
+"""Contents that do not fit into one frame: files on their way, and lists whose length a slot controls.
+
+A list's JSON is written to a file in memory, some entries at a time, and goes to the client as a file does: at the
+client's pace, so that no list is too long for a message and none holds others up.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator
+
+from .files import Writing
+from .protocol.frame_connection import FrameConnection
+from .protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameKind, OpenRequest
+
+MAX_LIST_BYTES = 512 << 20
+"""Of one list. Without a bound a slot could fill the machine's memory: paths may have thousands of characters."""
+
+_ENTRIES_PER_STEP = 256
+
+
+class Listing:
+    """One list: filled, sent, closed."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("listing", os.MFD_CLOEXEC)
+        self._size = 0
+
+    def fill(self, entries: Iterable[Fields | None]) -> Iterator[None]:
+        """Take all entries, as a job; None among them is a pause. Raises OSError (EFBIG) if they are too many."""
+        self._write(b"[")
+        piece: list[str] = []
+        comma = ""
+        for entry in entries:
+            if entry is not None:
+                piece.append(comma + json.dumps(entry, separators=(",", ":")))
+                comma = ","
+            if entry is None or len(piece) == _ENTRIES_PER_STEP:
+                self._write("".join(piece).encode())
+                piece.clear()
+                yield
+        self._write("".join(piece).encode() + b"]")
+
+    def send(self, request: int, connection: FrameConnection, open_requests: dict[int, OpenRequest]) -> None:
+        """Answer a request with the list."""
+        if self._size > CHUNK:
+            os.lseek(self._fd, 0, os.SEEK_SET)
+            Download(request, os.dup(self._fd), self._size, connection, open_requests).pump()
+        else:
+            connection.send(FrameKind.RESULT, request, None, os.pread(self._fd, self._size, 0))
+
+    def close(self) -> None:
+        """Close the file; a download has a descriptor of its own."""
+        os.close(self._fd)
+
+    def _write(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > MAX_LIST_BYTES:
+            raise OSError(errno.EFBIG, f"the list has more than {MAX_LIST_BYTES} bytes")
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+
+class Download:
+    """Sends a file as DATA, the last piece with the RESULT, and reads it only as fast as the client takes it.
+
+    With `holes`, a hole is a DATA frame that gives only its length: a slot may claim terabytes that do not exist.
+    """
+
+    def __init__(
+        self, number: int, fd: int, size: int, connection: FrameConnection, open_requests: dict[int, OpenRequest],
+        holes: bool = False,
+    ) -> None:  # fmt: skip
+        self._number, self._fd, self._left, self._connection, self._open = number, fd, size, connection, open_requests
+        self._holes = holes
+        self._credit = WINDOW
+        open_requests[number] = self
+
+    def on_frame(self, frame: Frame) -> None:
+        """The client has taken so much, or cancels."""
+        if frame.kind is FrameKind.CREDIT:
+            self._credit += frame.fields["bytes"]
+            self.pump()
+        elif frame.kind is FrameKind.CANCEL:
+            self._end()
+
+    def pump(self) -> None:
+        """Send what the credit allows. A file that has shrunk meanwhile ends early."""
+        while self._left > CHUNK and self._credit > 0:
+            most = CHUNK
+            if self._holes:
+                hole, most = self._extent()
+                if hole:
+                    self._left -= hole
+                    self._connection.send(FrameKind.DATA, self._number, {"hole": hole})
+                    continue
+            data = self._next(most)
+            if not data:
+                break
+            self._credit -= len(data)
+            self._connection.send(FrameKind.DATA, self._number, None, data)
+        else:
+            if self._left > CHUNK:
+                return
+        self._end(self._next())
+
+    def _extent(self) -> tuple[int, int]:
+        """The length of a hole that begins here, which is skipped; otherwise how much of a piece comes before one."""
+        here = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            data = os.lseek(self._fd, here, os.SEEK_DATA)
+        except OSError:  # only a hole is left
+            data = here + self._left
+        if data > here:
+            return os.lseek(self._fd, min(data, here + self._left), os.SEEK_SET) - here, 0
+        most = min(CHUNK, os.lseek(self._fd, here, os.SEEK_HOLE) - here)
+        os.lseek(self._fd, here, os.SEEK_SET)
+        return 0, most
+
+    def _next(self, most: int = CHUNK) -> bytes:
+        try:
+            data = os.read(self._fd, min(most, self._left)) if self._left else b""
+        except OSError:
+            data = b""
+        self._left -= len(data)
+        return data
+
+    def _end(self, data: bytes = b"") -> None:
+        del self._open[self._number]
+        os.close(self._fd)
+        self._connection.send(FrameKind.RESULT, self._number, None, data)
+
+
+class Upload:
+    """Takes DATA into a new file; END puts it in place, CANCEL drops it. `uploads` are those of its slot."""
+
+    def __init__(
+        self, number: int, writing: Writing, connection: FrameConnection, open_requests: dict[int, OpenRequest],
+        uploads: set[Upload],
+    ) -> None:  # fmt: skip
+        self._number, self._writing, self._connection, self._open = number, writing, connection, open_requests
+        self._uploads = uploads
+        open_requests[number] = self
+        uploads.add(self)
+
+    def on_frame(self, frame: Frame) -> None:
+        """The next piece, or the end. After an error the client's remaining frames are ignored."""
+        if frame.kind is FrameKind.DATA:
+            try:
+                self._writing.add(frame.data)
+            except OSError:
+                self._forget()
+                self._writing.discard()
+                raise
+        elif frame.kind in (FrameKind.END, FrameKind.CANCEL):
+            self._forget()
+            if frame.kind is FrameKind.END:
+                self._writing.finish()
+                self._writing.close()
+            else:
+                self._writing.discard()
+            self._connection.send(FrameKind.RESULT, self._number)
+
+    def lose(self, slot: str) -> None:
+        """The slot has ended: drop the file, since the slot's files may be a snapshot's now."""
+        self._forget()
+        self._writing.discard()
+        lost = {"error": "lost", "message": f"{slot} ended while a file was written to it"}
+        self._connection.send(FrameKind.ERROR, self._number, lost)
+
+    def _forget(self) -> None:
+        del self._open[self._number]
+        self._uploads.discard(self)

@@ -1,0 +1,112 @@
+"""Cache fingerprints of images, directories, the host and this package.
+
+File contents are not read: that would cost more than preparing again. Invariant: a change through the file system
+changes the fingerprint; a copy elsewhere may change it too, which only costs a preparation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import hashlib
+import os
+import platform
+import stat
+import sys
+from pathlib import Path
+
+from palaestra.core.types import JSON
+
+_PACKAGES = ("/var/lib/dpkg/status", "/var/lib/rpm", "/lib/apk/db/installed", "/var/lib/pacman/local")
+"""Where distributions record installed packages; every installation, removal or upgrade changes them."""
+
+_HOST = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib")
+
+
+def of_tree(folder: str) -> tuple[str, int]:
+    """A digest of everything under a folder, and the bytes that it takes on disk.
+
+    It covers names, kinds, owners, modes, sizes and times of change (which no program can set).
+    """
+    digest, taken, waiting = hashlib.sha256(), 0, [folder]
+    while waiting:
+        path = waiting.pop()
+        for name in _names(path):
+            below = f"{path}/{name}"
+            try:
+                status = os.lstat(below)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            facts = (status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_ctime_ns, status.st_rdev)
+            digest.update(f"{below[len(folder) :]}\0{facts}\0".encode("utf-8", "surrogateescape"))
+            taken += status.st_blocks * 512 // (1 if stat.S_ISDIR(status.st_mode) else status.st_nlink)
+            if stat.S_ISDIR(status.st_mode):
+                waiting.append(below)
+    return digest.hexdigest(), taken
+
+
+def _names(folder: str) -> list[str]:
+    """Sorted entries; empty if the folder is gone or unreadable, since its own time of change shows what came or
+    went."""
+    with contextlib.suppress(OSError):
+        return sorted(os.listdir(folder))
+    return []
+
+
+def of_image(image: str | None) -> JSON:
+    """Of a directory by everything in it, of a file by its inode, size and times.
+
+    Without an image, of the host's system: its release, and when packages last changed. A system file that is edited by
+    hand is not noticed.
+    """
+    if image is None:
+        release = Path("/etc/os-release")
+        here = os.path.realpath(sys.base_prefix)
+        own = (f"{here}/bin", f"{here}/lib", *_site_packages(here), *_site_packages("/usr"))
+        return [
+            release.read_text() if release.is_file() else "",
+            [_of_file(path) for path in (*_PACKAGES, *_HOST, *own)],
+        ]
+    path = os.path.realpath(image)
+    return [path, of_tree(path)[0] if os.path.isdir(path) else _of_file(path)]
+
+
+def _site_packages(prefix: str) -> list[str]:
+    patterns = (f"{prefix}/lib/python3*/*-packages", f"{prefix}/local/lib/python3*/*-packages")
+    return sorted(path for pattern in patterns for path in glob.glob(pattern))
+
+
+def _of_file(path: str) -> JSON:
+    """Of a file or of a directory's own entries; None if nothing is there."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return [path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def of_directory(path: str) -> JSON:
+    """Of a host directory that slots see: its path and its own entries, not what lies deeper."""
+    return _of_file(os.path.realpath(path))
+
+
+@functools.cache
+def of_machine() -> JSON:
+    """Of what programs that are compiled for this machine depend on."""
+    cpu: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        cpu = sorted({line for line in lines if line.partition("\t")[0].strip() in ("model name", "flags", "Features")})
+    return [platform.machine(), platform.release(), cpu]
+
+
+@functools.cache
+def of_project() -> str:
+    """Of this package's own code, which makes the slots and does the preparing."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(root)}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
