@@ -61,25 +61,33 @@ def test_who_gives_no_sign_of_life_is_ended_and_named(stage: str, error: type[In
 
 
 def test_a_sign_of_life_begins_the_wait_anew() -> None:
-    async def main() -> list[float | None]:
-        loop, whens = asyncio.get_running_loop(), []
-        at = Stages("r", quiet, {"model": 60.0})
+    async def main(signs: bool) -> None:
+        at = Stages("r", quiet, {"model": 0.5})
         async with at.watched():
-            assert at._deadline is not None
             with at.stage("model"):
-                for _ in range(2):
-                    before = loop.time()
-                    at.sign_of_life()
-                    whens.append((at._deadline.when() or 0) - before)
-                with at.stage("admit"):
-                    whens.append(at._deadline.when())
-        return whens
+                for _ in range(20):
+                    await asyncio.sleep(0.05)
+                    if signs:
+                        at.sign_of_life()
 
-    first, second, waiting = asyncio.run(main())
-    assert first is not None
-    assert second is not None
-    assert min(first, second) >= 60.0
-    assert waiting is None, "waiting for a place has no limit"
+    asyncio.run(main(signs=True))
+    with pytest.raises(EngineUnavailable):
+        asyncio.run(main(signs=False))
+
+
+def test_waiting_for_a_place_has_no_limit_and_the_next_stage_has_its_own() -> None:
+    async def main(then: str) -> None:
+        at = Stages("r", quiet, {"model": 0.1, "tool": 0.1})
+        async with at.watched(), asyncio.timeout(10):
+            with at.stage("model"):
+                with at.stage("admit"):
+                    await asyncio.sleep(0.3)
+                with at.stage(then):
+                    await asyncio.sleep(0.3)
+
+    asyncio.run(main("admit"))
+    with pytest.raises(ToolStuck):
+        asyncio.run(main("tool"))
 
 
 def test_a_timeout_of_somebody_elses_passes_through() -> None:

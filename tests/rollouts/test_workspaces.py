@@ -9,7 +9,7 @@ import pytest
 from toy import NoSlots
 
 from palaestra.core.errors import PrepareError, SandboxError
-from palaestra.rollouts.events import StageEntered
+from palaestra.rollouts.events import Alive
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import Workspaces
@@ -192,7 +192,7 @@ def test_queueing_and_making_a_slot_are_timed_apart() -> None:
         pool.place.release()
         await leasing
         assert min(stages.seconds.values()) >= 0.009
-        return [event.stage for event in events if isinstance(event, StageEntered)]
+        return [event.entered for event in events if isinstance(event, Alive) and event.entered]
 
     assert asyncio.run(main()) == ["admit", "acquire"]
 

@@ -83,7 +83,9 @@ def read_reply(completion: object, turn: int) -> Reply:
 
 def part(value: object, name: str) -> JSON:
     """A field of an object or of a dict; None where there is none."""
-    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    if isinstance(value, dict | Mapping):  # the first is quick, and most are
+        return value.get(name)
+    return getattr(value, name, None)
 
 
 def text_of(content: JSON) -> str:

@@ -12,10 +12,10 @@ import logging
 import os
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import NoReturn, TypeVar, overload
 
 from palaestra.core.errors import ConfigError, InfraError, PalaestraError
 from palaestra.core.types import JSON
@@ -91,14 +91,32 @@ async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -
     """
     try:
         return await foreign(hook)
+    except (ConfigError, ForeignError) as error:
+        _raise_as(kind, error, doing)
+
+
+def call_hook(kind: type[PalaestraError], hook: Callable[[], T], doing: str) -> T:
+    """Call a hook that is a plain function, with the errors of `run_hook`. It needs no task: it cannot wait."""
+    try:
+        return hook()
     except ConfigError as error:
+        _raise_as(kind, error, doing)
+    except (PalaestraError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # sys.exit() included
+        failed = ForeignError(told(error))
+        failed.__cause__ = error
+        _raise_as(kind, failed, doing)
+
+
+def _raise_as(kind: type[PalaestraError], error: ConfigError | ForeignError, doing: str) -> NoReturn:
+    if isinstance(error, ConfigError):
         if type(error) is not ConfigError or kind is ConfigError:
-            raise
+            raise error
         raise ConfigError(f"{doing}: {error}") from error
-    except ForeignError as error:
-        logger.debug("%s failed", doing, exc_info=True)
-        cause = error.__cause__
-        raise kind(f"{doing} failed with {error}{place(cause) if cause is not None else ''}") from cause
+    logger.debug("%s failed", doing, exc_info=error)
+    cause = error.__cause__
+    raise kind(f"{doing} failed with {error}{place(cause) if cause is not None else ''}") from cause
 
 
 async def _cancelled(own: asyncio.Future[T], patience_s: float) -> None:

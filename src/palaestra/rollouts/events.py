@@ -159,35 +159,27 @@ class GroupBegun(msgspec.Struct):
     group: Group
 
 
-class RolloutBegun(msgspec.Struct):
+class RolloutBegun(msgspec.Struct, gc=False):
     """An attempt at a rollout starts."""
 
     rollout_id: str
 
 
-class StageEntered(msgspec.Struct):
-    """A rollout, or a group by its own id, enters a stage. Stages nest and may overlap."""
+class Alive(msgspec.Struct, gc=False):
+    """A sign of life of a rollout, or of a group by its own id. `stage` is where it is, the empty string: nowhere.
+
+    `entered` and `left` name a stage that begins or ends with it; stages nest and may overlap. `error` names the class
+    of the exception that ended the one that was left.
+    """
 
     name: str
     stage: str
-
-
-class StageLeft(msgspec.Struct):
-    """It leaves the stage. `error` names the class of the exception that ended it, if one did."""
-
-    name: str
-    stage: str
+    entered: str = ""
+    left: str = ""
     error: str = ""
 
 
-class Alive(msgspec.Struct):
-    """A sign of life of a rollout or group, with the stage that it is at; the empty string when it is at none."""
-
-    name: str
-    stage: str
-
-
-class TokensSpent(msgspec.Struct):
+class TokensSpent(msgspec.Struct, gc=False):
     """A model call was made for a rollout."""
 
     rollout_id: str
@@ -195,7 +187,7 @@ class TokensSpent(msgspec.Struct):
     completion_tokens: int
 
 
-class Graded(msgspec.Struct):
+class Graded(msgspec.Struct, gc=False):
     """A rollout has its reward, which is not in the journal yet."""
 
     rollout_id: str
@@ -221,17 +213,7 @@ class Note(msgspec.Struct):
 
 
 MemoryEvent: TypeAlias = (
-    GroupsPlanned
-    | GroupBegun
-    | RolloutBegun
-    | StageEntered
-    | StageLeft
-    | Alive
-    | TokensSpent
-    | Graded
-    | RolloutKept
-    | GroupFinished
-    | Note
+    GroupsPlanned | GroupBegun | RolloutBegun | Alive | TokensSpent | Graded | RolloutKept | GroupFinished | Note
 )
 Event: TypeAlias = AnyJournalEvent | MemoryEvent
 Handlers: TypeAlias = Mapping[type, Callable[[Any], None]]

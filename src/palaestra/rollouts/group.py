@@ -21,7 +21,7 @@ import msgspec
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.seeded_random import Seeded
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
-from palaestra.core.user_code import run_hook, told
+from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import (
     AttemptDiscarded,
@@ -42,7 +42,6 @@ from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext
 from palaestra.rollouts.watchdog import Stages
 from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.sandbox.snapshots.cache import Put, Recipe, Run
-from palaestra.tools.registry.registry import schema_hash
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class GroupRun:
             self.task = await run_hook(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
             _check(self.task)
             changed = self._prompt_changed(asked)
-            self._kit = await run_hook(TaskError, self._choose_tools(), f"choosing tools for task {self.task.id}")
+            self._kit = call_hook(TaskError, self._choose_tools, f"choosing tools for task {self.task.id}")
             incomplete = not changed and self._is_incomplete
             self._snapshot = await self._prepare() if incomplete else None
             self._write_start()
@@ -123,11 +122,11 @@ class GroupRun:
             )
         return changed
 
-    async def _choose_tools(self) -> Kit:
+    def _choose_tools(self) -> Kit:
         kit = self.env.kit(self.task, self._seeded("tools")())
         self.group.toolsets = kit.toolsets
         self.group.tools = kit.definitions
-        self.group.tools_hash = schema_hash(self.group.tools)
+        self.group.tools_hash = kit.tools_hash
         self.group.tools_missing = dict(kit.registry.missing)
         missing = self.run_context.events.unreported(kit.registry.missing)
         if missing:
@@ -162,9 +161,11 @@ class GroupRun:
         run, prepared = self.run_context, self.run_context.workspaces.prepared
         stages = Stages(self.group.group_id, run.events.announce, run.settings.idle_limits)
         async with stages.watched():
-            recipe = await run_hook(PrepareError, self._recipe(), f"asking for the recipe of task {self.task.id}")
+            needed, recipe = call_hook(PrepareError, self._recipe, f"asking for the recipe of task {self.task.id}")
+            if not needed:
+                return None
             if recipe is None or prepared is None:
-                return await self._make(stages) if self._prepares else None
+                return await self._make(stages)
             with stages.stage("store"):
                 taken = await prepared.take(recipe, partial(self._make, stages))
             self.group.from_store = taken.found
@@ -172,20 +173,18 @@ class GroupRun:
                 self.group.prepare_s += round(stages.seconds["store"], 6)
             return taken.snapshot
 
-    @property
-    def _prepares(self) -> bool:
-        return self.env.shared_setup(self.task) is not None or self.env.prepares(self.task)
-
-    async def _recipe(self) -> Recipe | None:
-        """What the preparation is a function of; None if it must be done in every run."""
+    def _recipe(self) -> tuple[bool, Recipe | None]:
+        """Whether the group is prepared, and what that is a function of; None if it must be done in every run."""
+        if self.env.shared_setup(self.task) is None and not self.env.prepares(self.task):
+            return False, None
         task, spec = self.task, self.env.slot_spec(self.task, Phase.PREPARE)
         declared = self.env.recipe(task)
-        if declared is None or spec.network is not Network.OFF or not self._prepares:
-            return None
+        if declared is None or spec.network is not Network.OFF:
+            return True, None
         files = [Put(path, _bytes(content)) for path, content in task.files.items()]
         setup = [Run(task.setup)] if task.setup else []
         version = json.dumps(declared, sort_keys=True)
-        return Recipe(spec, (*files, *setup), version, f"{self.env.name} {task.id}")
+        return True, Recipe(spec, (*files, *setup), version, f"{self.env.name} {task.id}")
 
     async def _make(self, stages: Stages) -> Snapshot:
         key, base = self.env.shared_setup(self.task), None

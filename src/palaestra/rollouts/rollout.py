@@ -24,7 +24,7 @@ from palaestra.agent.wall_clock import WallClock
 from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
 from palaestra.core.literals import number
 from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task
-from palaestra.core.user_code import run_hook, told
+from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
 from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.events import Graded
@@ -156,11 +156,9 @@ class Rollout:
                 self.score = _checked(await hooks.grade(self), f"scoring {self.rollout_id}")
                 self.run_context.events.announce(Graded(self.rollout_id, self.score.reward))
         self._take_outcome(result)
-        projecting = self._project()
-        self.projection = await run_hook(TaskError, projecting, f"making the row of {self.rollout_id}")
-
-    async def _project(self) -> Projection:
-        return self._hooks.project(self, self.score)
+        self.projection = call_hook(
+            TaskError, lambda: hooks.project(self, self.score), f"making the row of {self.rollout_id}"
+        )
 
     def _take_outcome(self, result: AgentResult) -> None:
         self.outcome, self.error, self.blame = result.outcome, result.error, None

@@ -21,7 +21,7 @@ from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.watchdog import IDLE_LIMITS
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Snapshot
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.runtime.runtime import ToolMiddleware
 
 
@@ -90,6 +90,11 @@ class Kit:
     def definitions(self) -> list[dict[str, JSON]]:
         """The tools as models see them. The group's rollouts and its record share the list: do not change it."""
         return self.registry.definitions()
+
+    @cached_property
+    def tools_hash(self) -> str:
+        """Identifies the definitions in records: `schema_hash`."""
+        return schema_hash(self.definitions)
 
 
 @dataclass(frozen=True, slots=True)

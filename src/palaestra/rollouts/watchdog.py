@@ -21,7 +21,7 @@ from palaestra.core.errors import (
     SandboxError,
     ToolStuck,
 )
-from palaestra.rollouts.events import Alive, MemoryEvent, StageEntered, StageLeft
+from palaestra.rollouts.events import Alive, MemoryEvent
 
 WAITING_FOR: Mapping[str, type[InfraError]] = {
     "acquire": SandboxError,
@@ -56,8 +56,11 @@ class Stages:
         self._emit = emit
         self._limits = limits
         self._at: list[str] = []
-        self._waiting = ""
+        self._alive_at = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._deadline: asyncio.Timeout | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting = ""
 
     def stage(self, name: str, shown: str = "") -> Stage:
         """A block at this stage. `shown` is the stage as the display and the limits name it, if that differs."""
@@ -65,20 +68,41 @@ class Stages:
 
     def sign_of_life(self) -> None:
         """Restart the limit of the current stage."""
-        stage = self._at[-1] if self._at else ""
-        self._emit(Alive(self.name, stage))
-        deadline = self._deadline
-        if deadline is not None and not deadline.expired():  # what it ends leaves its stages too
-            self._waiting = stage
-            limit = self._limits.get(stage, 0.0)
-            deadline.reschedule(asyncio.get_running_loop().time() + limit if limit > 0 else None)
+        self._sign(Alive(self.name, self._at[-1] if self._at else ""))
+
+    def _sign(self, alive: Alive) -> None:
+        self._emit(alive)
+        loop = self._loop
+        if loop is not None:
+            self._alive_at = loop.time()
+            limit = self._limits.get(alive.stage, 0.0)
+            if limit > 0 and (self._timer is None or self._alive_at + limit < self._timer.when()):
+                self._set_timer(loop, self._alive_at + limit)
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(at, self._look)
+
+    def _look(self) -> None:
+        """End the block if its stage is over its limit. A sign of life only notes the time: there are many."""
+        loop, deadline, self._timer = self._loop, self._deadline, None
+        limit = self._limits.get(self._at[-1], 0.0) if self._at else 0.0
+        if loop is None or deadline is None or limit <= 0:
+            return
+        if loop.time() < self._alive_at + limit:
+            self._set_timer(loop, self._alive_at + limit)
+        else:
+            self._waiting = self._at[-1]
+            self._loop = None  # what the deadline ends leaves its stages too
+            deadline.reschedule(loop.time())
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """End the block when a stage reaches its limit: raises the error that `WAITING_FOR` names."""
         try:
             async with asyncio.timeout(None) as deadline:
-                self._deadline = deadline
+                self._deadline, self._loop = deadline, asyncio.get_running_loop()
                 yield
             if deadline.expired():  # the block swallowed its cancellation
                 raise self._too_long()
@@ -87,7 +111,10 @@ class Stages:
                 raise
             raise self._too_long() from error
         finally:
-            self._deadline = None
+            self._deadline = self._loop = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def _too_long(self) -> InfraError:
         stage = self._waiting
@@ -111,8 +138,7 @@ class Stage:
     def __enter__(self) -> Stage:
         stages = self._stages
         stages._at.append(self._shown)
-        stages._emit(StageEntered(stages.name, self._name))
-        stages.sign_of_life()
+        stages._sign(Alive(stages.name, self._shown, entered=self._name))
         self._started = time.perf_counter()
         return self
 
@@ -122,8 +148,8 @@ class Stage:
         stages, name = self._stages, self._name
         stages.seconds[name] = stages.seconds.get(name, 0.0) + time.perf_counter() - self._started
         stages._at.remove(self._shown)  # calls that run together end in any order
-        stages._emit(StageLeft(stages.name, name, kind.__name__ if kind is not None else ""))
-        stages.sign_of_life()
+        at = stages._at[-1] if stages._at else ""
+        stages._sign(Alive(stages.name, at, left=name, error=kind.__name__ if kind is not None else ""))
 
     def become(self, name: str) -> None:
         """Leave this stage for another one."""

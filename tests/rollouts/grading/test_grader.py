@@ -13,7 +13,7 @@ import pytest
 from faults.injected import kill_slot
 from palaestra.core.types import Blame, Score, Task
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.events import Handlers, StageEntered
+from palaestra.rollouts.events import Alive, Handlers
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.rollout import Rollout
@@ -106,10 +106,10 @@ class Watching:
         self.env = env
 
     def handlers(self) -> Handlers:
-        return {StageEntered: self._on_stage}
+        return {Alive: self._on_alive}
 
-    def _on_stage(self, event: StageEntered) -> None:
-        if event.stage == "seal":
+    def _on_alive(self, event: Alive) -> None:
+        if event.entered == "seal":
             self.env.sealing.set()
 
 

@@ -53,6 +53,7 @@ class OpenAIEngine(ServerEngine):
         self.config = config
         self.base_url = parse_base_url(config.base_url)
         self._url = self.base_url / "chat" / "completions"
+        self._source = f"The model server at {shown(self._url)} (model '{self.name}')"
         self._strict_history = ""
         self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
@@ -141,8 +142,7 @@ class OpenAIEngine(ServerEngine):
 
     async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
         messages = body["messages"] = plain_messages(body["messages"])
-        source = f"The model server at {shown(self._url)} (model '{self.name}')"
-        read = EventStreamReader(source, on_delta).read
+        read = EventStreamReader(self._source, on_delta).read
         if self._strict_history:
             body["messages"] = plainer_history(messages, self._strict_history) or messages
         try:
@@ -156,8 +156,8 @@ class OpenAIEngine(ServerEngine):
             raw = await self.transport.post_json(self._url, {**body, "messages": plain}, lane=lane, read=read)
             self._strict_history = str(error)
             logger.warning("The server refuses parts of the history; they are rewritten for it from now on: %s", error)
-        turn = 1 + sum(message.get("role") == "assistant" for message in messages)
-        return decode_completion(raw, turn, source)
+        turn = 1 + [message.get("role") for message in messages].count("assistant")
+        return decode_completion(raw, turn, self._source)
 
     async def _repeated(self, body: dict[str, JSON], lane: str, n: int, on_delta: DeltaHook | None) -> ChatCompletion:
         """`n` choices from a server that gives one at a time."""

@@ -22,6 +22,7 @@ from opentelemetry.util.types import AttributeValue
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import ChatCompletion
 from palaestra.rollouts.events import (
+    Alive,
     AttemptDiscarded,
     Graded,
     GroupBegun,
@@ -29,8 +30,6 @@ from palaestra.rollouts.events import (
     Handlers,
     RolloutBegun,
     RolloutEnded,
-    StageEntered,
-    StageLeft,
 )
 from palaestra.rollouts.export.messages import ChatMessage, chat_messages
 from palaestra.rollouts.journal.journal import plain
@@ -99,8 +98,7 @@ class Spans:
 
     def handlers(self) -> Handlers:
         return {
-            StageEntered: self._on_stage,
-            StageLeft: self._on_stage_left,
+            Alive: self._on_alive,
             GroupBegun: self._on_group,
             GroupEnded: self._on_group_ended,
             RolloutBegun: self._on_rollout,
@@ -135,8 +133,13 @@ class Spans:
             _describe(spans[0][1], trajectory)
             self._close(trajectory.rollout_id)
 
-    def _on_stage(self, event: StageEntered) -> None:
-        name, stage = event.name, event.stage
+    def _on_alive(self, event: Alive) -> None:
+        if event.entered:
+            self._enter(event.name, event.entered)
+        if event.left:
+            self._leave(event.name, event.left, event.error)
+
+    def _enter(self, name: str, stage: str) -> None:
         if stage == "tool":  # has spans of its own
             return
         if stage == "agent":
@@ -145,11 +148,11 @@ class Spans:
         else:
             self._begin(name, stage, stage, {"palaestra.stage": stage}, self._context(name))
 
-    def _on_stage_left(self, event: StageLeft) -> None:
-        spans = self._open.get(event.name, [])
+    def _leave(self, name: str, stage: str, error: str) -> None:
+        spans = self._open.get(name, [])
         for place in reversed(range(len(spans))):
-            if spans[place][0] == event.stage:
-                _end(spans.pop(place)[1], event.error)
+            if spans[place][0] == stage:
+                _end(spans.pop(place)[1], error)
                 return
 
     def _on_graded(self, event: Graded) -> None:
