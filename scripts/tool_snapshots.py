@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from palaestra.core.types import JSON
-from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.build import builtin_tools
 from palaestra.tools.registry.distributions import list_distributions
 from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
 

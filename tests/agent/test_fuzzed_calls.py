@@ -17,7 +17,7 @@ import pytest
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.tool_calls import CallAnswer, ToolCalls, handler_runtime
 from palaestra.core.types import JSON
-from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.build import builtin_tools
 
 CALLS, PER_TURN = 10_000, 8
 SCHEMAS = [tool.schema.to_dict() for tool in builtin_tools()]

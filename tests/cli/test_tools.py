@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.cli.exits import run_guarded
 from palaestra.cli.main import cli
-from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.build import builtin_tools
 from palaestra.tools.registry.distributions import DISTRIBUTIONS
 from palaestra.tools.registry.toolsets import TOOLSETS
 

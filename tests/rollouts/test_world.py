@@ -15,6 +15,7 @@ from palaestra.core.errors import ConfigError, ToolUnavailable
 from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME, Reader
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world, world_of_run
+from palaestra.rollouts.spec import RecordedTools
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
@@ -59,12 +60,31 @@ async def no_slot() -> Slot:
     raise AssertionError("no tool here needs a slot")
 
 
-def agent(world: RunWorld, outside: Outside, rollout: str = "r/0") -> ToolRuntime:
+def agent(world: RunWorld | RecordedTools, outside: Outside, rollout: str = "r/0") -> ToolRuntime:
     return ToolRuntime(ToolRegistry(outside.tools()), no_slot, rollout, middleware=[world.rollout(rollout)])
 
 
 async def said(tools: ToolRuntime, *calls: tuple[str, str]) -> list[JSON]:
     return [(await tools.call(name, {"query": query})).reply for name, query in calls]
+
+
+def test_recordings_are_opened_by_the_first_call_that_needs_them(tmp_path: Path) -> None:
+    made: list[RunWorld] = []
+
+    def open_one() -> RunWorld:
+        made.append(RunWorld())
+        return made[-1]
+
+    tools, path = RecordedTools(open_one), tmp_path / WORLD_NAME
+    tools.keep(path)
+    tools.remember(path)  # a run that is continued and has no recording
+    asyncio.run(tools.commit())
+    tools.close()
+    assert not made
+    asyncio.run(said(agent(tools, Outside()), ("search", "a"), ("search", "b")))
+    assert len(made) == 1
+    tools.close()
+    assert len(path.read_text().splitlines()) == 2
 
 
 CALLS = (
@@ -283,7 +303,7 @@ def test_a_torn_line_is_left_out_and_what_follows_is_not(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{}\n", "no line of a recording"),
+        ("{}\n", "not a line of a recording"),
         ("what\n", "not JSON"),
         ('{"schema": "palaestra.world/9", "rollout": "r", "key": "k", "n": 0}\n', "palaestra.world/9"),
     ],
@@ -299,7 +319,7 @@ def test_a_recording_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=WORLD_NAME):
         open_world("replay", tmp_path)
     world = world_of_run(tmp_path)
-    with pytest.raises(ToolUnavailable, match="is not there"):
+    with pytest.raises(ToolUnavailable, match="does not exist"):
         asyncio.run(said(agent(world, Outside()), ("search", "a")))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.types import JSON
-from palaestra.tools.registry.build import build_tool_registry
-from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.build import build_tool_registry, builtin_tools
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import Tool
 

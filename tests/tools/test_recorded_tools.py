@@ -161,7 +161,7 @@ def test_an_executor_records_and_plays(tmp_path: Path, engine: Site, site: Site)
 
 def test_a_world_that_cannot_be_is_refused(tmp_path: Path) -> None:
     for mode, path, says in (
-        ("replays", tmp_path, r"none of record, live, replay, fill\. Did you mean replay"),
+        ("replays", tmp_path, r"one of record, live, replay, fill\. Did you mean replay"),
         ("replay", None, "needs a recording"),
         ("fill", None, "needs a recording"),
         ("replay", tmp_path, "is not there"),

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.build import builtin_tools
 
 
 def load_script() -> ModuleType:

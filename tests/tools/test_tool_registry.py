@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -12,8 +14,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import compiled
-from palaestra.tools.registry.build import build_tool_registry, get_tool_definitions
-from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.build import BUILTIN_NAMES, build_tool_registry, builtin_tools, get_tool_definitions
 from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.registry.toolsets import TOOLSETS
 from palaestra.tools.runtime.runtime import ToolRuntime
@@ -38,6 +39,24 @@ def test_every_schema_compiles_and_describes_every_argument() -> None:
 def test_every_tool_is_in_the_toolset_that_it_names() -> None:
     for known in builtin_tools():
         assert known.name in TOOLSETS[known.toolset].tools
+
+
+def test_the_names_of_built_in_tools_are_those_of_their_modules() -> None:
+    assert {tool.name: tool.toolset for tool in builtin_tools()} == BUILTIN_NAMES
+    assert [tool.name for tool in builtin_tools()] == list(BUILTIN_NAMES)
+
+
+def test_only_the_modules_of_chosen_toolsets_are_loaded() -> None:
+    script = (
+        "import sys\n"
+        "from palaestra.tools.registry.build import build_tool_registry\n"
+        "build_tool_registry(['terminal', 'todo'])\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('palaestra.tools.builtin.')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    loaded = {name.rpartition(".")[2] for name in done.stdout.split()}
+    assert {"terminal", "todo"} <= loaded
+    assert not {"browser", "web", "web_crawl", "vision", "patch", "tmux"} & loaded
 
 
 def test_definitions_are_fresh_copies() -> None:

@@ -27,7 +27,8 @@ from palaestra.inference.engine import (
 )
 from palaestra.inference.ledger import Ledger
 from palaestra.inference.parsers import get_parser
-from palaestra.tools.call_text import ToolResult, encodable
+from palaestra.tools.call_text import ToolResult
+from palaestra.tools.tool import encodable
 
 _TAGS = ("tool_call>", "think>")
 _ANSWER, _ANSWERED = "<tool_response>", "</tool_response>"

@@ -70,10 +70,10 @@ class Agent(Protocol):
     @property
     def server(self) -> ChatServer: ...
 
-    def another(self, post: Post) -> Conversation: ...
+    def another(self, post: Post) -> SubagentConversation: ...
 
 
-class Conversation(Protocol):
+class SubagentConversation(Protocol):
     """One that is ready to begin. After `run`, however that ended, `loop.result` is as the model saw it."""
 
     @property
@@ -100,7 +100,7 @@ class Calling:
     def server(self) -> ChatServer:
         return self.loop.server
 
-    def another(self, post: Post) -> Conversation:
+    def another(self, post: Post) -> SubagentConversation:
         above, tools = self.loop, post.tools
         loop = HermesAgentLoop(
             post.server,
@@ -189,13 +189,15 @@ class Subagents:
             conversation=f"subagent-{number}",
         )
         tools.share(own.state(ProcessRegistry))
-        tools.share(own.state(Approvals))
+        if (approvals := own.found_state(Approvals)) is not None:
+            tools.share(approvals)
         tools.share(Programs(f"subagent-{number}-"))
         giver = self.agent or Calling(above)
         server = chat_server(giver.server).child(number)
 
         def turned(*_: object) -> None:
-            record.inner_calls.extend(tools.state(InnerCalls).taken(talk.loop.result.turns_used))
+            if (calls := tools.found_state(InnerCalls)) is not None:
+                record.inner_calls.extend(calls.taken(talk.loop.result.turns_used))
             self.moved()
 
         work = f"{assignment.goal}\n\n{assignment.context}" if assignment.context else assignment.goal
@@ -212,7 +214,7 @@ class Subagents:
 class _One:
     """One sub-agent at work."""
 
-    talk: Conversation
+    talk: SubagentConversation
     tools: ToolRuntime
     record: Subagent
     above: HermesAgentLoop

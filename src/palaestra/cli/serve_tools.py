@@ -256,8 +256,7 @@ async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings)
     Without toolsets, the reasons of all missing tools are kept, so that their calls get them.
     """
     from palaestra.cli.tools import tool_settings
-    from palaestra.tools.registry.build import RunConditions, build_tool_registry
-    from palaestra.tools.registry.catalog import builtin_tools
+    from palaestra.tools.registry.build import RunConditions, build_tool_registry, builtin_tools
     from palaestra.tools.serving.tool_server_client import elsewhere
 
     allowed = settings.allow_network

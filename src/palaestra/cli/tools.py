@@ -15,7 +15,7 @@ from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.tools.mcp.mcp_config import MCPServerConfig
-    from palaestra.tools.registry.entry_points import Installed
+    from palaestra.tools.registry.build import Installed
     from palaestra.tools.settings import ToolSettings
 
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 @click.option("--mcp", "files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers too.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
 def command(files: tuple[Path, ...], as_json: bool) -> None:
-    from palaestra.tools.registry.catalog import all_tools, get_available_toolsets
+    from palaestra.tools.registry.build import all_tools, installed_tools
+    from palaestra.tools.registry.catalog import get_available_toolsets
     from palaestra.tools.registry.distributions import list_distributions
-    from palaestra.tools.registry.entry_points import installed_tools
 
     others = (*installed_tools(), *(asyncio.run(_of_servers(files)) if files else ()))
     settings = tool_settings()

@@ -1,6 +1,6 @@
 """Awaits user code: hooks of an environment's author, anyone's tools. One rule for the errors it may raise.
 
-Callers decide whose fault an error is (`rollouts/attempt.py`, `tools/runtime/bound_tools.py`). Invariant: user code
+Callers decide whose fault an error is (`rollouts/rollout.py`, `tools/tool.py`). Invariant: user code
 ends neither the run nor, unnoticed, the task that awaits it.
 """
 

@@ -16,12 +16,11 @@ from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import run_hook
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import AgentSettings, Kit, Phase, Projection, network_of
+from palaestra.rollouts.spec import AgentSettings, Kit, Phase, Projection, RecordedTools, network_of
 from palaestra.sandbox.slot import Slot, SlotSpec
-from palaestra.tools.runtime.scoped_objects import States
+from palaestra.tools.tool import States
 
 
 class Environment(ABC):
@@ -31,7 +30,7 @@ class Environment(ABC):
     its own does.
     """
 
-    world: RunWorld | None = None
+    world: RecordedTools | None = None
 
     @property
     @abstractmethod

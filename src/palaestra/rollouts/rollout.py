@@ -30,6 +30,7 @@ from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.events import Graded
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import Conversation, freezing
+from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.records import Beside, Trajectory, inner_calls_of, subagents_of, tool_errors_of, turns_of
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
 from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpec, RunContext
@@ -101,7 +102,6 @@ class Rollout:
         self.inner_calls: list[InnerCall] = []
         self.stages = Stages(self.rollout_id, run.events.announce, run.settings.idle_limits)
         self.recorded = recorded
-        self.world = run.recorded_tools.rollout(self.rollout_id, lambda: recorded is not None and recorded.replaying)
         context = SessionContext(
             self.rollout_id, spec.task, spec.index, spec.seeded, tools=spec.kit.registry.list_tools()
         )
@@ -123,6 +123,7 @@ class Rollout:
         self._leasing = asyncio.Lock()
         self._tools: ToolRuntime | None = None
         self._bound_tools: list[ToolRuntime] = []
+        self._world: RolloutWorld | None = None
 
     async def run(self) -> None:
         """Play the rollout. Only cancellation and bugs are raised; everything else is in the record."""
@@ -320,7 +321,17 @@ class Rollout:
 
     def _tool_middleware(self) -> list[ToolMiddleware]:
         spans = (make(self.rollout_id) for make in self.run_context.middleware.tool)
-        return [self._agent_call, *spans, self.world]
+        return [self._agent_call, *spans, self.recorded_call]
+
+    def recorded_call(self, call: CheckedCall, then: Next) -> Awaitable[ToolOutcome]:
+        """Tool middleware: records the calls of tools that touch the world, or answers them from a recording."""
+        if not call.tool.touches_world:
+            return then(call)
+        if self._world is None:
+            self._world = self.run_context.recorded_tools.rollout(
+                self.rollout_id, lambda: self.recorded is not None and self.recorded.replaying
+            )
+        return self._world(call, then)
 
     async def _agent_call(self, call: CheckedCall, then: Next) -> ToolOutcome:
         """Tool middleware: times the agent's own calls and, while it replays recorded turns, gives recorded answers."""
@@ -460,7 +471,8 @@ class Rollout:
 
     def _take_inner_calls(self, turn: int) -> None:
         for tools in self._every_tools():
-            self.inner_calls += tools.state(InnerCalls).taken(turn)
+            if (calls := tools.found_state(InnerCalls)) is not None:
+                self.inner_calls += calls.taken(turn)
 
     def _every_tools(self) -> list[ToolRuntime]:
         return [*self._bound_tools, *(() if self._tools is None else (self._tools,))]

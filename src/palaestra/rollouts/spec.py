@@ -16,6 +16,7 @@ from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.middleware import ChatMiddleware
+from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.watchdog import IDLE_LIMITS
@@ -123,6 +124,56 @@ class Middleware:
     """Given the rollout's id."""
 
 
+class RecordedTools:
+    """The recorded replies of a run's tools, opened by the first call of a tool that touches the world.
+
+    Implements `ToolRecordings`.
+    """
+
+    def __init__(self, open_world: Callable[[], RunWorld] = RunWorld) -> None:
+        self._open = open_world
+        self._world: RunWorld | None = None
+        self._kept: Path | None = None
+
+    def opened(self) -> RunWorld:
+        """The recordings; the first call opens them. Raises `ConfigError`."""
+        if self._world is None:
+            self._world = self._open()
+            if self._kept is not None:
+                self._world.keep(self._kept)
+        return self._world
+
+    @property
+    def replayed(self) -> bool:
+        """Whether all replies come from a recording."""
+        return self.opened().replayed
+
+    def rollout(self, rollout_id: str, repeats: Callable[[], bool] = lambda: False) -> RolloutWorld:
+        """The recorded replies of a rollout that starts now; see `RunWorld.rollout`."""
+        return self.opened().rollout(rollout_id, repeats)
+
+    def remember(self, path: Path) -> None:
+        """Give continued rollouts the replies that an earlier part of the run recorded at `path`."""
+        if path.is_file():
+            self.opened().remember(path)
+
+    def keep(self, path: Path) -> None:
+        """Record all further replies at `path`. The file is created with its first line."""
+        self._kept = path
+        if self._world is not None:
+            self._world.keep(path)
+
+    async def commit(self) -> None:
+        """Return once all that was recorded is on the disk."""
+        if self._world is not None:
+            await self._world.commit()
+
+    def close(self) -> None:
+        """Flush and close the files. Idempotent."""
+        if self._world is not None:
+            self._world.close()
+
+
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """What all groups of a run share."""
@@ -132,7 +183,7 @@ class RunContext:
     events: EventStream
     settings: RunSettings = field(default_factory=RunSettings)
     limits: RunLimits = field(default_factory=RunLimits)
-    recorded_tools: RunWorld = field(default_factory=RunWorld)
+    recorded_tools: RecordedTools = field(default_factory=RecordedTools)
     middleware: Middleware = field(default_factory=Middleware)
     earlier: EarlierWork = field(default_factory=EarlierWork)
 

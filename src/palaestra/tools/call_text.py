@@ -173,8 +173,3 @@ def _name_and_arguments(value: JSON) -> tuple[str, dict[str, JSON]]:
 def _derived_id(*parts: JSON) -> str:
     text = json.dumps(parts, sort_keys=True, default=str)
     return "call_" + hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def encodable(text: str) -> str:
-    """The text with what UTF-8 cannot encode, such as parts of odd file names, replaced."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -59,7 +59,7 @@ class ToolSettings(Settings):
         default=None, description="The Chromium of browser_* tools; None: the first on this machine that starts."
     )
     browser_allow: list[str] = Field(
-        default_factory=lambda: ["*:*"],
+        default=["*:*"],
         description="Hosts that the browser may reach: example.org, *.example.org:443, 10.0.0.0/8:*; *:* is all that "
         "are on the internet. Addresses of private networks and of this machine only where they stand here.",
     )

@@ -8,6 +8,7 @@ call is in the rollout's slot or in `ToolRun.state`.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -22,8 +23,7 @@ from palaestra.core.user_code import ForeignError, foreign, settled
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.call_text import ToolCall as ToolCall
 from palaestra.tools.call_text import ToolResult as ToolResult
-from palaestra.tools.call_text import encodable, reply_of, result_of
-from palaestra.tools.runtime.scoped_objects import States
+from palaestra.tools.call_text import reply_of, result_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,46 @@ class ToolOutcome:
         return cls.of({"error": error, **details})
 
 
+class States:
+    """Objects that outlive a call, one per type: for a rollout (`ToolRun.state`) or a run (`ToolRun.shared`).
+
+    Its creator calls `aclose`, which closes the objects that have an `aclose`, the newest first, each once.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[type, object] = {}
+        self._lent: set[type] = set()
+
+    def get(self, kind: type[StateT]) -> StateT:
+        """The one object of this type, created without arguments on first use."""
+        found = self.find(kind)
+        if found is None:
+            self._held[kind] = found = kind()
+        return found
+
+    def find(self, kind: type[StateT]) -> StateT | None:
+        """The object of this type, or None if there is none yet."""
+        found = self._held.get(kind)
+        return found if isinstance(found, kind) else None
+
+    def put(self, thing: object) -> None:
+        """Make this the one object of its type. Its owner closes it."""
+        self._held[type(thing)] = thing
+        self._lent.add(type(thing))
+
+    async def aclose(self) -> None:
+        """Close everything, the newest first, and log what a close raises. Idempotent."""
+        while self._held:
+            kind, thing = self._held.popitem()
+            close = getattr(thing, "aclose", None)
+            if kind in self._lent or not inspect.iscoroutinefunction(close):
+                continue
+            try:
+                await close()
+            except Exception:
+                logger.warning("%s could not be closed", type(thing).__name__, exc_info=True)
+
+
 class ToolRun:
     """The context of a running tool: its task, its sandbox, objects that outlive the call, and the other tools.
 
@@ -147,6 +187,10 @@ class ToolRun:
         If it has an `aclose`, that is awaited when the rollout ends.
         """
         return self._states.get(kind)
+
+    def found_state(self, kind: type[StateT]) -> StateT | None:
+        """The task's object of this type, or None if no call has created it and nobody has shared one."""
+        return self._states.find(kind)
 
     def share(self, thing: object) -> None:
         """Set the task's object of this type, for example one that several conversations share. It is not closed."""
@@ -290,6 +334,11 @@ async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> T
         return ToolOutcome.of(await tool.run(arguments, run))
     except ToolMistake as mistake:
         return ToolOutcome.refused(str(mistake), **mistake.details)
+
+
+def encodable(text: str) -> str:
+    """The text with what UTF-8 cannot encode, such as parts of odd file names, replaced."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 class _Report(msgspec.Struct):

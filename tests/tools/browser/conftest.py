@@ -14,8 +14,8 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.browser import launch
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
-from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import States
 
 from .site import Site
 

@@ -15,8 +15,8 @@ import pytest
 from palaestra.core.errors import ToolUnavailable
 from palaestra.tools.browser import launch
 from palaestra.tools.browser.shared_browser import SharedBrowser, new_home
-from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import States
 
 from .conftest import Visiting, Visitor
 

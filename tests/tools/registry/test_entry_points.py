@@ -11,8 +11,7 @@ import pytest
 
 from palaestra import tool
 from palaestra.core.errors import ConfigError
-from palaestra.tools.registry.build import build_tool_registry
-from palaestra.tools.registry.entry_points import GROUP, Installed, load
+from palaestra.tools.registry.build import GROUP, Installed, build_tool_registry, load
 
 MODULE = '''
 from palaestra import tool
@@ -117,7 +116,7 @@ def test_a_tool_with_a_name_of_ours_takes_nothing_over() -> None:
 
 
 def test_installed_packages_are_found_by_the_command_line(package: Path) -> None:
-    script = "from palaestra.tools.registry.entry_points import installed_tools as i\n"
+    script = "from palaestra.tools.registry.build import installed_tools as i\n"
     script += "print([(e.toolset, len(e.tools)) for e in i()])"
     done = subprocess.run(
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=package, env={"PYTHONPATH": "."}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.errors import ConfigError
-from palaestra.tools.registry.catalog import builtin_tools
+from palaestra.tools.registry.build import builtin_tools
 from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
 
 TERMINAL = ["terminal", "process"]

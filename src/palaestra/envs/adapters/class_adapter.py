@@ -17,8 +17,8 @@ from palaestra.envs.api.base_env import BaseEnv, Item
 from palaestra.envs.config.build import mcp_servers
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.export.atropos import group_line
-from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.records import Group
+from palaestra.rollouts.spec import RecordedTools
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +47,18 @@ class ClassEnvironment(Environment):
         return self.inner.name or type(self.inner).__name__
 
     @property
-    def world(self) -> RunWorld | None:
+    def world(self) -> RecordedTools | None:
         """The class's own, which makes calls outside of rollouts too."""
         return self.inner.tool_world
 
     @world.setter
-    def world(self, world: RunWorld | None) -> None:
+    def world(self, world: RecordedTools | None) -> None:
         self.inner.tool_world = world
 
     async def open(self) -> None:
         self.inner.mcp = mcp_servers(self.inner.config)
-        await self.inner.mcp.open()
+        if self.inner.mcp is not None:
+            await self.inner.mcp.open()
         await run_hook(ConfigError, self._begun(), f"{self.name} cannot begin: setup")
 
     async def _begun(self) -> None:

@@ -24,8 +24,8 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.export.messages import chat_messages
-from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.records import Trajectory
+from palaestra.rollouts.spec import RecordedTools
 from palaestra.tools.mcp.run_servers import MCPServers
 
 Item: TypeAlias = JSON
@@ -86,7 +86,7 @@ class BaseEnv(ABC):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     mcp: MCPServers | None = None
     """The run's MCP servers. Only there while a run is on."""
-    tool_world: RunWorld | None = None
+    tool_world: RecordedTools | None = None
     """What the run's tools are told that touch the world. Only there while a run is on."""
     check_values: ClassVar[Mapping[str, JSON]] = {}
     """Settings with which `palaestra env check` needs nothing else; left aside where a user says one of them."""

@@ -206,11 +206,13 @@ class FunctionEnvironment(Environment):
         return other
 
     async def open(self) -> None:
-        await self._mcp.open()
+        if self._mcp is not None:
+            await self._mcp.open()
         self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # said before the run has a folder
 
     async def aclose(self) -> None:
-        await self._mcp.aclose()
+        if self._mcp is not None:
+            await self._mcp.aclose()
 
     @property
     def name(self) -> str:

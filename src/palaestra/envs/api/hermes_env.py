@@ -25,8 +25,7 @@ from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Kit
-from palaestra.tools.runtime.scoped_objects import States
-from palaestra.tools.tool import Tool
+from palaestra.tools.tool import States, Tool
 
 
 class HermesAgentBaseEnv(BaseEnv):

@@ -13,8 +13,8 @@ from palaestra.core.types import Network, NetworkPolicy, Prices
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.reader import open_recording
-from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world
-from palaestra.rollouts.spec import AgentSettings, Kit
+from palaestra.rollouts.recorded_tools.recording_policy import open_world
+from palaestra.rollouts.spec import AgentSettings, Kit, RecordedTools
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Backend
@@ -22,13 +22,11 @@ from palaestra.sandbox.snapshots.cache import Prepared
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.tools.mcp.mcp_server import toolset_of
 from palaestra.tools.mcp.run_servers import MCPServers
-from palaestra.tools.registry.build import RunConditions, build_tool_registry
+from palaestra.tools.registry.build import RunConditions, build_tool_registry, installed_tools
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
-from palaestra.tools.registry.entry_points import installed_tools
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving.tool_server_client import ToolServerLink
-from palaestra.tools.tool import Tool
+from palaestra.tools.tool import States, Tool
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
@@ -67,13 +65,13 @@ def prices(config: BaseEnvConfig) -> Prices | None:
     return Prices(config.prompt_price, config.completion_price)
 
 
-def mcp_servers(config: BaseEnvConfig) -> MCPServers:
-    """The MCP servers of a run, not yet open; those whose toolset is disabled are none of them.
+def mcp_servers(config: BaseEnvConfig) -> MCPServers | None:
+    """The MCP servers of a run, not yet open and without those whose toolset is disabled. None if none is configured.
 
-    Where the world is a recording, they are what the recorded run's journal tells of them. Raises `ConfigError`.
+    A run that replays a recording has the servers and tools of the recorded run's journal. Raises `ConfigError`.
     """
     if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
-        return MCPServers({})
+        return None
     without = config.disabled_toolsets or ()
     if config.world != "replay" or config.world_file is None:
         return MCPServers(config.mcp_servers, without=without)
@@ -93,7 +91,7 @@ def kit(
     """The tools of one group: a draw from the configuration's distribution, its toolsets, or else those given.
 
     `rng` is the group's own and makes the draw; `extra` are the environment's own tools. The tools of `servers` are
-    there besides. `shared` is what the tools of all groups have together.
+    added. `shared` holds the objects that the tools of all groups share.
     """
     if config.distribution is not None:
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
@@ -117,7 +115,7 @@ def tools_with(
     disabled = [name for name in config.disabled_toolsets or () if name not in own]
     if enabled is not None:
         enabled = list(dict.fromkeys([*enabled, *(each.toolset for each in offered)]))
-    # As tools that the run brings along: whoever names a server wants it, whatever network the slots have.
+    # Passed as the run's own tools: a server that the settings name is used whatever network the slots have.
     brought = [*extra, *(tool for each in offered for tool in each.tools)]
     installed = (*installed_tools(), *(replace(each, tools=()) for each in offered)) if offered else None
     return build_tool_registry(
@@ -151,10 +149,14 @@ def network_policy(allowed: bool) -> NetworkPolicy:
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
 
 
-def make_world(config: BaseEnvConfig) -> RunWorld:
-    """What answers for the tools that touch the world. Raises `ConfigError` for a recording that cannot be read."""
-    recording = config.world_file if config.world in ("replay", "fill") else None  # else the run's folder has it
-    return open_world(config.world, recording, strict=config.world_miss == "fail")
+def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
+    """The recorded replies of a run's tools. Raises `ConfigError` for a recording that cannot be read."""
+    reads = config.world in ("replay", "fill")
+    recording = config.world_file if reads else None  # else the run's folder has it
+    recorded_tools = RecordedTools(lambda: open_world(config.world, recording, strict=config.world_miss == "fail"))
+    if reads:
+        recorded_tools.opened()
+    return recorded_tools
 
 
 def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:

@@ -362,7 +362,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     def take_variables(self, environ: Mapping[str, str]) -> None:
         """Hand over the environment variables that settings name. Raises `ConfigError` for one that is not set."""
-        hand_over(environ, self.mcp_servers)
+        if self.mcp_servers:
+            hand_over(environ, self.mcp_servers)
 
     @model_validator(mode="after")
     def _rollout_cost_needs_prices(self) -> Self:

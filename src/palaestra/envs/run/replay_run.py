@@ -33,7 +33,7 @@ from palaestra.rollouts.recorded_tools.recording_policy import world_of_run
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.resume.replay import Comparison, OtherEnd, Playback
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
+from palaestra.rollouts.spec import Middleware, RecordedTools, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
@@ -81,7 +81,7 @@ class _Replay:
         workers = self.settings.concurrency or concurrency(config)
         with TemporaryDirectory(prefix="palaestra-replay-") as folder:
             journal = Journal(Path(folder) / "journal.jsonl")
-            world = world_of_run(self.recording.path.parent)
+            world = RecordedTools(lambda: world_of_run(self.recording.path.parent))
             pool = make_pool(config)
             if not self.settings.network:
                 pool = OfflinePool(pool.config, pool.backend)

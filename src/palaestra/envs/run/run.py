@@ -23,7 +23,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
 from palaestra.envs.adapters.class_adapter import ClassEnvironment, numbers
 from palaestra.envs.adapters.forms import Form, form_of
-from palaestra.envs.config.build import make_pool, make_prepared, make_world, prices, server_settings
+from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import Answer, CommandLine, set_fields
 from palaestra.envs.config.dotenv import read_dotenv
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -120,14 +120,14 @@ async def run(
         prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
         await stack.enter_async_context(opened(environment))
-        world = make_world(config)
-        stack.callback(world.close)
+        recorded_tools = make_recorded_tools(config)
+        stack.callback(recorded_tools.close)
         output = open_output(form.name, parsed, engine.name, root, reference)
         if parsed.resume is not None:
-            world.remember(output.folder.world)
+            recorded_tools.remember(output.folder.world)
         if config.world != "live":
-            world.keep(output.folder.world)
-        environment.world = world
+            recorded_tools.keep(output.folder.world)
+        environment.world = recorded_tools
         stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
         if weak := warning(pool.rung):
             stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
@@ -160,7 +160,7 @@ async def run(
                 idle_limits=config.idle_limits,
             ),
             limits=limits,
-            recorded_tools=world,
+            recorded_tools=recorded_tools,
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
         )

@@ -17,7 +17,7 @@ from palaestra.rollouts.grading.tampering import CACHE, SlotRoot, library_direct
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.registry.build import unrestricted
-from palaestra.tools.runtime.bound_tools import SlotTools
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 SEALED, LIVE = "sealed", "live"
 
@@ -38,7 +38,7 @@ class Grading:
         self._made: list[Snapshot] = []
         self._seal_done = False
         self._libraries: Sequence[str] | None = None
-        self._tools: list[SlotTools] = []
+        self._tools: list[ToolRuntime] = []
         rollout.closers.append(self.aclose)
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
@@ -131,14 +131,14 @@ class Grading:
         self._made.append(narrowed)
         return narrowed
 
-    def tools(self, timeout_s: float) -> SlotTools:
+    def tools(self, timeout_s: float) -> ToolRuntime:
         """All tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
-        made = SlotTools(
+        made = ToolRuntime(
             unrestricted(self.rollout.kit.registry),
             self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,
-            middleware=(self.rollout.world,),
+            middleware=(self.rollout.recorded_call,),
             conversation="grade",
         )
         self._tools.append(made)

@@ -1,1 +1,1 @@
-"""The world as it was recorded: `recording` on disk, `modes` for a run, `rollout` for what one rollout sees of it."""
+"""Recorded replies of tools that touch the world: the file, the calls of one rollout, and the policy of a run."""

@@ -1,7 +1,7 @@
-"""Recorded answers for one rollout: each call of a tool that touches the world is named, so that its recorded reply is
-found again, and answered by the run's policy (`recording_policy.py`).
+"""Recorded replies for one rollout: each call of a tool that touches the world gets a key, by which its recorded reply
+is found, and is answered by the run's policy (`recording_policy.py`).
 
-Invariants: the name of a call depends only on what this rollout did before it, so a rollout that repeats its calls gets
+Invariants: the key of a call depends only on what this rollout did before it, so a rollout that repeats its calls gets
 the same answers, whatever else runs. Equal calls have equal keys, however their arguments are written.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeAlias
 
 from palaestra.core.types import JSON
-from palaestra.rollouts.recorded_tools.recording_file import Heard
+from palaestra.rollouts.recorded_tools.recording_file import RecordedCall
 from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import Tool, ToolOutcome, ToolReply
 
@@ -23,15 +23,15 @@ Ask: TypeAlias = Callable[[], Awaitable[ToolOutcome]]
 
 
 class Answers(Protocol):
-    """The source of a run's replies."""
+    """Where a run's replies come from."""
 
-    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: KeyedCall, ask: Ask) -> ToolOutcome:
         """The reply to one call. Raises `InfraError`."""
         ...
 
 
-class NamedCall:
-    """One call, named: the `n`th of its key in its rollout."""
+class KeyedCall:
+    """A call with its key: the `n`th call of that key in its rollout, from 0."""
 
     __slots__ = ("arguments", "key", "n", "rollout", "session", "tool")
 
@@ -43,9 +43,9 @@ class NamedCall:
         self.key = key
         self.n = n
 
-    def heard(self, reply: ToolReply) -> Heard:
+    def recorded(self, reply: ToolReply) -> RecordedCall:
         """The line that records the call."""
-        return Heard(
+        return RecordedCall(
             rollout=self.rollout,
             tool=self.tool,
             arguments=dict(self.arguments),
@@ -58,7 +58,7 @@ class NamedCall:
 
 
 class RolloutWorld:
-    """Names the calls of one rollout: a `ToolMiddleware`. Each of its conversations counts its calls apart."""
+    """A `ToolMiddleware` that gives the calls of one rollout their keys. Each conversation counts its own calls."""
 
     def __init__(self, rollout: str, answers: Answers, *, replayed: bool = False) -> None:
         self.rollout = rollout
@@ -80,7 +80,7 @@ class RolloutWorld:
         n = self._made[call.conversation, key]
         self._made[call.conversation, key] += 1
         name = f"{self.rollout}:{call.conversation}" if call.conversation else self.rollout
-        return await self._answers.reply(NamedCall(name, tool, call.arguments, key, n), lambda: then(call))
+        return await self._answers.reply(KeyedCall(name, tool, call.arguments, key, n), lambda: then(call))
 
 
 def call_key(tool: str, what: JSON, after: str = "") -> str:

@@ -1,13 +1,12 @@
-"""A recording of the world on disk: one JSON line for each call of a tool that touches it.
+"""A recording on disk: one JSON line for each call of a tool that touches the world.
 
     {"schema": "palaestra.world/1", "tool": "web_search", "arguments": {…}, "key": …, "rollout": …, "n": 0, "reply": …}
 
-Every line stands for itself, so recordings can be joined with `cat`. `key` names the call
-(`tools/runtime/recorded_calls.py`); `n` counts the calls of one key in one rollout, from 0. Not for deciding who is
-asked (`rollout.py`).
+Lines are independent, so recordings can be joined with `cat`. `key` identifies the call (`recorded_session.py`); `n`
+counts the calls of one key in one rollout, from 0. `recording_policy.py` decides when a recording is read.
 
-Invariant: what is found does not depend on the order of lines, so it is the same however the rollouts of the recording
-took turns. Only where one rollout has two replies to the same call, because it was tried again, the later line counts.
+Invariant: the order of lines does not change what is found, so concurrent rollouts may be recorded in any order. The
+one exception: if a rollout has two replies to the same call, because it was retried, the later line counts.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ WORLD_SCHEMA = "palaestra.world/1"
 WORLD_NAME = "world.jsonl"
 
 
-class Heard(msgspec.Struct, kw_only=True):
-    """One call and its reply. `failed` says that the call could not be done; `session` is the tool's own."""
+class RecordedCall(msgspec.Struct, kw_only=True):
+    """One call and its reply. `failed` is true if the call failed; `session` is the tool's `world_session`."""
 
     schema: str = WORLD_SCHEMA
     rollout: str
@@ -44,7 +43,7 @@ class Heard(msgspec.Struct, kw_only=True):
 
 
 class _Head(msgspec.Struct):
-    """As much of a line as finds it again."""
+    """The fields of a line that the index needs."""
 
     schema: str
     rollout: str
@@ -61,28 +60,28 @@ class _Place(msgspec.Struct):
 
 _encoder = msgspec.json.Encoder()
 _heads = msgspec.json.Decoder(_Head)
-_lines = msgspec.json.Decoder(Heard)
+_lines = msgspec.json.Decoder(RecordedCall)
 
 
 class Writer:
-    """Appends to a recording. Several runs may append to the same one: every line is one write."""
+    """Appends to a recording. Several runs may append to the same file: every line is one write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: AppendedFile | None = None
 
-    def append(self, heard: Heard) -> None:
-        """Hand one line to the kernel. The file is made with its first line. Raises `OSError` when the disk is full."""
+    def append(self, heard: RecordedCall) -> None:
+        """Write one line; the first one creates the file. Raises `OSError` if the disk is full."""
         self.open().append(_line(heard) + b"\n")
 
     def open(self) -> AppendedFile:
-        """The file, made where there is none. Raises `ConfigError`."""
+        """The file, created if it does not exist. Raises `ConfigError`."""
         if self._file is None:
             self._file = _opened(self.path)
         return self._file
 
     async def commit(self) -> None:
-        """Return once everything appended so far is on the disk."""
+        """Return when all appended lines are on the disk."""
         if self._file is not None:
             await self._file.commit()
 
@@ -93,7 +92,7 @@ class Writer:
 
 
 class Reader:
-    """A recording, indexed: replies stay on the disk until they are asked for."""
+    """An index of a recording. Replies stay on the disk until `find` reads them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,7 +109,7 @@ class Reader:
             raise
 
     def catch_up(self) -> None:
-        """Take in the lines that were added since. Raises `ConfigError` for a file that is no recording."""
+        """Index the lines that were added since the last call. Raises `ConfigError` if the file is not a recording."""
         with self.path.open("rb") as file:
             file.seek(self._end)
             for line in file:
@@ -126,12 +125,12 @@ class Reader:
         if fd >= 0:
             os.close(fd)
 
-    def find(self, key: str, rollout: str, n: int, *, failures: bool = True) -> Heard | None:
-        """The reply to the `n`th call of this key in this rollout; None where there is none.
+    def find(self, key: str, rollout: str, n: int, *, failures: bool = True) -> RecordedCall | None:
+        """The reply to the `n`th call of this key in this rollout, or None.
 
-        The rollout's own is taken where it was recorded. Otherwise another rollout's, always the same one: replies
-        before failures, the `n`th before the latest one before it. A call that is made more often than it ever was
-        recorded finds the world standing still. Without `failures` only replies count.
+        The rollout's own reply comes first. Otherwise another rollout's is used, always the same one: successful
+        replies before failures, then the `n`th, then the latest one before it. A call that is made more often than it
+        was recorded gets the last reply again. Without `failures` only successful replies count.
         """
         heard = {each: place for each, place in self._places.get(key, {}).items() if failures or not place.failed}
         if not heard:
@@ -146,10 +145,10 @@ class Reader:
         try:
             head = _heads.decode(line)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{self.path}: the line at byte {offset} is no line of a recording: {error}") from None
+            raise ConfigError(f"{self.path}: the line at byte {offset} is not a line of a recording: {error}") from None
         except msgspec.DecodeError:
             if not offset:
-                raise ConfigError(f"{self.path} is no recording: its first line is not JSON") from None
+                raise ConfigError(f"{self.path} is not a recording: its first line is not JSON") from None
             logger.warning("%s: the line at byte %d was torn by a kill and is left out", self.path, offset)
             return
         if head.schema != WORLD_SCHEMA:
@@ -158,8 +157,8 @@ class Reader:
         self._places.setdefault(head.key, {})[head.rollout, head.n] = place
 
 
-def _line(heard: Heard) -> bytes:
-    """The call as JSON. What UTF-8 cannot hold is replaced, as it is for the model (`tools/runtime/bound_tools.py`)."""
+def _line(heard: RecordedCall) -> bytes:
+    """The call as JSON. Characters that UTF-8 cannot encode are replaced, as in replies to the model."""
     try:
         return _encoder.encode(heard)
     except UnicodeEncodeError:
@@ -167,7 +166,7 @@ def _line(heard: Heard) -> bytes:
 
 
 def recording_at(path: Path) -> Path:
-    """The recording that a user names by itself or by its run's folder. Raises `ConfigError` where there is none."""
+    """The recording at this path, or in the run folder at this path. Raises `ConfigError` if there is none."""
     found = path / WORLD_NAME if path.is_dir() else path
     if not found.is_file():
         raise ConfigError(f"{found} is not there: name a recording, or the folder of a run whose tools used the world")
@@ -175,17 +174,17 @@ def recording_at(path: Path) -> Path:
 
 
 def recording_in(path: Path) -> Path:
-    """Where a recording is to be kept: a file that is there or has a suffix is one, all else is a folder for one."""
+    """The path for a new recording: `path` if it is a file or has a suffix, else a file in the folder `path`."""
     return path if path.is_file() or (path.suffix and not path.is_dir()) else path / WORLD_NAME
 
 
 def _distance(recorded: int, wanted: int) -> tuple[bool, int]:
-    """How far a recorded call is from the one wanted: later ones come after all earlier ones."""
+    """The distance of a recorded call from the wanted one; later calls sort after all earlier ones."""
     return recorded > wanted, abs(recorded - wanted)
 
 
 def _opened(path: Path) -> AppendedFile:
-    """The file for appending; a line that a kill has torn is ended, so that the next one stands alone."""
+    """The file, opened for appending. A line torn by a kill is terminated, so that the next line is separate."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,9 +1,9 @@
-"""What a run, an executor or a tool session does about the world: `live`, `record`, `replay` or `fill`.
+"""Whether a run, an executor or a tool session records the replies of its tools or replays them: `live`, `record`,
+`replay` or `fill`.
 
-A run that is not `live` keeps what its rollouts were told in its own folder, so that `palaestra replay` needs
-nothing else. Not for naming calls (`rollout.py`).
+A run that is not `live` keeps all replies in its own folder, so that `palaestra replay` needs nothing else.
 
-Invariant: `replay` never asks the world. A failure of the world raises and is not recorded: it is nobody's reply.
+Invariant: `replay` never calls a tool that touches the world. An infrastructure failure raises and is not recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, ToolUnavailable
-from palaestra.rollouts.recorded_tools.recorded_session import Answers, Ask, NamedCall, RolloutWorld
+from palaestra.rollouts.recorded_tools.recorded_session import Answers, Ask, KeyedCall, RolloutWorld
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME, Reader, Writer, recording_at, recording_in
 from palaestra.tools.tool import ToolOutcome
 
@@ -27,7 +27,7 @@ Repeats: TypeAlias = Callable[[], bool]
 
 
 class RunWorld:
-    """The world of one run; without anything, the world itself. `close` ends its files. Implements `ToolRecordings`."""
+    """The recorded replies of one run, `live` by default. `close` closes the files. Implements `ToolRecordings`."""
 
     def __init__(
         self,
@@ -44,23 +44,23 @@ class RunWorld:
         self._before: Reader | None = None
 
     def remember(self, path: Path) -> None:
-        """A run goes on: what its earlier part recorded there is known to the rollouts that are taken up again."""
+        """Give continued rollouts the replies that an earlier part of the run recorded at `path`."""
         self._before = Reader(path) if path.is_file() else None
 
     def keep(self, path: Path) -> None:
-        """Record there what the rollouts are told from now on. The file is made with its first line."""
+        """Record all further replies at `path`. The file is created with its first line."""
         kept = Writer(path)
         self._writers.append(kept)
         self._answers = Recorded(self._answers, kept)
 
     def rollout(self, rollout_id: str, repeats: Repeats = lambda: False) -> RolloutWorld:
-        """The world as the attempt at a rollout that starts now sees it. `repeats` says whether it still does what an
-        earlier part of the run had done."""
+        """The recorded replies of a rollout that starts now. `repeats` returns whether it still repeats the turns of an
+        earlier part of the run."""
         answers = self._answers if self._before is None else Remembered(self._answers, self._before, repeats)
         return RolloutWorld(rollout_id, answers, replayed=self.replayed)
 
     async def commit(self) -> None:
-        """Return once everything recorded so far is on the disk."""
+        """Return when all recorded replies are on the disk."""
         for writer in self._writers:
             await writer.commit()
 
@@ -74,35 +74,35 @@ class RunWorld:
 
 
 class Live:
-    """The world itself; nothing is kept."""
+    """Calls the tools and records nothing."""
 
-    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: KeyedCall, ask: Ask) -> ToolOutcome:
         return await ask()
 
 
 class Recorded:
-    """The replies of `answers`, kept."""
+    """The replies of `answers`, recorded."""
 
     def __init__(self, answers: Answers, kept: Writer) -> None:
         self._answers = answers
         self._kept = kept
 
-    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: KeyedCall, ask: Ask) -> ToolOutcome:
         outcome = await self._answers.reply(call, ask)
-        self._kept.append(call.heard(outcome.reply))
+        self._kept.append(call.recorded(outcome.reply))
         return outcome
 
 
 class Remembered:
-    """The replies of `answers`; while a rollout repeats itself, its own of then. Calls of a session are made again, so
-    that the session is where it was."""
+    """The replies of `answers`, but the recorded ones while a rollout repeats its turns. Calls of a session are made
+    again, to restore the session's state."""
 
     def __init__(self, answers: Answers, before: Reader, repeats: Repeats) -> None:
         self._answers = answers
         self._before = before
         self._repeats = repeats
 
-    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: KeyedCall, ask: Ask) -> ToolOutcome:
         if self._repeats() and not call.session:
             heard = self._before.find(call.key, call.rollout, call.n)
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
@@ -111,9 +111,9 @@ class Remembered:
 
 
 class Replayed:
-    """A recording at `path`, and nothing else; None stands for one that is not there.
+    """Replies from the recording at `path` alone; `recording` is None if the file does not exist.
 
-    What it lacks is an error for the model, or with `strict` the rollout's end.
+    A missing reply is an error for the model, or with `strict` the end of the rollout.
     """
 
     def __init__(self, recording: Reader | None, path: Path, *, strict: bool) -> None:
@@ -121,7 +121,7 @@ class Replayed:
         self._path = path
         self._strict = strict
 
-    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: KeyedCall, ask: Ask) -> ToolOutcome:
         heard = self._recording.find(call.key, call.rollout, call.n) if self._recording is not None else None
         if heard is not None:
             return ToolOutcome.of(heard.reply)
@@ -131,14 +131,14 @@ class Replayed:
                 f"{call.tool} is not available for this call{after}: no reply to it was recorded"
             )
         if self._recording is None:
-            raise ToolUnavailable(f"{self._path} is not there, so nobody answers {call.tool} ({call.rollout})")
+            raise ToolUnavailable(f"{self._path} does not exist, so {call.tool} has no recorded reply ({call.rollout})")
         raise ToolUnavailable(f"{self._path} has no reply to this call of {call.tool}{after} ({call.rollout})")
 
 
 class Filled:
-    """A recording that grows: the world is asked for what it lacks, once for equal calls at the same time.
+    """Replies from a recording; calls that it lacks are made and added, once for equal concurrent calls.
 
-    Calls of a session are always asked for: a browser that was never opened cannot go on where a recording ends.
+    Calls of a session are always made: a browser that was never opened cannot continue where a recording ends.
     """
 
     def __init__(self, recording: Reader, added: Writer) -> None:
@@ -146,7 +146,7 @@ class Filled:
         self._added = added
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def reply(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+    async def reply(self, call: KeyedCall, ask: Ask) -> ToolOutcome:
         if call.session:
             return await self._ask(call, ask)
         lock = self._asking.setdefault(call.key, asyncio.Lock())
@@ -159,21 +159,21 @@ class Filled:
                 return ToolOutcome.of(heard.reply)
             return await self._ask(call, ask)
 
-    async def _ask(self, call: NamedCall, ask: Ask) -> ToolOutcome:
+    async def _ask(self, call: KeyedCall, ask: Ask) -> ToolOutcome:
         outcome = await ask()
-        self._added.append(call.heard(outcome.reply))
+        self._added.append(call.recorded(outcome.reply))
         return outcome
 
 
 def open_world(mode: str, recording: str | Path | None = None, *, strict: bool = False) -> RunWorld:
-    """The world in one of the modes: for a run, for `ToolExecutor(world=…)` or for `ToolSession(world=…)`.
+    """Recorded replies in one of the modes, for a run, `ToolExecutor(world=…)` or `ToolSession(world=…)`.
 
-    `recording` is a file (`birds.jsonl`) or a folder, such as a run's, that has or gets one: what `replay` and `fill`
-    answer from, and where `record` and `fill` keep what is new. A run names none to record, and keeps everything in its
-    own folder itself. `strict` ends a rollout with a call that the replayed one lacks. Raises `ConfigError`.
+    `recording` is a file (`birds.jsonl`), or a folder such as a run's that holds one. `replay` and `fill` read it;
+    `record` and `fill` add to it. A run passes no `recording` to `record` and keeps all replies in its own folder.
+    `strict` ends a rollout that makes a call without a recorded reply. Raises `ConfigError`.
     """
     if mode not in MODES:
-        raise ConfigError(f"world {mode!r} is none of {', '.join(MODES)}.{nearest(mode, MODES)}")
+        raise ConfigError(f"world {mode!r} is not one of {', '.join(MODES)}.{nearest(mode, MODES)}")
     path = Path(recording) if recording else None
     if mode == "live" or (mode == "record" and path is None):
         return RunWorld()
@@ -191,7 +191,7 @@ def open_world(mode: str, recording: str | Path | None = None, *, strict: bool =
 
 
 def world_of_run(folder: Path) -> RunWorld:
-    """The world as a run recorded it, for playing the run again. What it lacks ends the rollout, blamed on the tool."""
+    """The replies that a run recorded, for replaying it. A missing reply ends the rollout as a failure of the tool."""
     path = folder / WORLD_NAME
     reader = Reader(path) if path.is_file() else None
     end = reader.close if reader is not None else lambda: None

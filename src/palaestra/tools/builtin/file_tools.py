@@ -9,10 +9,16 @@ import re
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.slot import WORKSPACE
 from palaestra.tools import parameters
 from palaestra.tools.builtin.syntax_check import check_syntax
-from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, read_text_file, write_file_bytes
+from palaestra.tools.builtin.text_files import (
+    KINDS,
+    PATH_PARAMETER,
+    file_info,
+    in_full,
+    read_text_file,
+    write_file_bytes,
+)
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_LINES = 2000
@@ -21,7 +27,6 @@ MAX_CONTENT_CHARS = 100_000
 _UNREADABLE = re.compile("[\udc80-\udcff]")
 """Surrogates that stand for bytes that are not UTF-8."""
 
-PATH_PARAMETER: Mapping[str, JSON] = parameters.text(f"Path of the file, absolute or relative to {WORKSPACE}.")
 
 READ_SCHEMA = ToolSchema(
     name="read_file",

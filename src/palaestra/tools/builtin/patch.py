@@ -15,10 +15,10 @@ from dataclasses import replace as with_fields
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools import parameters
-from palaestra.tools.builtin.file_tools import PATH_PARAMETER
 from palaestra.tools.builtin.syntax_check import check_syntax
 from palaestra.tools.builtin.text_files import (
-    TextFile,
+    PATH_PARAMETER,
+    DecodedFile,
     file_info,
     in_full,
     in_slot,
@@ -60,8 +60,8 @@ class FileEdit:
     """One path before and after; None if there is no file."""
 
     path: str
-    before: TextFile | None
-    after: TextFile | None
+    before: DecodedFile | None
+    after: DecodedFile | None
 
 
 async def run_patch(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -126,7 +126,7 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
         FileEdit(
             path,
             before[path],
-            None if text is None else (before[sources.get(path, path)] or TextFile("")).with_text(text),
+            None if text is None else (before[sources.get(path, path)] or DecodedFile("")).with_text(text),
         )
         for path, text in results.items()
     ]
@@ -142,7 +142,7 @@ def _paths(changes: list[FileChange]) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-async def _content(slot: Slot, path: str) -> TextFile | None:
+async def _content(slot: Slot, path: str) -> DecodedFile | None:
     if await file_info(slot, path) is None:
         return None
     return await read_text_file(slot, path)
@@ -181,7 +181,7 @@ async def _put_back(slot: Slot, edits: list[FileEdit]) -> str:
     return ", ".join(unrestored)
 
 
-async def _put(slot: Slot, path: str, file: TextFile | None) -> None:
+async def _put(slot: Slot, path: str, file: DecodedFile | None) -> None:
     if file is None:
         await remove_file(slot, path)
     else:
@@ -206,7 +206,7 @@ def _report(edits: list[FileEdit]) -> dict[str, JSON]:
     return {**reply, "syntax_check": told} if told else reply
 
 
-def _text(file: TextFile | None) -> str | None:
+def _text(file: DecodedFile | None) -> str | None:
     return None if file is None else file.text
 
 

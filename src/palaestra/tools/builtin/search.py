@@ -1,19 +1,25 @@
 """The `search_files` tool: lines that match a pattern, or files by name.
 
-The matching happens inside the slot, by ripgrep or GNU grep (`search_backends.py`) with the same results. Invariant:
-results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
+The matching happens inside the slot, by ripgrep or GNU grep, called so that both give the same results. Commands are
+argv, never shell text. Both search regular files below a directory, hidden and ignored ones too, follow no symlinks,
+skip `.git` and files with NUL bytes, and take bytes as text: patterns of ASCII characters match bytewise, others as
+UTF-8. Differences remain for a NUL byte after the first 32 KiB (ripgrep stops there), and for the few constructs that
+only one of Rust's regex and PCRE knows, where ripgrep itself falls back to PCRE.
+
+Invariant: results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.slot import WORKSPACE, Slot
+from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools import parameters
-from palaestra.tools.builtin.globs import name_filter
-from palaestra.tools.builtin.search_backends import SearchQuery, count_matches, list_files, matching_lines
+from palaestra.tools.builtin.globs import name_filter, simple_names
 from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, not_found
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -21,6 +27,14 @@ MAX_LIMIT = 500
 MAX_LINE_CHARS = 500
 MAX_SEARCH_S = 60.0
 _NAMES_AT_ONCE = 1000
+MAX_LISTING_BYTES = 16 << 20
+"""How much output is accepted; beyond that the search must be narrowed."""
+_MAX_PATTERN_CHARS = 10_000
+RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
+_GIVEN_UP = re.compile(r"^grep: ([^\0\n]+): exceeded PCRE's [a-z ]+limit$", re.MULTILINE)
+_COUNT = re.compile(r"[1-9][0-9]{0,15}")
+_NUMBERED = re.compile(r"([0-9]{1,16})([:-])")
+_NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")
 
 SCHEMA = ToolSchema(
     name="search_files",
@@ -133,6 +147,164 @@ def _reply(key: str, page: list[JSON], total: int, offset: int) -> dict[str, JSO
 
 def _cut(line: str) -> str:
     return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "... [line cut]"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchQuery:
+    """A search for a regular expression below `root`, limited in seconds."""
+
+    pattern: str
+    root: str
+    file_glob: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One matching line (counted from 1) with the lines around it."""
+
+    path: str
+    line: int
+    text: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
+    """Matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad pattern."""
+    _check_pattern(query.pattern)
+    engine = await _ripgrep(slot)
+    names = simple_names(query.file_glob)
+    if engine:
+        argv = [*_rg(engine, query), "--count", *(f"--glob={name}" for name in names), "--glob=!.git"]
+    else:
+        argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
+    result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
+    if given_up := _GIVEN_UP.search(result.output):  # then the files after it are missing too
+        raise ToolMistake(
+            f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was given up. Use a simpler "
+            "one: a repeated group that holds a repetition, such as (a+)+, is what takes them."
+        )
+    counts = {}
+    for path, text in _records(result.output):
+        found = _COUNT.fullmatch(text)
+        if found is not None and ".git" not in path.split("/"):
+            counts[_shown(path)] = int(text)
+    if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise one file could not be read
+        raise ToolMistake(_engine_error(result, query))
+    return dict(sorted(counts.items()))
+
+
+async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], context: int, most: int) -> list[Match]:
+    """The matching lines of these files, at most `most` per file, in order of path and line."""
+    engine = await _ripgrep(slot)
+    argv = _rg(engine, query) if engine else _grep(query)
+    options = ["--line-number", f"--context={context}", f"--max-count={most}", "--regexp", query.pattern, "--"]
+    result = await _run(slot, [*argv, *options, *map(_safe, files)], query)
+    lines: dict[str, dict[int, tuple[bool, str]]] = {}
+    for path, text in _records(result.output):
+        found = _NUMBERED.match(text)
+        if found is not None:
+            lines.setdefault(_shown(path), {})[int(found[1])] = (
+                found[2] == ":",
+                text[found.end() :].removesuffix("\r"),
+            )
+    return [match for path in sorted(lines) for match in _matches(path, lines[path], context)]
+
+
+async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
+    """Files and symlinks below `root`, sorted, without what is in `.git`."""
+    argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", "(", "-type", "f", "-o", "-type", "l", ")", "-print0"]
+    result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
+    _check(result)
+    return sorted(_shown(path) for path in result.output.split("\0")[:-1])
+
+
+def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Iterator[Match]:
+    for number, (is_match, text) in sorted(lines.items()):
+        if is_match:
+            before = tuple(lines[n][1] for n in range(number - context, number) if n in lines)
+            after = tuple(lines[n][1] for n in range(number + 1, number + context + 1) if n in lines)
+            yield Match(path, number, text, before, after)
+
+
+def _records(output: str) -> Iterator[tuple[str, str]]:
+    """Pairs of a file name and the line printed for it. Names end at a NUL byte, so they may hold line ends.
+
+    Takes linear time whatever is printed: an agent may replace the programs of its slot.
+    """
+    path, *rest = output.split("\0")
+    for part in rest:
+        text, _, following = part.partition("\n")
+        yield path, text
+        path = following.removeprefix("--\n")  # the separator of groups of context lines
+
+
+def _rg(engine: str, query: SearchQuery) -> list[str]:
+    scope = ["--hidden", "--no-ignore", "--no-messages", "--no-config", "--encoding=none"]
+    form = ["--null", "--no-heading", "--with-filename", "--color=never", "--engine=auto"]
+    return [engine, *scope, *form, *(["--no-unicode"] if query.pattern.isascii() else [])]
+
+
+def _grep(query: SearchQuery) -> list[str]:
+    return ["grep", "--perl-regexp", "--null", "--with-filename", "--color=never", "--no-messages", "-I"]
+
+
+async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
+    locale = "C" if query.pattern.isascii() else "C.UTF-8"
+    result = await slot.execute(
+        argv, env={"LC_ALL": locale}, timeout_s=query.timeout_s, max_output_bytes=MAX_LISTING_BYTES
+    )
+    _check(result)
+    return result
+
+
+def _check(result: ExecutionResult) -> None:
+    if result.metadata.get("timeout"):
+        raise ToolMistake("The search took too long and was stopped. Narrow it with path or file_glob.")
+    if result.metadata.get("truncated"):
+        raise ToolMistake("The search found too much to list. Narrow it with path, file_glob or a stricter pattern.")
+    if result.exit_code in (126, 127):
+        raise ToolMistake(
+            "This sandbox has neither ripgrep nor GNU grep and find; search with terminal commands instead."
+        )
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        pattern.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ToolMistake("The pattern holds half of a surrogate pair, which no text holds.") from None
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise ToolMistake(f"The pattern has {len(pattern)} characters; {_MAX_PATTERN_CHARS} are the most.")
+    if "\n" in pattern or _NEWLINE_ESCAPE.search(pattern):
+        raise ToolMistake("The search goes line by line, so a pattern cannot match a line end; search for one line.")
+
+
+def _engine_error(result: ExecutionResult, query: SearchQuery) -> str:
+    said = result.output.strip().rpartition("\n")[2][:300]  # both report the error last
+    if not said:  # messages about files are suppressed
+        return f"{query.root} cannot be read"
+    return (
+        f"The pattern cannot be used: {said}. To mean characters such as ( [ * + ? literally, put a backslash before."
+    )
+
+
+async def _ripgrep(slot: Slot) -> str | None:
+    """The path of ripgrep in the slot, or None. Looking costs less than a failing command."""
+    for path in RIPGREP_PATHS:
+        if await slot.stat(path) is not None:
+            return path
+    return None
+
+
+def _safe(path: str) -> str:
+    """The path in a form that no program takes for an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
+def _shown(path: str) -> str:
+    return path.removeprefix("./")
 
 
 SEARCH_FILES = FunctionTool(schema=SCHEMA, run=run_search_files, toolset="file", parallel_safe=True)

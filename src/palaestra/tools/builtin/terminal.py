@@ -97,7 +97,8 @@ def check_command(command: str, most_bytes: int | None = None) -> None:
 async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Run `command`; the reply has `output`, `exit_code` and `error` (null unless the command was stopped)."""
     check_command(arguments["command"], MAX_COMMAND_BYTES)
-    if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:
+    approvals = run.found_state(Approvals)
+    if approvals is not None and (refusal := await approvals.refusal(arguments["command"], run.task_id)) is not None:
         return {**_reply("", -1, refusal), "status": "blocked"}
     if arguments.get("background"):
         return await _start(arguments, run)
@@ -108,7 +109,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
         raise ToolMistake(f"{misplaced[0]} needs background=true; nothing was run")
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     slot = await run.slot()
-    workdir = await in_full(slot, arguments.get("workdir") or WORKSPACE)
+    workdir = await in_full(slot, arguments["workdir"]) if arguments.get("workdir") else WORKSPACE
     try:
         result = await slot.execute(
             arguments["command"], cwd=workdir, timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES

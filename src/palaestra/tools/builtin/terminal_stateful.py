@@ -55,7 +55,8 @@ async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> 
     """Run `command`; the reply is that of `terminal`, with `shell_restarted` if that happened."""
     check_command(arguments["command"])
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
-    if (refusal := await run.state(Approvals).refusal(arguments["command"], run.task_id)) is not None:
+    approvals = run.found_state(Approvals)
+    if approvals is not None and (refusal := await approvals.refusal(arguments["command"], run.task_id)) is not None:
         return {"output": "", "exit_code": -1, "error": refusal, "status": "blocked"}
     slot = await run.slot()
     shell = await run.state(StatefulShell).of(slot)

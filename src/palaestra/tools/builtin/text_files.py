@@ -9,15 +9,19 @@ from __future__ import annotations
 import difflib
 import posixpath
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from palaestra.core.errors import InfraError
+from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, FileInfo, Slot
+from palaestra.tools import parameters
 from palaestra.tools.tool import ToolMistake
 
 MAX_TEXT_BYTES = 16 << 20
 """The largest file that the file tools open."""
 KINDS = {"dir": "a directory", "other": "a device, pipe or socket", "file": "a file", "symlink": "a link"}
+PATH_PARAMETER: Mapping[str, JSON] = parameters.text(f"Path of the file, absolute or relative to {WORKSPACE}.")
 _SNIFFED_BYTES = 8192
 _SHOWN_CHARS = 100
 _MOST_COMPARED = 500
@@ -26,7 +30,7 @@ _BOM = "\ufeff"
 
 
 @dataclass(frozen=True, slots=True)
-class TextFile:
+class DecodedFile:
     """A file's text with `\\n` line ends and no byte order mark; bytes that are not UTF-8 are kept as surrogates.
 
     `mode` has its permission bits; None if they are unknown (behind a symlink) or the file is new.
@@ -42,18 +46,18 @@ class TextFile:
         text = self.text.replace("\n", "\r\n") if self.crlf else self.text
         return ((_BOM if self.bom else "") + text).encode("utf-8", "surrogateescape")
 
-    def with_text(self, text: str) -> TextFile:
+    def with_text(self, text: str) -> DecodedFile:
         """The same kind of file with other text."""
         return replace(self, text=text)
 
 
-def decode(data: bytes) -> TextFile:
+def decode(data: bytes) -> DecodedFile:
     """Bytes as text. Line ends are translated only if all are CRLF, so that they can be restored."""
     text = data.decode("utf-8", "surrogateescape")
     bom = text.startswith(_BOM)
     text = text.removeprefix(_BOM)
     crlf = "\r\n" in text and text.count("\r\n") == text.count("\n") and text.count("\r") == text.count("\n")
-    return TextFile(text.replace("\r\n", "\n") if crlf else text, crlf, bom)
+    return DecodedFile(text.replace("\r\n", "\n") if crlf else text, crlf, bom)
 
 
 def is_binary(data: bytes) -> bool:
@@ -66,7 +70,7 @@ def in_slot(path: str) -> str:
     return posixpath.normpath(posixpath.join(WORKSPACE, path))
 
 
-async def read_text_file(slot: Slot, path: str) -> TextFile:
+async def read_text_file(slot: Slot, path: str) -> DecodedFile:
     """A text file of the slot. Raises `ToolMistake` for anything else."""
     info = await file_info(slot, path)
     data = await read_file_bytes(slot, path, info)

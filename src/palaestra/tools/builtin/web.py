@@ -13,11 +13,10 @@ from palaestra.tools import parameters
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
-from palaestra.tools.web.page_text import Fetcher, Screened
+from palaestra.tools.web.page_text import MAX_PAGE_CHARS, MAX_TITLE_CHARS, Fetcher, Screened, shortened, shown
 from palaestra.tools.web.providers import (
     PageReader,
     Searcher,
-    WebPage,
     choose_reader,
     choose_searcher,
     reader,
@@ -26,9 +25,7 @@ from palaestra.tools.web.providers import (
 
 MAX_RESULTS = 20
 MAX_PAGES = 5
-MAX_PAGE_CHARS = 20_000
 _EXTRACT_CHARS = 1_000
-_TITLE_CHARS = 300
 
 SEARCH_SCHEMA = ToolSchema(
     name="web_search",
@@ -99,9 +96,9 @@ async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolR
     results = [
         {
             "position": position,
-            "title": _cut(each.title, _TITLE_CHARS),
+            "title": shortened(each.title, MAX_TITLE_CHARS),
             "url": each.url,
-            "description": _cut(each.description, _EXTRACT_CHARS),
+            "description": shortened(each.description, _EXTRACT_CHARS),
         }
         for position, each in enumerate(found, start=1)
     ]
@@ -116,23 +113,3 @@ async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolR
     if all("error" in each for each in results):
         return {"results": results, "error": "No page could be read; each result says why"}
     return {"results": results}
-
-
-def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
-    """`most` characters of a page from an offset on, or its error. `way` says how to continue if it is cut."""
-    if page.error:
-        return {"url": page.url, "error": page.error}
-    total = len(page.content)
-    if offset and offset >= total:
-        return {"url": page.url, "error": f"offset {offset} is beyond the end: the page has {total} characters"}
-    content = page.content[offset : offset + most]
-    reply: dict[str, JSON] = {"url": page.url, "title": _cut(page.title, _TITLE_CHARS), "content": content}
-    end = offset + len(content)
-    if end < total:
-        hint = f"Characters {offset} to {end} are shown; {way or f'go on with offset={end}'}"
-        reply |= {"total_chars": total, "hint": hint}
-    return {**reply, "note": page.note} if page.note else reply
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} more characters]"

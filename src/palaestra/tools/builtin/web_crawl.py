@@ -1,26 +1,44 @@
 """The `web_crawl` tool: the pages of a site, from one on. Name and parameters are the contract's, with bounds added.
 
 It is available on request only, because `web_search` and `web_extract` tell more with fewer pages. `instructions` only
-decide which links are followed first. Invariant: a reply is bounded, and reports what was cut or left out.
+decide which links are followed first. Links are followed within the host. Pages are read by `page_text.py`, each from
+an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
+
+Invariants: a reply is bounded, and reports what was cut or left out. Equal sites give equal pages in the same order
+unless the time is over, which is reported. The nearest pages come first, and of them those whose links have most of the
+wanted words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.robotparser import RobotFileParser
+
+from yarl import URL
 
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
-from palaestra.tools.builtin.web import shown
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
-from palaestra.tools.web.crawl import Crawled, Crawler
-from palaestra.tools.web.page_text import Fetcher
-from palaestra.tools.web.providers import choose_reader
+from palaestra.tools.web.fetch import Fetched, PageUnreadable, fetch
+from palaestra.tools.web.page_text import HTML, Fetcher, as_text, decoded, shown
+from palaestra.tools.web.providers import WebPage, choose_reader
 
 MAX_PAGES, MAX_DEPTH = 20, 3
 PAGE_CHARS = 3_000
 TIME_S = 60.0
+AGENT = "Palaestra"
+AT_ONCE = 4
+"""Pages of one site that are read concurrently."""
+MAX_LINKS = 1000
+"""How many links of one page are considered."""
+MAX_ROBOTS_BYTES = 500 << 10
+_WORD = re.compile(r"\w+")
 
 SCHEMA = ToolSchema(
     name="web_crawl",
@@ -68,3 +86,164 @@ def _reply(crawled: Crawled, time_s: float) -> dict[str, JSON]:
     if all("error" in each for each in results):
         reply["error"] = "No page could be read; each result says why" if results else str(reply.get("note"))
     return reply
+
+
+@dataclass(slots=True)
+class Crawled:
+    """`pages` in the order they were read; `left` links were not followed; `over` if the time was over."""
+
+    pages: list[WebPage] = field(default_factory=list)
+    left: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Link:
+    """A waiting link; the least comes first. `missing` counts the wanted words that it lacks."""
+
+    depth: int
+    missing: int
+    number: int
+    url: str = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Crawler:
+    """Reads a site with `fetcher`: at most `limit` pages, unreadable ones included, up to `depth` links away from the
+    first, in `time_s` seconds."""
+
+    fetcher: Fetcher
+    limit: int
+    depth: int
+    time_s: float
+
+    async def crawl(self, url: str, wanted: str = "") -> Crawled:
+        """Read from this page on; `wanted` is a text with words to look for in links."""
+        crawled = Crawled()
+        try:
+            async with asyncio.timeout(self.time_s):
+                await _Walk(self, crawled, _words(wanted)).go(url)
+        except TimeoutError:
+            crawled.over = True
+        return crawled
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """The result of one link: the page, its address after redirects (None if it could not be fetched), and the address
+    and words of each of its links."""
+
+    page: WebPage
+    place: str | None = None
+    links: Sequence[tuple[str, str]] = ()
+
+
+class _Walk:
+    """One running crawl. A page is in the result once, whichever of its addresses links lead to."""
+
+    def __init__(self, crawler: Crawler, crawled: Crawled, words: frozenset[str]) -> None:
+        self._crawler, self._crawled, self._words = crawler, crawled, words
+        self._waiting: list[_Link] = []
+        self._seen: set[str] = set()
+        self._read: set[str] = set()
+        """The addresses of read pages, after redirects."""
+        self._site: URL | None = None
+        self._robots = RobotFileParser()
+
+    async def go(self, url: str) -> None:
+        """Start with the first page. Its address after redirects defines the site."""
+        first = await self._visit(url)
+        self._take(first)
+        if self._site is None:
+            return
+        await self._ask_robots(self._site)
+        self._note(first.links, 1)
+        while self._waiting and len(self._crawled.pages) < self._crawler.limit:
+            batch = self._next(min(AT_ONCE, self._crawler.limit - len(self._crawled.pages)))
+            visits = await asyncio.gather(*(self._visit(link.url) for link in batch))
+            for link, visit in zip(batch, visits, strict=True):
+                self._take(visit)
+                self._note(visit.links, link.depth + 1)
+
+    def _next(self, most: int) -> list[_Link]:
+        """The next links; those to a page that was read by another address are dropped."""
+        self._waiting = sorted(link for link in self._waiting if link.url not in self._read)
+        batch, self._waiting = self._waiting[:most], self._waiting[most:]
+        self._crawled.left = len(self._waiting)
+        return batch
+
+    def _take(self, visit: _Visit) -> None:
+        """Keep a page, unless it was read by another address."""
+        if visit.place is None or visit.place not in self._read:
+            self._crawled.pages.append(visit.page)
+        if visit.place is not None:
+            self._read.add(visit.place)
+
+    async def _visit(self, url: str) -> _Visit:
+        place = None
+        try:
+            async with self._crawler.fetcher.lane:
+                fetched = await fetch(url, self._crawler.fetcher.policy)
+                self._stay(URL(fetched.url))
+                place = _plain(URL(fetched.url))
+                return _Visit(await as_text(url, fetched), place, await asyncio.to_thread(_links, fetched))
+        except PageUnreadable as why:
+            return _Visit(WebPage(url, error=str(why)), place)
+
+    def _stay(self, url: URL) -> None:
+        """The first page defines the site. Raises `PageUnreadable` for a page of another site."""
+        if self._site is None:
+            self._site = url
+        elif url.origin() != self._site.origin():
+            raise PageUnreadable(f"it leads to another site, {url.origin()}")
+
+    def _note(self, links: Sequence[tuple[str, str]], depth: int) -> None:
+        """Queue the links of a page that are to be read."""
+        for url, text in links if depth <= self._crawler.depth else ():
+            if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen | self._read:
+                continue
+            self._seen.add(url)
+            if self._robots.can_fetch(AGENT, url):
+                missing = len(self._words - _words(f"{text} {URL(url).path_qs}"))
+                self._waiting.append(_Link(depth, missing, len(self._seen), url))
+        self._crawled.left = len(self._waiting)
+
+    async def _ask_robots(self, site: URL) -> None:
+        """A site without robots.txt, or that does not answer, allows everything."""
+        policy = self._crawler.fetcher.policy
+        try:
+            rules = await fetch(str(site.origin() / "robots.txt"), policy, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0)
+        except PageUnreadable:
+            self._robots.parse([])
+        else:
+            self._robots.parse(rules.body.decode("utf-8", "replace").splitlines())
+
+
+def _links(fetched: Fetched) -> list[tuple[str, str]]:
+    """The targets of an HTML page's links, each once and without its fragment, and the text of the link."""
+    if fetched.content_type.lower() not in HTML:
+        return []
+    html = importlib.import_module("lxml.html")
+    try:
+        tree = html.document_fromstring(
+            decoded(fetched).encode("utf-8", "replace"), parser=html.HTMLParser(encoding="utf-8")
+        )
+    except importlib.import_module("lxml.etree").LxmlError:  # an empty page
+        return []
+    found: dict[str, str] = {}
+    for element in tree.xpath(f"(//a[@href])[position() <= {MAX_LINKS}]"):
+        try:
+            url = URL(fetched.url).join(URL(element.get("href").strip()))
+            if url.scheme in ("http", "https") and url.host:
+                found.setdefault(_plain(url), " ".join(element.text_content().split()))
+        except ValueError:
+            continue
+    return list(found.items())
+
+
+def _plain(url: URL) -> str:
+    return str(url.with_fragment(None))
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(word.casefold() for word in _WORD.findall(text))

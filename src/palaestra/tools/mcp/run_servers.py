@@ -15,7 +15,7 @@ from palaestra.core.errors import InfraError, PalaestraError, ToolServerUnavaila
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names
 from palaestra.tools.mcp.mcp_server import MCPServer, owner_of, recorded_tool, toolset_of
-from palaestra.tools.registry.entry_points import Installed
+from palaestra.tools.registry.build import Installed
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolSchema
 

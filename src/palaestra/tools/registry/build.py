@@ -1,27 +1,145 @@
-"""Which tools a rollout gets: `build_tool_registry` and `get_tool_definitions`.
+"""The tools that exist and those that a rollout gets: `build_tool_registry` and `get_tool_definitions`.
 
-Invariant: a tool that was requested is in the registry or, with its reason, in `missing`; with `strict` the latter is
-an error.
+The modules of built-in tools are loaded by toolset, so that a run loads only those that it uses. Other packages offer
+tools through entry points in the group `palaestra.tools`:
+
+    [project.entry-points."palaestra.tools"]
+    weather = "weather_package.tools:TOOLS"
+
+The entry point's name is the toolset. Its value is a tool, a list of tools, or a function without parameters that
+returns one of these.
+
+Invariants: a requested tool is in the registry or, with the reason, in `missing`; with `strict` the latter is an error.
+A package that cannot be loaded does not affect the others; its toolset is known, with the reason.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.tools.registry.catalog import all_tools, builtin_tools, usable_packages
-from palaestra.tools.registry.entry_points import Installed
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.registry.toolsets import TOOLSETS, Toolset, resolve_toolsets
-from palaestra.tools.runtime.scoped_objects import States
+from palaestra.tools.registry.toolsets import ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.tool import Tool
+from palaestra.tools.tool import States, Tool
 
 logger = logging.getLogger(__name__)
+
+GROUP = "palaestra.tools"
+
+# fmt: off
+_BUILTIN: Mapping[str, tuple[str, ...]] = {
+    "terminal": ("builtin.terminal:TERMINAL", "builtin.process:PROCESS"),
+    "file": ("builtin.file_tools:READ_FILE", "builtin.file_tools:WRITE_FILE", "builtin.patch:PATCH",
+             "builtin.search:SEARCH_FILES"),
+    "todo": ("builtin.todo:TODO",),
+    "terminal_stateful": ("builtin.terminal_stateful:TERMINAL_STATEFUL",),
+    "tmux": ("builtin.tmux:TMUX",),
+    "code_execution": ("builtin.execute_code:EXECUTE_CODE",),
+    "delegation": ("builtin.delegate_task:DELEGATE_TASK",),
+    "clarify": ("builtin.clarify:CLARIFY",),
+    "memory": ("builtin.memory:MEMORY",),
+    "session_search": ("builtin.session_search:SESSION_SEARCH",),
+    "web": ("builtin.web:web_tools",),
+    "web_crawl": ("builtin.web_crawl:web_crawl_tool",),
+    "browser": ("builtin.browser:browser_tools",),
+    "vision": ("builtin.vision:vision_tool",),
+    "image_gen": ("registry.unavailable:IMAGE_GEN",),
+    "tts": ("registry.unavailable:TTS",),
+    "moa": ("registry.unavailable:MOA",),
+    "skills": ("registry.unavailable:SKILLS",),
+    "cronjob": ("registry.unavailable:CRONJOB",),
+    "messaging": ("registry.unavailable:MESSAGING",),
+    "homeassistant": ("registry.unavailable:HOME_ASSISTANT",),
+    "rl": ("registry.unavailable:TRAINING",),
+}
+# fmt: on
+"""Where the tools of each toolset are, `module:name` below `palaestra.tools`: a tool, several, or a function that
+makes them from the settings."""
+
+BUILTIN_NAMES: Mapping[str, str] = {name: toolset for toolset in _BUILTIN for name in TOOLSETS[toolset].tools}
+"""The names of the built-in tools, each with its toolset, in the order in which `builtin_tools` returns them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The tools that one entry point offers. If it could not be loaded, `problem` is set and there are no tools."""
+
+    toolset: str
+    origin: str
+    tools: tuple[Tool, ...] = ()
+    problem: str | None = None
+
+
+def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str] | None = None) -> tuple[Tool, ...]:
+    """The tools of the package, or of some of its `toolsets`, in a fixed order. A tool that lacks one of the `settings`
+    is included and reports what is missing."""
+    settings = settings or ToolSettings()
+    wanted = _BUILTIN if toolsets is None else [toolset for toolset in _BUILTIN if toolset in toolsets]
+    found: list[Tool] = []
+    for reference in (each for toolset in wanted for each in _BUILTIN[toolset]):
+        module, _, name = reference.partition(":")
+        offered = getattr(import_module(f"palaestra.tools.{module}"), name)
+        if not isinstance(offered, (Tool, tuple)):
+            offered = offered(settings)
+        found += (offered,) if isinstance(offered, Tool) else offered
+    return tuple(found)
+
+
+@functools.cache
+def installed_tools() -> tuple[Installed, ...]:
+    """What the entry points of installed packages offer, by name. Looked up once per process."""
+    return tuple(
+        load(point) for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    )
+
+
+def load(point: EntryPoint) -> Installed:
+    """Load one entry point. Never raises: an error is in `problem`."""
+    origin = f"{point.dist.name} ({point.value})" if point.dist is not None else point.value
+    try:
+        return Installed(point.name, origin, _tools(point.load()))
+    except Exception as error:  # another package's code: it may raise anything
+        return Installed(point.name, origin, problem=f"{origin} could not be loaded: {type(error).__name__}: {error}")
+
+
+def _tools(offered: object) -> tuple[Tool, ...]:
+    if callable(offered) and not isinstance(offered, (Tool, type)):
+        offered = offered()
+    found = (offered,) if isinstance(offered, Tool) else tuple(offered) if isinstance(offered, Iterable) else (offered,)
+    for each in found:
+        if not isinstance(each, Tool):
+            raise TypeError(f"{each!r:.80} is not a tool; declare it with @tool")
+    return found
+
+
+def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
+    """Every tool of the package, then those of others (`usable_packages`), missing ones included."""
+    return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
+
+
+def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
+    """What other packages offer, by default through entry points. A package whose names are taken offers nothing, and
+    its `problem` names the first clash."""
+    taken = set(BUILTIN_NAMES)
+    kept: list[Installed] = []
+    for each in installed_tools() if others is None else others:
+        clashes = [f"tool '{tool.name}'" for tool in each.tools if tool.name in taken]
+        if each.toolset in TOOLSETS or each.toolset in ALIASES:
+            clashes = [f"toolset '{each.toolset}'"]
+        if clashes:
+            problem = f"{each.origin} brings the {clashes[0]}, which there is already"
+            each = Installed(each.toolset, each.origin, problem=problem)
+        taken.update(tool.name for tool in each.tools)
+        kept.append(each)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +184,8 @@ def build_tool_registry(
     brought, disabled = list(extra), list(disabled_toolsets or ())
     others = usable_packages(installed)
     names = resolve_toolsets(enabled, disabled, {**_toolsets_of(brought, others), **TOOLSETS})
-    known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *builtin_tools(settings))}
+    here = builtin_tools(settings, {BUILTIN_NAMES[name] for name in names if name in BUILTIN_NAMES})
+    known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *here)}
     own = [tool for tool in brought if tool.toolset not in disabled]
     unasked = enabled is None and not conditions.network
     chosen = [known[name] for name in names if not (unasked and known[name].touches_world)]

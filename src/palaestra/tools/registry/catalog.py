@@ -1,6 +1,4 @@
-"""All known tools, of this package and of installed ones: their names, toolsets and availability, in the contract's
-shapes. `build.py` chooses the tools of a rollout.
-"""
+"""Names, toolsets and availability of all known tools, in the contract's shapes. `build.py` has the tools."""
 
 from __future__ import annotations
 
@@ -9,67 +7,14 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from palaestra.core.types import JSON
-from palaestra.tools.builtin.browser import browser_tools
-from palaestra.tools.builtin.clarify import CLARIFY
-from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
-from palaestra.tools.builtin.execute_code import EXECUTE_CODE
-from palaestra.tools.builtin.file_tools import READ_FILE, WRITE_FILE
-from palaestra.tools.builtin.memory import MEMORY
-from palaestra.tools.builtin.patch import PATCH
-from palaestra.tools.builtin.process import PROCESS
-from palaestra.tools.builtin.search import SEARCH_FILES
-from palaestra.tools.builtin.session_search import SESSION_SEARCH
-from palaestra.tools.builtin.terminal import TERMINAL
-from palaestra.tools.builtin.terminal_stateful import TERMINAL_STATEFUL
-from palaestra.tools.builtin.tmux import TMUX
-from palaestra.tools.builtin.todo import TODO
-from palaestra.tools.builtin.vision import vision_tool
-from palaestra.tools.builtin.web import web_tools
-from palaestra.tools.builtin.web_crawl import web_crawl_tool
-from palaestra.tools.registry.entry_points import Installed, installed_tools
-from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
-from palaestra.tools.registry.unavailable import ASSISTANT, MODELS, TRAINING
+from palaestra.tools.registry.build import BUILTIN_NAMES, Installed, all_tools, usable_packages
+from palaestra.tools.registry.toolsets import TOOL_ALIASES, TOOLSETS, resolve_toolsets
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
 
-
-def builtin_tools(settings: ToolSettings | None = None) -> tuple[Tool, ...]:
-    """All tools of the package, in the order in which models see them. Without the `settings` they need, some are
-    missing and report it."""
-    settings = settings or ToolSettings()
-    files = (READ_FILE, WRITE_FILE, PATCH, SEARCH_FILES)
-    here = (TERMINAL, PROCESS, *files, TODO, TERMINAL_STATEFUL, TMUX, EXECUTE_CODE, DELEGATE_TASK)
-    people = (CLARIFY, MEMORY, SESSION_SEARCH)
-    eyes = (*browser_tools(settings), vision_tool(settings))
-    web = (*web_tools(settings), web_crawl_tool(settings))
-    return (*here, *people, *web, *eyes, *MODELS, *ASSISTANT, *TRAINING)
-
-
-def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
-    """Every tool of the package, then those of others (`usable_packages`), missing ones included."""
-    return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
-
-
-def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
-    """What other packages offer, by default through entry points. A package whose names are taken offers nothing, and
-    its `problem` says so."""
-    taken = {tool.name for tool in builtin_tools()}
-    kept: list[Installed] = []
-    for each in installed_tools() if others is None else others:
-        clashes = [f"tool '{tool.name}'" for tool in each.tools if tool.name in taken]
-        if each.toolset in TOOLSETS or each.toolset in ALIASES:
-            clashes = [f"toolset '{each.toolset}'"]
-        if clashes:
-            problem = f"{each.origin} brings the {clashes[0]}, which there is already"
-            each = Installed(each.toolset, each.origin, problem=problem)
-        taken.update(tool.name for tool in each.tools)
-        kept.append(each)
-    return kept
-
-
-TOOL_TO_TOOLSET_MAP: Mapping[str, str] = MappingProxyType({tool.name: tool.toolset for tool in builtin_tools()})
+TOOL_TO_TOOLSET_MAP: Mapping[str, str] = MappingProxyType(dict(BUILTIN_NAMES))
 """The toolset that each tool of the package belongs to."""
 
 TOOLSET_REQUIREMENTS: Mapping[str, Mapping[str, JSON]] = MappingProxyType(

@@ -15,9 +15,8 @@ from palaestra.core.types import JSON
 from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.toolsets import TOOL_ALIASES
-from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.tool import Tool, ToolRun, ToolSchema, run_tool
+from palaestra.tools.tool import States, Tool, ToolRun, ToolSchema, run_tool
 
 
 class ToolRegistry:

@@ -41,80 +41,81 @@ _DOMAIN = text("A kind of entity, such as light, switch or climate.")
 _RUN = {"run_id": text("The training run's id.")}
 
 # fmt: off
-ASSISTANT = (
-    *unavailable("skills", "this version keeps no skills", {
-        "skills_list": (
-            "List the skills there are: documents on how something is done.",
-            {"category": text("Only skills of this category.")}, ()),
-        "skill_view": (
-            "Read a skill, or a file that belongs to it.",
-            {"name": text("The skill's name."), "file_path": _SKILL_FILE}, ("name",)),
-        "skill_manage": ("Write a skill, change it or remove it.", {
-            "action": text("What to do.", enum=_SKILL_ACTIONS),
-            "name": text("The skill's name."),
-            "content": text("The whole document, for create and edit."),
-            "old_string": text("The text to replace, for patch."),
-            "new_string": text("What replaces it, for patch."),
-            "replace_all": flag("Replace every place and not only a single one, for patch."),
-            "category": text("The category of a new skill."),
-            "file_path": _SKILL_FILE,
-            "file_content": text("What to write into that file."),
-        }, ("action", "name")),
-    }),
-    *unavailable("cronjob", "this version runs nothing at set times", {
-        "cronjob": ("Schedule prompts to be run later or again and again, and look after those that are scheduled.", {
-            "action": text("What to do.", enum=_JOB_ACTIONS),
-            "job_id": text("The job, for everything but create and list."),
-            "prompt": text("What to do at that time, complete in itself."),
-            "schedule": text("When: a delay (30m), an interval (every 2h), a cron line or a point in time."),
-            "name": text("A name for people to read."),
-            "repeat": integer("How many times to run; left out: for as long as the schedule goes on.", minimum=1),
-            "deliver": text("Where the answer goes: local, origin, or a platform and chat."),
-            "skills": _texts("Skills to read before the prompt is run."),
-        }, ("action",)),
-    }),
-    *unavailable("messaging", "this version sends no messages", {
-        "send_message": ("Send a message to a person or channel, or list whom one can be sent to.", {
-            "action": text("What to do.", enum=["send", "list"], default="send"),
-            "target": text("Whom to send to: a platform, or platform:chat."),
-            "message": text("The message."),
-        }, ()),
-    }),
-    *unavailable("homeassistant", "this version does not connect to a smart home", {
-        "ha_list_entities": (
-            "List what there is in the smart home.",
-            {"domain": _DOMAIN, "area": text("Only what is in this room.")}, ()),
-        "ha_get_state": (
-            "How an entity of the smart home is right now.", {"entity_id": _ENTITY}, ("entity_id",)),
-        "ha_list_services": (
-            "List what can be done with entities of the smart home.", {"domain": _DOMAIN}, ()),
-        "ha_call_service": ("Do something in the smart home, such as turning on a light.", {
-            "domain": _DOMAIN,
-            "service": text("What to do, such as turn_on."),
-            "entity_id": _ENTITY,
-            "data": text("Further settings, as a JSON object in text."),
-        }, ("domain", "service")),
-    }),
-)
+SKILLS = unavailable("skills", "this version keeps no skills", {
+    "skills_list": (
+        "List the skills there are: documents on how something is done.",
+        {"category": text("Only skills of this category.")}, ()),
+    "skill_view": (
+        "Read a skill, or a file that belongs to it.",
+        {"name": text("The skill's name."), "file_path": _SKILL_FILE}, ("name",)),
+    "skill_manage": ("Write a skill, change it or remove it.", {
+        "action": text("What to do.", enum=_SKILL_ACTIONS),
+        "name": text("The skill's name."),
+        "content": text("The whole document, for create and edit."),
+        "old_string": text("The text to replace, for patch."),
+        "new_string": text("What replaces it, for patch."),
+        "replace_all": flag("Replace every place and not only a single one, for patch."),
+        "category": text("The category of a new skill."),
+        "file_path": _SKILL_FILE,
+        "file_content": text("What to write into that file."),
+    }, ("action", "name")),
+})
 
-MODELS = (
-    *unavailable("image_gen", "this version cannot make images", {
-        "image_generate": ("Make an image from a description. The reply has its address.", {
-            "prompt": text("What the image shows."),
-            "aspect_ratio": text("Its shape.", enum=["landscape", "square", "portrait"], default="landscape"),
-        }, ("prompt",)),
-    }),
-    *unavailable("tts", "this version cannot make speech", {
-        "text_to_speech": (
-            "Turn text into an audio file. The reply has its path.",
-            {"text": text("What to say."), "output_path": text("Where to write the audio file.")}, ("text",)),
-    }),
-    *unavailable("moa", "this version cannot ask several models at once", {
-        "mixture_of_agents": (
-            "Put a hard question to several models and get one answer made of theirs.",
-            {"user_prompt": text("The question, complete in itself.")}, ("user_prompt",)),
-    }),
-)
+CRONJOB = unavailable("cronjob", "this version runs nothing at set times", {
+    "cronjob": ("Schedule prompts to be run later or again and again, and look after those that are scheduled.", {
+        "action": text("What to do.", enum=_JOB_ACTIONS),
+        "job_id": text("The job, for everything but create and list."),
+        "prompt": text("What to do at that time, complete in itself."),
+        "schedule": text("When: a delay (30m), an interval (every 2h), a cron line or a point in time."),
+        "name": text("A name for people to read."),
+        "repeat": integer("How many times to run; left out: for as long as the schedule goes on.", minimum=1),
+        "deliver": text("Where the answer goes: local, origin, or a platform and chat."),
+        "skills": _texts("Skills to read before the prompt is run."),
+    }, ("action",)),
+})
+
+MESSAGING = unavailable("messaging", "this version sends no messages", {
+    "send_message": ("Send a message to a person or channel, or list whom one can be sent to.", {
+        "action": text("What to do.", enum=["send", "list"], default="send"),
+        "target": text("Whom to send to: a platform, or platform:chat."),
+        "message": text("The message."),
+    }, ()),
+})
+
+HOME_ASSISTANT = unavailable("homeassistant", "this version does not connect to a smart home", {
+    "ha_list_entities": (
+        "List what there is in the smart home.",
+        {"domain": _DOMAIN, "area": text("Only what is in this room.")}, ()),
+    "ha_get_state": (
+        "How an entity of the smart home is right now.", {"entity_id": _ENTITY}, ("entity_id",)),
+    "ha_list_services": (
+        "List what can be done with entities of the smart home.", {"domain": _DOMAIN}, ()),
+    "ha_call_service": ("Do something in the smart home, such as turning on a light.", {
+        "domain": _DOMAIN,
+        "service": text("What to do, such as turn_on."),
+        "entity_id": _ENTITY,
+        "data": text("Further settings, as a JSON object in text."),
+    }, ("domain", "service")),
+})
+
+IMAGE_GEN = unavailable("image_gen", "this version cannot make images", {
+    "image_generate": ("Make an image from a description. The reply has its address.", {
+        "prompt": text("What the image shows."),
+        "aspect_ratio": text("Its shape.", enum=["landscape", "square", "portrait"], default="landscape"),
+    }, ("prompt",)),
+})
+
+TTS = unavailable("tts", "this version cannot make speech", {
+    "text_to_speech": (
+        "Turn text into an audio file. The reply has its path.",
+        {"text": text("What to say."), "output_path": text("Where to write the audio file.")}, ("text",)),
+})
+
+MOA = unavailable("moa", "this version cannot ask several models at once", {
+    "mixture_of_agents": (
+        "Put a hard question to several models and get one answer made of theirs.",
+        {"user_prompt": text("The question, complete in itself.")}, ("user_prompt",)),
+})
 
 TRAINING = unavailable("rl", "this version starts no trainings from inside an agent", {
     "rl_list_environments": ("List the environments that can be trained on.", {}, ()),

@@ -31,7 +31,6 @@ from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
-from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving import artifacts
 from palaestra.tools.serving.payloads import (
     ArtifactArchiveRequestPayload,
@@ -42,7 +41,7 @@ from palaestra.tools.serving.payloads import (
     ArtifactReadResponsePayload,
 )
 from palaestra.tools.serving.tool_server_client import ToolServerLink
-from palaestra.tools.tool import ToolOutcome
+from palaestra.tools.tool import States, ToolOutcome
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
 """Arguments that are dropped from every call: the configuration decides them."""

@@ -17,15 +17,13 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypeAlias
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.scoped_objects import States
-from palaestra.tools.tool import Tool, ToolMistake, ToolOutcome, ToolRun, ToolSchema, run_tool
+from palaestra.tools.tool import States, Tool, ToolMistake, ToolOutcome, ToolRun, ToolSchema, run_tool
 
 
 @dataclass(slots=True)
@@ -99,9 +97,9 @@ class ToolRuntime(ToolRun):
         self.conversation = conversation
         self.parallel_safe: frozenset[str] = registry.parallel_safe()
         self._slot_once = None if slot_source is None else _SlotOnce(slot_source)
-        self._answer: Next = _execute
+        self._answer: Next = lambda call: run_tool(call.tool, call.arguments, call.run)
         for each in reversed(self.middleware):
-            self._answer = partial(_through, each, self._answer)
+            self._answer = _surrounded(each, self._answer)
 
     async def slot(self) -> Slot:
         return await (super().slot() if self._slot_once is None else self._slot_once.get())
@@ -131,9 +129,9 @@ class ToolRuntime(ToolRun):
         run = self if timeout_s is None else self._limited(timeout_s)
         return CheckedCall(tool, checked, run, self.conversation, by_agent)
 
-    async def run(self, call: CheckedCall) -> ToolOutcome:
+    def run(self, call: CheckedCall) -> Awaitable[ToolOutcome]:
         """Run a checked call through the middleware. Raises `PalaestraError`."""
-        return await self._answer(call)
+        return self._answer(call)
 
     async def call(
         self,
@@ -173,12 +171,8 @@ class ToolRuntime(ToolRun):
         return limited
 
 
-async def _through(middleware: ToolMiddleware, then: Next, call: CheckedCall) -> ToolOutcome:
-    return await middleware(call, then)
-
-
-async def _execute(call: CheckedCall) -> ToolOutcome:
-    return await run_tool(call.tool, call.arguments, call.run)
+def _surrounded(middleware: ToolMiddleware, then: Next) -> Next:
+    return lambda call: middleware(call, then)
 
 
 class _SlotOnce:

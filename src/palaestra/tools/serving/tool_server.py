@@ -22,7 +22,6 @@ from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
-from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.serving.http_common import HttpReply, RequestRefused, application, read, respond, running
 from palaestra.tools.serving.payloads import (
@@ -30,7 +29,7 @@ from palaestra.tools.serving.payloads import (
     ToolServerExecuteRequest,
     ToolServerResultPayload,
 )
-from palaestra.tools.tool import FunctionTool
+from palaestra.tools.tool import FunctionTool, States
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_LEASE_S = 3600.0

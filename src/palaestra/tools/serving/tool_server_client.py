@@ -27,11 +27,10 @@ from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, reply_of
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.scoped_objects import States
 from palaestra.tools.serving.http_common import HttpReply, encoded
 from palaestra.tools.serving.payloads import ToolCallPayload, ToolServerExecuteRequest, ToolServerResultPayload
 from palaestra.tools.serving.tool_server import ToolServer
-from palaestra.tools.tool import FunctionTool, Tool, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.tool import FunctionTool, States, Tool, ToolReply, ToolRun, ToolSchema
 
 logger = logging.getLogger(__name__)
 

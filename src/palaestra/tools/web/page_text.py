@@ -1,6 +1,6 @@
 """From a fetched document to text: pages by their article, plain text as it is; anything else is refused.
 
-`builtin/web.py` bounds the text. Invariant: nothing is summarised or guessed; equal bytes give equal text.
+`shown` bounds the text for a reply. Invariant: nothing is summarised or guessed; equal bytes give equal text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from palaestra.core.types import JSON
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.web.extract_article import read_article
 from palaestra.tools.web.fetch import Fetched, PageUnreadable, fetch, screen
 from palaestra.tools.web.providers import PageReader, WebPage
 
+MAX_PAGE_CHARS = 20_000
+MAX_TITLE_CHARS = 300
 HTML = frozenset({"text/html", "application/xhtml+xml"})
 _TEXT = frozenset(
     f"application/{kind}"
@@ -116,3 +119,24 @@ def _pretty(kind: str, text: str) -> str:
         return json.dumps(json.loads(text), indent=1, ensure_ascii=False)
     except (ValueError, RecursionError):
         return text
+
+
+def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
+    """`most` characters of a page from an offset on, or its error. `way` says how to continue if it is cut."""
+    if page.error:
+        return {"url": page.url, "error": page.error}
+    total = len(page.content)
+    if offset and offset >= total:
+        return {"url": page.url, "error": f"offset {offset} is beyond the end: the page has {total} characters"}
+    content = page.content[offset : offset + most]
+    reply: dict[str, JSON] = {"url": page.url, "title": shortened(page.title, MAX_TITLE_CHARS), "content": content}
+    end = offset + len(content)
+    if end < total:
+        hint = f"Characters {offset} to {end} are shown; {way or f'go on with offset={end}'}"
+        reply |= {"total_chars": total, "hint": hint}
+    return {**reply, "note": page.note} if page.note else reply
+
+
+def shortened(text: str, most: int) -> str:
+    """The first `most` characters of a text, with the number of those left out."""
+    return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} more characters]"

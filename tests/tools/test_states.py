@@ -10,8 +10,7 @@ import pytest
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
-from palaestra.tools.runtime.scoped_objects import States
-from palaestra.tools.tool import FunctionTool, ToolCall, ToolReply, ToolRun, ToolSchema
+from palaestra.tools.tool import FunctionTool, States, ToolCall, ToolReply, ToolRun, ToolSchema
 
 CLOSED: list[str] = []
 
