@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
 
@@ -83,7 +85,7 @@ def read_reply(completion: object, turn: int) -> Reply:
 
 def part(value: object, name: str) -> JSON:
     """A field of an object or of a dict; None where there is none."""
-    if isinstance(value, dict | Mapping):  # the first is quick, and most are
+    if not isinstance(value, msgspec.Struct) and isinstance(value, Mapping):
         return value.get(name)
     return getattr(value, name, None)
 
