@@ -63,8 +63,8 @@ async def asked(rollout) -> float:  # type: ignore[no-untyped-def]
 
 async def sample(rollouts: int) -> measure.Sample:
     """One whole run in this process and in this folder."""
-    from palaestra.envs.adapters.forms import form_of
     from palaestra.envs.config.command_line import CommandLine, Parsed
+    from palaestra.envs.discovery import form_of
     from palaestra.envs.run.run import run
     from palaestra.inference.config import APIServerConfig
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from palaestra.envs.adapters.forms import form_of
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import RunLine, RunReport, run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.journal import read_groups

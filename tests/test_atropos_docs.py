@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.fake_token_server import TokenLoopback
@@ -41,7 +40,7 @@ def test_the_printed_environment_runs_when_it_is_ported(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n# their_env\.py\n(.*?)```", PAGE, re.DOTALL)
     script, model = tmp_path / "their_env.py", tmp_path / "model"
     script.write_text(block)
-    assert run_guarded(lambda: cli.main(["env", "port", str(script), "--write"], standalone_mode=False)) in (0, None)
+    assert main(["env", "port", str(script), "--write"]) in (0, None)
     model.mkdir()
     save_tokenizer(train_tokenizer(), model)
     code, said = asyncio.run(rolled_out(script, model))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -31,7 +30,7 @@ def test_the_printed_class_that_collects_its_rollouts(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     argv = ["run", str(written(tmp_path, "guess_env.py")), "process", "--policy", "noop"]
     flags = ["--env.ensure_scores_are_not_same", "false"]
-    assert run_guarded(lambda: cli.main([*argv, *flags], standalone_mode=False)) == 0
+    assert main([*argv, *flags]) == 0
     groups = [json.loads(line) for line in (tmp_path / "data/guess.jsonl").read_text().splitlines()]
     assert [group["scores"] for group in groups] == [[0.0, 0.0]] * 2
     assert groups[0]["messages"][0][0]["content"] == "Heads or tails?"
@@ -53,7 +52,7 @@ def test_a_printed_environment_keeps_its_promise(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["run", str(written(tmp_path, name)), "process", "--policy", policy]
-    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert main(argv) == 0
     groups = [json.loads(line) for line in (tmp_path / f"data/{output}.jsonl").read_text().splitlines()]
     assert len(groups) == count
     assert all(score == reward for group in groups for score in group["scores"])

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.envs.discovery import known_environments
 from palaestra.rollouts.journal.journal import read_groups
 
@@ -18,7 +17,7 @@ NAMES = sorted(known_environments(ROOT))
 
 
 def palaestra(*argv: str) -> int:
-    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+    return main(list(argv))
 
 
 def test_the_table_names_them_all() -> None:

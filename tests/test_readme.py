@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -27,7 +26,7 @@ def test_the_example_gives_the_promised_rewards(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["run", str(written_example(tmp_path)), "--policy", policy, "--env.n", "3"]
-    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert main(argv) == 0
     lines = (tmp_path / "data" / "count_lines.jsonl").read_text().splitlines()
     assert [json.loads(line)["scores"] for line in lines] == [[reward]] * 3
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from palaestra.agent.result import AgentResult, AgentStep, ToolError
     from palaestra.core.types import AllowList, Limits, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
     from palaestra.envs.api.agent_env import AgentEnv, AgentEnvConfig
-    from palaestra.envs.api.base_env import BaseEnv, Item, ScoredDataGroup, ScoredDataItem
+    from palaestra.envs.api.base_env import BaseEnv, Item
     from palaestra.envs.api.function_env import environment
     from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
+    from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
@@ -203,8 +204,8 @@ _MODULES = {
     "ProcessRegistry": "processes.registry",
     "Say": "core.types",
     "Score": "core.types",
-    "ScoredDataGroup": "envs.api.base_env",
-    "ScoredDataItem": "envs.api.base_env",
+    "ScoredDataGroup": "envs.api.scored_data",
+    "ScoredDataItem": "envs.api.scored_data",
     "ServerBaseline": "inference.config",
     "ServerManager": "inference.server_group",
     "Slot": "sandbox.slot",

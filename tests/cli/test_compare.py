@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from recorded import write_run
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import cli, main
 from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.observe.compare_runs import compare
 from palaestra.rollouts.observe.intervals import student
@@ -62,7 +61,7 @@ def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFix
     first, other = write_run(tmp_path / "first", *FIRST), write_run(tmp_path / "other", *OTHER)
 
     def said(*argv: object) -> int:
-        return run_guarded(lambda: cli.main(["compare", *map(str, argv)], standalone_mode=False))
+        return main(["compare", *map(str, argv)])
 
     assert said(first, other) == 0
     told = capsys.readouterr()

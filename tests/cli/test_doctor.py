@@ -5,8 +5,7 @@ import json
 import pytest
 
 from palaestra.cli.doctor import machine_facts, verdict
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.sandbox.slot import Rung, RungStatus
 
 
@@ -26,7 +25,7 @@ def test_the_verdict_is_the_best_rung_that_protects() -> None:
 
 @pytest.mark.slots
 def test_the_ladder_has_a_reason_for_every_rung(capsys: pytest.CaptureFixture[str]) -> None:
-    code = run_guarded(lambda: cli.main(["doctor", "--json"], standalone_mode=False))
+    code = main(["doctor", "--json"])
     ladder = json.loads(capsys.readouterr().out)["ladder"]
     assert {step["rung"] for step in ladder} == {"full", "userns", "confined", "none"}
     assert all(step["reason"] for step in ladder)

@@ -13,14 +13,13 @@ from typing import IO
 import pytest
 from recorded import MALFORMED, broken, rollout, sky, write_run
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.rollouts.export.exporter import FORMATS, ExportMeta, ExportReport
 from palaestra.rollouts.records import Group
 
 
 def run(*argv: object) -> int:
-    return run_guarded(lambda: cli.main(["export", *map(str, argv)], standalone_mode=False))
+    return main(["export", *map(str, argv)])
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.io import plugins
-from palaestra.envs.discovery import load_environment, reference_of
+from palaestra.envs.discovery import load_environment
 
 SHIPPED = {"count_lines", "endless_terminals", "hermes_swe", "swe_smith_oracle", "terminal_test", "terminalbench_2"}
 
@@ -42,7 +41,7 @@ Install = Callable[[str, str], None]
 
 
 def run(*argv: str) -> int:
-    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+    return main(list(argv))
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def test_shipped_environments_are_found_in_an_empty_folder(
     assert rows["count_lines"]["summary"] == "Count the lines of a file: the smallest complete environment."
     for name in SHIPPED:
         assert Path(rows[name]["path"]).is_file()
-        assert reference_of(load_environment(name, tmp_path)) == name
+        assert load_environment(name, tmp_path).reference == name
         assert run("env", "show", name, "--example-config") == 0
         assert "model_name: NAME" in capsys.readouterr().out
 

@@ -11,11 +11,8 @@ import pytest
 from recorded import sky, write_run
 
 from envs import agent_script, scripts
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.types import Blame, Outcome
-from palaestra.envs.discovery import load_environment
-from palaestra.envs.run.run import main
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded
 from palaestra.rollouts.journal.journal import read_journal
 
@@ -56,7 +53,7 @@ class Collecting(BaseEnv):
 
 
 def palaestra(*argv: object) -> int:
-    return run_guarded(lambda: cli.main(list(map(str, argv)), standalone_mode=False))
+    return main(list(map(str, argv)))
 
 
 LOCAL = ["--env.tool_pool_mode", "local"]
@@ -66,7 +63,7 @@ def record(folder: Path, text: str, *command: str) -> Path:
     """A run of the environment with the oracle; gives its folder."""
     path = folder / "recorded_env.py"
     path.write_text(text)
-    assert main(load_environment(str(path), folder), [*(command or ["process"]), "--policy", "oracle"], prog="x") == 0
+    assert palaestra("run", path, *command, "--policy", "oracle") == 0
     (run,) = folder.glob("runs/*/*")
     return run
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
@@ -24,12 +23,12 @@ async def slots(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str)
     """Run the command beside a running loop."""
     places = ["--directory", str(tmp_path / "services"), "--store", str(tmp_path / "store"), "--json"]
     command = ["slots", *words, *places]
-    assert await asyncio.to_thread(run_guarded, lambda: cli.main(command, standalone_mode=False)) == 0
+    assert await asyncio.to_thread(main, command) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_what_runs_is_listed_and_what_is_used_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
+    async def scenario() -> None:
         folder = tmp_path / "services"
         backend = LocalBackend(rung=Rung.USERNS, service="gateway", service_directory=folder)
         try:
@@ -62,21 +61,21 @@ def test_what_runs_is_listed_and_what_is_used_is_kept(tmp_path: Path, capsys: py
         assert (gone["services"], gone["workspaces"]) == (["gateway"], [recipe.key(Rung.USERNS)[:12]])
         assert (await slots(capsys, tmp_path, "list"))["services"] == []
 
-    asyncio.run(main())
+    asyncio.run(scenario())
 
 
 def test_nothing_there_is_not_made_by_looking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
+    async def scenario() -> None:
         seen = await slots(capsys, tmp_path, "list")
         assert (seen["services"], seen["workspaces"]) == ([], [])
         await slots(capsys, tmp_path, "clean", "--all")
         assert list(tmp_path.iterdir()) == []
 
-    asyncio.run(main())
+    asyncio.run(scenario())
 
 
 def test_the_plain_form_names_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
+    async def scenario() -> None:
         backend = LocalBackend(rung=Rung.USERNS, service="gateway", service_directory=tmp_path)
         try:
             await backend.start()
@@ -84,11 +83,11 @@ def test_the_plain_form_names_everything(tmp_path: Path, capsys: pytest.CaptureF
             pytest.skip(str(error))
         await backend.create(SlotSpec(), "chat-7")
         command = ["slots", "list", "--directory", str(tmp_path), "--store", str(tmp_path / "none")]
-        await asyncio.to_thread(run_guarded, lambda: cli.main(command, standalone_mode=False))
+        await asyncio.to_thread(main, command)
         text = capsys.readouterr().out
         assert "service gateway  userns, attached" in text
         assert "chat-7" in text
         assert "1 slots" in text
         await backend.end()
 
-    asyncio.run(main())
+    asyncio.run(scenario())

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from recorded import broken, sky, write_run
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 
 
 def status(*argv: object) -> int:
-    return run_guarded(lambda: cli.main(["status", *map(str, argv)], standalone_mode=False))
+    return main(["status", *map(str, argv)])
 
 
 def test_a_run_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

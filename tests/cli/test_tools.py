@@ -6,15 +6,14 @@ import json
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.tools.registry.build import builtin_tools
 from palaestra.tools.registry.distributions import DISTRIBUTIONS
 from palaestra.tools.registry.toolsets import TOOLSETS
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert run_guarded(lambda: cli.main(["tools", *words], standalone_mode=False)) == 0
+    assert main(["tools", *words]) == 0
     return capsys.readouterr().out
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
 from tools.web.site import DOCUMENTS, Site, pages, searxng
@@ -84,7 +83,7 @@ def engine() -> Iterator[Site]:
 
 
 def palaestra(*argv: object) -> int:
-    return run_guarded(lambda: cli.main(list(map(str, argv)), standalone_mode=False))
+    return main(list(map(str, argv)))
 
 
 def run(folder: Path, *flags: object, env: str = "birds_env.py", policy: str = "oracle") -> tuple[int, Path]:

@@ -13,7 +13,7 @@ from palaestra.core.errors import (
     PalaestraError,
     TaskError,
 )
-from palaestra.core.exits import read_failure, run_guarded
+from palaestra.core.exits import read_failure, report_failure
 
 
 @pytest.mark.parametrize(
@@ -59,24 +59,11 @@ def test_an_interrupt_in_a_group_is_an_interrupt() -> None:
     assert failure.exit_code == 130
 
 
-def test_running_guarded_reports_and_returns() -> None:
-    said: list[str] = []
-
-    def fails() -> int:
-        raise ConfigError("no such file")
-
-    assert run_guarded(fails, said.append) == 2
-    assert said == ["no such file"]
-    assert run_guarded(lambda: None, said.append) == 0
-    assert run_guarded(lambda: 3, said.append) == 3
-
-
-def test_running_guarded_lets_bugs_through() -> None:
-    def buggy() -> int:
-        raise ZeroDivisionError
-
+def test_a_failure_is_reported_and_a_bug_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_failure(ConfigError("no such file")) == 2
+    assert capsys.readouterr().err == "error: no such file\n"
     with pytest.raises(ZeroDivisionError):
-        run_guarded(buggy, print)
+        report_failure(ZeroDivisionError())
 
 
 def test_an_error_without_a_message_is_still_named() -> None:

@@ -25,8 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from crash.by_prompt import served
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli import main as command_line
 from palaestra.inference.engines.scripted import ScriptedSession
 from palaestra.rollouts.events import RolloutEnded, RolloutResumed
 from palaestra.rollouts.journal.journal import Journal, read_journal
@@ -155,7 +154,7 @@ def forked(folder: Path, argv: list[str], before: Callable[[], None]) -> int:
             os.dup2(log, 1)
             os.dup2(log, 2)
             before()
-            code = run_guarded(lambda: cli.main(argv, standalone_mode=False))
+            code = command_line.main(argv)
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

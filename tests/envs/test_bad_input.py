@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.types import Blame
 from palaestra.rollouts.journal.journal import read_groups
 
@@ -25,7 +24,7 @@ HUB = pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reaso
 def told(name: str, source: str, *flags: str) -> None:
     """Start a run that must not begin."""
     command = ["run", str(ENVIRONMENTS / f"{name}_env.py"), "process", "--env.dataset_name", source, *flags]
-    assert run_guarded(lambda: cli.main([*command, "--policy", "noop"], standalone_mode=False)) == 2
+    assert main([*command, "--policy", "noop"]) == 2
     assert not Path("runs").exists()
 
 
@@ -125,7 +124,7 @@ def test_an_item_that_is_no_task_is_named_and_the_others_run(
     monkeypatch.chdir(tmp_path)
     Path("uneven_env.py").write_text(UNEVEN)
     command = ["run", "uneven_env.py", "process", "--policy", "noop"]
-    assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 3
+    assert main(command) == 3
     groups = [group for run in Path().glob("runs/*/*/journal.jsonl") for group in read_groups(run)]
     assert [(group.task_id, group.blame, len(group.scored)) for group in groups[1:3]] == [
         ("item-1", Blame.TASK, 0),
@@ -143,7 +142,7 @@ def test_an_item_that_cannot_be_had_is_one_message(
     monkeypatch.chdir(tmp_path)
     Path("uneven_env.py").write_text(UNEVEN.replace("next(self.items, None)", "self.nothing[0]"))
     command = ["run", "uneven_env.py", "process", "--policy", "noop"]
-    assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 2
+    assert main(command) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "uneven has no item 0: get_next_item failed with AttributeError" in line
     assert line.endswith("(uneven_env.py, line 17)")
@@ -167,9 +166,9 @@ def test_a_script_that_cannot_be_loaded_says_where(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("an_env.py").write_text(script)
-    assert run_guarded(lambda: cli.main(["run", "an_env.py", "--policy", "noop"], standalone_mode=False)) == 2
+    assert main(["run", "an_env.py", "--policy", "noop"]) == 2
     assert said in capsys.readouterr().err
-    assert run_guarded(lambda: cli.main(["run", "an", "--policy", "noop"], standalone_mode=False)) == 2
+    assert main(["run", "an", "--policy", "noop"]) == 2
     assert "an_env.py exists here: write an_env.py." in capsys.readouterr().err
 
 
@@ -235,7 +234,7 @@ def test_what_fails_in_a_class_is_one_message(
     monkeypatch.chdir(tmp_path)
     Path("broken_env.py").write_text(BROKEN.replace(line, f"        {{}}['rows']\n{line}"))
     arguments = ["run", "broken_env.py", command, "--policy", "noop"]
-    ended = run_guarded(lambda: cli.main(arguments, standalone_mode=False))
+    ended = main(arguments)
     if begun and command == "process":
         assert ended == 0
         return
@@ -281,7 +280,7 @@ def test_what_a_class_scores_is_read_as_what_a_function_scores(
     monkeypatch.chdir(tmp_path)
     Path("verifying_env.py").write_text(VERIFYING)
     line = ["run", "verifying_env.py", "--policy", "noop", "--env.infra_retries", "0"]
-    assert run_guarded(lambda: cli.main(line, standalone_mode=False)) == 3
+    assert main(line) == 3
     (journal,) = Path().glob("runs/*/*/journal.jsonl")
     found = {group.task_id: group.trajectories[0] for group in read_groups(journal)}
     assert {name: each.reward for name, each in found.items() if each.scored} == {
@@ -320,6 +319,6 @@ def test_what_a_class_says_of_itself(
     script = UNEVEN[:start] + f"        return {gives}\n" + UNEVEN[UNEVEN.index("\n", start) :]
     Path("uneven_env.py").write_text(script.replace("import APIS", "import ServerBaseline, APIS"))
     line = ["run", "uneven_env.py", "process", "--show-config"]
-    assert run_guarded(lambda: cli.main(line, standalone_mode=False)) == (0 if said is None else 2)
+    assert main(line) == (0 if said is None else 2)
     shown = capsys.readouterr()
     assert said in shown.err if said is not None else "openai.model_name = mine" in shown.out

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from palaestra import HermesAgentEnvConfig, Task, environment, tool
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.envs.api.agent_env import AgentEnvConfig
@@ -118,7 +117,7 @@ def run(folder: Path, text: str, *flags: str, code: int = 0) -> list[JSON]:
     path.write_text(text)
     out = folder / f"{len(list(folder.iterdir()))}.jsonl"
     argv = ["run", str(path), "process", "--policy", "oracle", "--env.data_path_to_save_groups", str(out), *flags]
-    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == code
+    assert main(argv) == code
     groups = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     return sorted(groups, key=lambda group: group["task_id"])
 

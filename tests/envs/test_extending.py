@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import Journal, read_groups, read_journal
 
@@ -32,7 +31,7 @@ async def paid(task, sandbox):
 
 
 def palaestra(*argv: str) -> int:
-    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+    return main(list(argv))
 
 
 def line(n: int, group: int) -> list[str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion
@@ -54,7 +53,7 @@ def test_a_run_whose_slots_stand_still(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ScriptedEngine, "session", lambda self, context: Slow(session(self, context)))
     command = ["run", "beats_env.py", "--policy", "oracle", "--group", "1", "--env.freeze_slots", freeze]
-    assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 0
+    assert main(command) == 0
     (journal,) = Path().glob("runs/*/*/journal.jsonl")
     ((rollout,),) = [group.trajectories for group in read_groups(journal)]
     assert rollout.reward == 1.0, rollout.error

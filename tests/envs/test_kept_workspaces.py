@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.types import Task
 from palaestra.rollouts.events import GroupStarted, RolloutEnded
 from palaestra.rollouts.journal.journal import read_journal
@@ -126,7 +125,7 @@ def write(script: str, **values: object) -> None:
 
 
 def palaestra(*argv: str) -> int:
-    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+    return main(list(argv))
 
 
 def journals() -> list[Path]:

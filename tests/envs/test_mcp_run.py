@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
 SERVER = Path(__file__).parents[1] / "tools/mcp/mcp_server.py"
@@ -33,7 +32,7 @@ async def added(task, rollout):
 
 
 def run(*argv: str) -> int:
-    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+    return main(list(argv))
 
 
 @pytest.mark.slots

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.rollouts.journal.journal import read_groups
 
 pytestmark = pytest.mark.slots
@@ -82,7 +81,7 @@ def test_hooks_may_be_plain_functions(script: str, how: str, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     Path("an_env.py").write_text(script.replace("DEF", how))
     line = ["run", "an_env.py", "--policy", "oracle", "--group", "2", "--env.ensure_scores_are_not_same", "false"]
-    assert run_guarded(lambda: cli.main(line, standalone_mode=False)) == 0
+    assert main(line) == 0
     (journal,) = Path().glob("runs/*/*/journal.jsonl")
     (group,) = read_groups(journal)
     assert [each.reward for each in group.trajectories] == [1.0, 1.0]
@@ -92,4 +91,4 @@ def test_hooks_may_be_plain_functions(script: str, how: str, tmp_path: Path, mon
 def test_evaluate_may_be_a_plain_function(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("an_env.py").write_text(COIN.replace("DEF", how))
-    assert run_guarded(lambda: cli.main(["eval", "an_env.py", "--policy", "oracle"], standalone_mode=False)) == 0
+    assert main(["eval", "an_env.py", "--policy", "oracle"]) == 0

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from envs.scripts import CLASS_ENV
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.envs.port_script import port
 
@@ -78,19 +77,19 @@ def test_a_ported_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.chdir(tmp_path)
     Path("words_env.py").write_text(theirs)
-    assert run_guarded(lambda: cli.main(["env", "port", "words_env.py", "--write"], standalone_mode=False)) == 0
+    assert main(["env", "port", "words_env.py", "--write"]) == 0
     argv = ["run", "words_env.py", "process", "--policy", "oracle", "--tasks", "1"]
     flags = ["--env.ensure_scores_are_not_same", "false"]
-    assert run_guarded(lambda: cli.main([*argv, *flags], standalone_mode=False)) == 0
+    assert main([*argv, *flags]) == 0
     assert json.loads(Path("data/words.jsonl").read_text())["scores"] == [1.0, 1.0]
 
 
 def test_the_command_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "theirs.py"
     path.write_text(THEIRS)
-    assert run_guarded(lambda: cli.main(["env", "port", str(path), "--json"], standalone_mode=False)) == 1
+    assert main(["env", "port", str(path), "--json"]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out)["left"][0]["line"] == 10
     assert f"{path}:10: from environments.patches import apply_patches: there is nothing to patch" in told.err
     assert path.read_text() == THEIRS
-    assert run_guarded(lambda: cli.main(["env", "port", str(tmp_path / "no.py")], standalone_mode=False)) == 2
+    assert main(["env", "port", str(tmp_path / "no.py")]) == 2

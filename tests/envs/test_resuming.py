@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from envs.agent_script import WITH_META
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.rollouts.events import RolloutResumed, TurnTaken
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.resume.recorded_turns import Mismatch
@@ -50,7 +49,7 @@ async def said(task, sandbox):
 
 
 def palaestra(*argv: str) -> int:
-    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+    return main(list(argv))
 
 
 def gone_on(

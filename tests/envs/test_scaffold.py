@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.envs.scaffold import write_environment
 
 
 def said(*argv: str) -> int:
-    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+    return main(list(argv))
 
 
 @pytest.mark.slots

@@ -15,10 +15,10 @@ from palaestra import HermesAgentBaseEnv, HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.envs.adapters.forms import form_of
 from palaestra.envs.config.build import server_settings
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.parsers import get_parser

@@ -20,8 +20,7 @@ from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
-from palaestra.inference.engines.policies import OraclePolicy
-from palaestra.inference.engines.scripted import ScriptedEngine
+from palaestra.inference.engines.scripted import OraclePolicy, ScriptedEngine
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.environment import Environment

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
@@ -210,7 +209,7 @@ def test_a_refused_key() -> None:
 
 def test_the_command_and_its_exit_codes(unused_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     def doctor(*argv: str) -> int:
-        return run_guarded(lambda: cli.main(["doctor", *argv], standalone_mode=False))
+        return main(["doctor", *argv])
 
     assert doctor(unused_url, "--json") == EngineUnavailable.exit_code
     report = json.loads(capsys.readouterr().out)

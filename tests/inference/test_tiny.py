@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.doctor import CheckState, writing_checks
@@ -151,13 +150,13 @@ class TestTheModel:
 
     def test_the_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["model", "tiny", str(tmp_path / "out"), "--hidden", "64", "--layers", "1", "--json"]
-        assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+        assert main(argv) == 0
         facts = json.loads(capsys.readouterr().out)
         assert facts["path"] == str(tmp_path / "out")
         assert facts["vocabulary"] == 1033
-        assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 2
+        assert main(argv) == 2
         assert "is not empty" in capsys.readouterr().err
-        assert run_guarded(lambda: cli.main([*argv, "--force"], standalone_mode=False)) == 0
+        assert main([*argv, "--force"]) == 0
 
     @pytest.mark.parametrize(("hidden", "layers"), [(48, 1), (0, 1), (64, 0)])
     def test_sizes_that_cannot_work(self, tmp_path: Path, hidden: int, layers: int) -> None:

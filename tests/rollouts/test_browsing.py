@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.tools.browser import launch
 
 ENV = """
@@ -97,9 +96,9 @@ def test_an_agent_and_its_reward_browse(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     Path("shop_env.py").write_text(ENV.format(site=site))
     argv = ["run", "shop_env.py", "process", "--policy", "oracle"]
-    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert main(argv) == 0
     assert json.loads(Path("data/shop.jsonl").read_text())["scores"] == [1.0, 1.0]
     (recording,) = Path("runs").glob("*/**/world.jsonl")
     replay = ["--env.world", "replay", "--env.world_file", str(recording), "--env.browser_executable", "/no/browser"]
-    assert run_guarded(lambda: cli.main([*argv, *replay], standalone_mode=False)) == 0
+    assert main([*argv, *replay]) == 0
     assert json.loads(Path("data/shop_1.jsonl").read_text())["scores"] == [1.0, 1.0]

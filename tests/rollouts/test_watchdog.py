@@ -10,12 +10,11 @@ import pytest
 from toy import Sums, changed, services
 
 from palaestra.core.errors import EngineUnavailable, InfraError, PrepareError, SandboxError, ToolStuck
-from palaestra.core.seeded_random import Seeded
 from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.events import Alive, MemoryEvent
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.spec import RolloutSpec
+from palaestra.rollouts.spec import RolloutSpec, Seeded
 from palaestra.rollouts.watchdog import IDLE_LIMITS, WAITING_FOR, Stages
 
 SOON = 0.02

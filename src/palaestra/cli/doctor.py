@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.cli.exits import report
 from palaestra.core.errors import IsolationUnavailable
-from palaestra.core.exits import FAILED
+from palaestra.core.exits import FAILED, report
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Rung, RungStatus
 

@@ -123,18 +123,18 @@ def _example_config(name: str) -> str:
 
 def _about(reference: str) -> dict[str, JSON]:
     """The environment's name, form and docstring, its own settings, and common settings with defaults of its own."""
-    from palaestra.envs.adapters.forms import FunctionFace, form_of
+    from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.discovery import load_environment
 
-    form = form_of(load_environment(reference, Path.cwd()))
+    form = load_environment(reference, Path.cwd())
     config, _ = form.defaults()
     common = {**BaseEnvConfig.model_fields, **HermesAgentEnvConfig.model_fields}
     changed = set_fields(config) if config is not None else {}
     return {
         "name": form.name,
-        "form": "function" if isinstance(form, FunctionFace) else getattr(form, "cls", type(form)).__name__,
+        "form": form.cls.__name__ if isinstance(form, ClassForm) else "function",
         "about": form.about,
         "settings": [
             {

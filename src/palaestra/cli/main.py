@@ -6,14 +6,17 @@ stays fast. Invariant: a word that names nothing is answered with the nearest on
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 import click
 
 from palaestra import __version__
-from palaestra.cli.exits import run_guarded
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, DiskError
+from palaestra.core.exits import report_failure
 
 COMMANDS = {
     "run": "Roll out an environment and write its groups.",
@@ -43,6 +46,9 @@ _EXAMPLES = """\b
 _EXIT_CODES = """\b
 Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than allowed, or paused,
 4 model server unreachable or refused, 5 isolation unavailable, 130 interrupted or drained."""
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LazyGroup(click.Group):
@@ -81,9 +87,28 @@ def cli() -> None:
     pass
 
 
-def main() -> None:
-    """The console script. Ends the process with an exit code of `palaestra.core.exits`."""
-    sys.exit(run_guarded(lambda: cli.main(standalone_mode=False)))
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Reports failures and returns an exit code of `palaestra.core.exits`."""
+    try:
+        return cli.main(argv, standalone_mode=False) or 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return report_failure(KeyboardInterrupt())
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            return report_failure(error)
+        _silence()
+        return report_failure(DiskError(f"cannot write the output: {error.strerror}"))
+    except BaseException as error:
+        return report_failure(error)
+
+
+def _silence() -> None:
+    """Drop what is left to write on stdout: Python would report the error again when it ends."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _unknown(word: str) -> str:
@@ -93,4 +118,4 @@ def _unknown(word: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from palaestra.core.errors import ConfigError
@@ -25,9 +27,11 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
     def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
         if environment.startswith("-"):
             raise ConfigError(f"settings come after the environment: palaestra {verb} ENV {environment} …")
-        from palaestra.envs.run.run import run_environment
+        from palaestra.envs.discovery import load_environment
+        from palaestra.envs.run.run import run_command
 
-        context.exit(run_environment(environment, [*words, *settings], prog=f"palaestra {verb} {environment}"))
+        form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"
+        context.exit(run_command(form, [*words, *settings], prog=prog, command="process"))
 
     return command
 

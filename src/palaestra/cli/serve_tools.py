@@ -106,7 +106,7 @@ async def _serve_tools(options: _ToolsOptions) -> None:
 
 def _tools_of(file: Path) -> list[Tool]:
     """The tools that a Python file makes or imports."""
-    from palaestra.envs.python_file import load_file
+    from palaestra.core.user_code import load_file
     from palaestra.tools.tool import Tool
 
     found = {id(value): value for value in vars(load_file(file)).values() if isinstance(value, Tool)}

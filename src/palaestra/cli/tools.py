@@ -59,11 +59,10 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 def tool_settings() -> ToolSettings:
     """Tool settings from environment variables, as for a run. Raises `ConfigError`."""
     from palaestra.core.config import merge
-    from palaestra.envs.config.dotenv import NAME, read_dotenv
     from palaestra.envs.config.fields import HermesAgentEnvConfig
-    from palaestra.envs.config.layers import read_environ
+    from palaestra.envs.config.layers import DOTENV, read_dotenv, read_environ
 
-    told = ((NAME, read_dotenv(Path.cwd())), ("environment", os.environ))
+    told = ((DOTENV, read_dotenv(Path.cwd())), ("environment", os.environ))
     layers = [read_environ(variables, "env", HermesAgentEnvConfig, where) for where, variables in told]
     return merge(HermesAgentEnvConfig, layers).value
 
@@ -78,7 +77,7 @@ async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
 
 def configured_servers(files: Iterable[Path]) -> dict[str, MCPServerConfig]:
     """The MCP servers of these files, with the variables they name. Raises `ConfigError`."""
-    from palaestra.envs.config.dotenv import read_dotenv
+    from palaestra.envs.config.layers import read_dotenv
     from palaestra.tools.mcp.mcp_config import configured, hand_over, read_servers
 
     servers = configured({name: each for file in files for name, each in read_servers(file).items()})

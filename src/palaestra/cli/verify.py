@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.exits import report
 from palaestra.core.errors import ConfigError
-from palaestra.core.exits import FAILED
+from palaestra.core.exits import FAILED, report
 
 
 @click.command(

@@ -182,3 +182,19 @@ def _short(name: str, value: JSON) -> str:
 def is_secret(name: str) -> bool:
     """Whether a setting of this name must not be shown or saved."""
     return name.endswith(("api_key", "api_keys", "secret", "password", "env_vars", "server_token"))
+
+
+def read_yaml(text: str) -> JSON:
+    """The one YAML document of a text, as plain data. Raises `ValueError` for any other text.
+
+    The library's own errors are not all: its constructors raise other errors for a value that does not fit its tag
+    (`!!bool maybe`, a KeyError), and deeply nested text raises RecursionError.
+    """
+    import yaml  # here, because most runs read none
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None

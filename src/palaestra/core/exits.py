@@ -11,7 +11,7 @@ expected failure is one message without a traceback, a bug is a traceback and ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
 
 from palaestra.core.errors import PalaestraError
@@ -45,16 +45,15 @@ def read_failure(error: BaseException) -> ProcessFailure | None:
     return ProcessFailure(known[0].exit_code, "\n".join(messages))
 
 
-def run_guarded(main: Callable[[], int | None], report: Callable[[str], None]) -> int:
-    """Run `main` and return the exit code: its own, or that of the failure, after calling `report` with its message.
+def report_failure(error: BaseException) -> int:
+    """Report a failure on stderr and return its exit code. Raises a bug as it is."""
+    failure = read_failure(error)
+    if failure is None:
+        raise error
+    report(failure.message)
+    return failure.exit_code
 
-    Bugs are raised as they are.
-    """
-    try:
-        return main() or DONE
-    except BaseException as error:
-        failure = read_failure(error)
-        if failure is None:
-            raise
-        report(failure.message)
-        return failure.exit_code
+
+def report(message: str) -> None:
+    """Write one error message on stderr."""
+    sys.stderr.write(f"error: {message}\n")

@@ -1,11 +1,13 @@
-"""The words of the project as types: Task, Outcome, Blame, Usage, Prices, Score. Pure data."""
+"""The project's words as types (Task, Outcome, Blame, Usage, Prices, Score) and numbers of any library. Pure data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from enum import StrEnum
+from numbers import Real
 from typing import Any, TypeAlias
 
 JSON: TypeAlias = Any
@@ -225,3 +227,24 @@ class Score:
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     detail: Mapping[str, JSON] = field(default_factory=dict)
+
+
+def number(value: object) -> float | None:
+    """A number or bool of any kind (numpy's, tensors, decimals) as a float, infinite if too large; None for anything
+    else.
+
+    Arrays and tensors count as their value if they hold exactly one.
+    """
+    item = getattr(value, "item", None)
+    try:
+        plain = item() if callable(item) else value
+        return float(plain) if isinstance(plain, (Real, Decimal)) else None
+    except OverflowError:
+        return math.inf
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def numbers(values: Mapping[str, JSON]) -> dict[str, float]:
+    """The values that are numbers, as `number` reads them."""
+    return {key: found for key, value in values.items() if (found := number(value)) is not None}

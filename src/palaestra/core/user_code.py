@@ -1,4 +1,4 @@
-"""Awaits user code: hooks of an environment's author, anyone's tools. One rule for the errors it may raise.
+"""Loads and awaits user code: environment files, hooks of their authors, anyone's tools. One rule for its errors.
 
 Callers decide whose fault an error is (`rollouts/rollout.py`, `tools/tool.py`). Invariant: user code
 ends neither the run nor, unnoticed, the task that awaits it.
@@ -7,18 +7,21 @@ ends neither the run nor, unnoticed, the task that awaits it.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import logging
 import os
+import sys
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, TypeVar, overload
 
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError
-from palaestra.core.types import JSON
+from palaestra.core.errors import ConfigError, GraderError, InfraError, PalaestraError
+from palaestra.core.types import JSON, Score, number
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,9 @@ _NOT_THE_AUTHORS = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 """The folders of this package, of Python itself and of installed packages."""
+
+
+_MODULE = "palaestra_environment_"
 
 
 class ForeignError(Exception):
@@ -176,3 +182,43 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
             yield from leaves(inner)
     else:
         yield error
+
+
+def is_loaded(module_name: str) -> bool:
+    """Whether `load_file` loaded the module of this name; False for a script that runs itself."""
+    return module_name.startswith(_MODULE)
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a Python file; modules next to it can be imported, too. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    module_name = f"{_MODULE}{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(path.resolve().parent))  # as when Python runs the file as a script
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a script that parses its own command line raises SystemExit
+        raise ConfigError(f"{path} cannot be loaded: {told(error)}{place(error)}") from error
+    return module
+
+
+def score_of(answer: JSON, said: str) -> Score:
+    """What a score hook answered, as a `Score`. Raises `GraderError` that begins with `said`."""
+    match answer:
+        case Score():
+            return answer
+        case (value, (Mapping() | None) as metrics) if (reward := number(value)) is not None:
+            return Score(reward, metrics or {})
+        case value if (reward := number(value)) is not None:
+            return Score(reward)
+    raise GraderError(
+        f"{said} gave {type(answer).__name__} ({answer!r:.100}); it must give a number, a bool, a Score or "
+        f"(number, metrics)"
+    )

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import ModuleType
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import plugins
-from palaestra.envs.api.base_env import BaseEnv
+from palaestra.core.user_code import load_file
+from palaestra.envs.api.base_env import BaseEnv, ClassForm
 from palaestra.envs.api.function_env import FunctionForm
-from palaestra.envs.python_file import is_loaded, load_file
+from palaestra.envs.run.run import Form
 
 FOLDER = "environments"
 GROUP = "palaestra.environments"
@@ -80,50 +79,48 @@ def _summary(path: Path) -> str:
     return text.splitlines()[0] if text else ""
 
 
-def load_environment(reference: str, start: Path) -> object:
+def load_environment(reference: str, start: Path) -> Form:
     """The environment of a reference. Raises `ConfigError`, which lists what exists."""
     path, _, name = reference.partition(":")
     if path.endswith(".py") or "/" in path:
-        return _pick(load_file(Path(path)), name, path)
+        return _pick(Path(path), name)
     local, installed = _local(start), plugins.installed(GROUP)
     if path in local:
-        return _pick(load_file(local[path]), name, path)
+        return _pick(local[path], name)
     if path in installed:
         value = plugins.load(installed[path])
         if not _is_environment(value):
             raise ConfigError(f"{path} of {plugins.origin(installed[path])} is not an environment")
-        return value
+        return form_of(value, path)
     known = [*local, *installed]
     files = [file for file in (f"{path}_env.py", f"{path}.py") if (start / file).is_file()]
     found = "".join(f" {file} exists here: write {file}." for file in files)
     raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} There are {', '.join(known)}.{found}")
 
 
-def reference_of(environment: object) -> str:
-    """A reference to a loaded environment, for `load_environment`; empty if it is in no file and has no name."""
-    for point in plugins.installed(GROUP).values():
-        if getattr(sys.modules.get(point.module), point.attr, None) is environment:
-            return point.name
-    for module_name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if path and (module_name == "__main__" or is_loaded(module_name)):
-            for name, value in vars(module).items():
-                if value is environment:
-                    return f"{Path(path).resolve()}:{name}"
-    return ""
+def form_of(environment: object, reference: str = "") -> Form:
+    """The form of an environment, which remembers its reference. Raises `ConfigError` for anything else."""
+    if isinstance(environment, FunctionForm):
+        environment.reference = reference or environment.reference
+        return environment
+    if inspect.isclass(environment) and issubclass(environment, BaseEnv):
+        return ClassForm(environment, reference)
+    raise ConfigError(
+        f"{environment!r} is not an environment: it must be a function with @environment or a subclass of "
+        f"HermesAgentBaseEnv, AgentEnv or BaseEnv"
+    )
 
 
-def _pick(module: ModuleType, name: str, path: str) -> object:
-    found = {key: value for key, value in vars(module).items() if _is_environment(value)}
-    if name:
-        if name not in found:
-            raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
-        return found[name]
-    if len(found) != 1:
-        raise ConfigError(
-            f"{path} has {_list(found)}; choose one with {path}:NAME" if found else f"{path} has {_list(found)}"
-        )
-    return next(iter(found.values()))
+def _pick(path: Path, name: str) -> Form:
+    """The environment of this name in a file, or its only one."""
+    found = {key: value for key, value in vars(load_file(path)).items() if _is_environment(value)}
+    if name and name not in found:
+        raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
+    if not name and len(found) != 1:
+        choose = f"; choose one with {path}:NAME" if found else ""
+        raise ConfigError(f"{path} has {_list(found)}{choose}")
+    name = name or next(iter(found))
+    return form_of(found[name], f"{path.resolve()}:{name}")
 
 
 def _is_environment(value: object) -> bool:

@@ -1,7 +1,7 @@
 """The Environment protocol: all that the runner knows of where tasks come from and how they are scored.
 
-`envs/api/function_env.py` and `envs/adapters/` adapt the ways of writing an environment to it. It is an abstract class
-and not a `typing.Protocol` because most of its hooks have a default that does nothing.
+The modules of `envs/api` adapt the ways of writing an environment to it. It is an abstract class and not a
+`typing.Protocol` because most of its hooks have a default that does nothing.
 """
 
 from __future__ import annotations

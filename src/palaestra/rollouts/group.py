@@ -19,7 +19,6 @@ from functools import partial
 import msgspec
 
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
-from palaestra.core.seeded_random import Seeded
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.rollouts.environment import Environment
@@ -38,7 +37,7 @@ from palaestra.rollouts.export.atropos import check_own
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns, checksum
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext
+from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.watchdog import Stages
 from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.sandbox.snapshots.cache import Put, Recipe, Run

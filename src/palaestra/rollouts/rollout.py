@@ -22,8 +22,7 @@ from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.tool_calls import handler_runtime
 from palaestra.agent.wall_clock import WallClock
 from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
-from palaestra.core.literals import number
-from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task
+from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task, number
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
 from palaestra.inference.ledger import Ledger

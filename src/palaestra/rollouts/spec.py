@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 from palaestra.agent.budget import Budget
-from palaestra.core.seeded_random import Seeded
 from palaestra.core.types import JSON, AllowList, Network, Prices, Task
 from palaestra.inference.chat_server import Engine
 from palaestra.inference.ledger.records import TokenRow
@@ -24,6 +24,22 @@ from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Snapshot
 from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.runtime.runtime import ToolMiddleware
+
+
+class Seeded:
+    """One random generator, made when first used: it takes 2.5 KB, and most rollouts never use it."""
+
+    __slots__ = ("_generator", "_seed")
+
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+        self._generator: random.Random | None = None
+
+    def __call__(self) -> random.Random:
+        """The generator, the same at every call."""
+        if self._generator is None:
+            self._generator = random.Random(self._seed)
+        return self._generator
 
 
 class Phase(StrEnum):

@@ -11,8 +11,8 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from palaestra.core.config import read_yaml
 from palaestra.core.errors import TaskError
-from palaestra.core.literals import read_yaml
 from palaestra.core.types import JSON
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)

@@ -18,8 +18,8 @@ from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Task
-from palaestra.envs.adapters.forms import form_of
 from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.events import ReplyReceived

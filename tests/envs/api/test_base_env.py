@@ -12,10 +12,9 @@ import pytest
 from palaestra import BaseEnv, BaseEnvConfig
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.adapters.collected_adapter import checked
-from palaestra.envs.adapters.forms import form_of
-from palaestra.envs.api.base_env import format_trajectory
+from palaestra.envs.api.scored_data import checked_row, format_trajectory
 from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import RunReport, run
 from palaestra.inference.config import APIServerConfig
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
@@ -172,10 +171,10 @@ def test_a_class_that_exits_or_is_cancelled_loses_that_rollout_alone(tmp_path: P
 )
 def test_a_row_that_cannot_be_trained_on_is_refused(row: JSON, said: str) -> None:
     with pytest.raises(TaskError, match=f"item-1: .*{said}"):
-        checked(row, "item-1")
+        checked_row(row, "item-1")
 
 
-def test_a_class_that_collects_nothing_is_no_environment() -> None:
+def test_a_class_that_collects_nothing_is_no_environment(capsys: pytest.CaptureFixture[str]) -> None:
     class Idle(BaseEnv):
         async def setup(self) -> None: ...
         async def get_next_item(self) -> JSON: ...
@@ -183,6 +182,9 @@ def test_a_class_that_collects_nothing_is_no_environment() -> None:
 
     with pytest.raises(ConfigError, match="Idle lacks collect_trajectory or collect_trajectories"):
         form_of(Idle)
+    with pytest.raises(SystemExit, match="2"):
+        Idle.cli()
+    assert capsys.readouterr().err == "error: Idle lacks collect_trajectory or collect_trajectories\n"
 
 
 def test_the_tokenizer_is_the_one_that_is_named(tmp_path: Path) -> None:

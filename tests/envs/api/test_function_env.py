@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from palaestra import Score, Task, environment
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.config import merge
 from palaestra.core.errors import ConfigError, GraderError, TaskError
 from palaestra.envs.api.function_env import FunctionForm
@@ -281,7 +280,7 @@ def test_a_task_that_cannot_be_meant_names_what_is_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("odd_env.py").write_text(ODD)
-    assert run_guarded(lambda: cli.main(["run", "odd_env.py", "--policy", "noop"], standalone_mode=False)) == 3
+    assert main(["run", "odd_env.py", "--policy", "noop"]) == 3
     shown = capsys.readouterr().err
     assert "task file: its file 'b' is 3, neither text nor bytes" in shown
     assert "task toolsets: toolsets must be a list, such as ['terminal']" in shown
@@ -308,7 +307,7 @@ def test_a_task_with_an_empty_list_of_toolsets_has_no_tool(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bare_env.py").write_text(BARE)
-    assert run_guarded(lambda: cli.main(["run", "bare_env.py", "--policy", "oracle"], standalone_mode=False)) == 3
+    assert main(["run", "bare_env.py", "--policy", "oracle"]) == 3
     assert "its solution has commands for the tool terminal, and the agent has no tool" in capsys.readouterr().err
 
 
@@ -337,7 +336,7 @@ def test_a_call_of_the_slot_that_is_not_awaited_is_no_answer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("forgetful_env.py").write_text(FORGETFUL)
-    assert run_guarded(lambda: cli.main(["run", "forgetful_env.py", "--policy", "oracle"], standalone_mode=False)) == 3
+    assert main(["run", "forgetful_env.py", "--policy", "oracle"]) == 3
     shown = capsys.readouterr().err
     assert "scoring 000000-score/0 failed with NotAwaited: sandbox.stat was called and not awaited" in shown
     assert "preparing task prepare failed with NotAwaited: sandbox.write_text was called and not awaited" in shown

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.envs.config.command_line import CommandLine, Parsed
-from palaestra.envs.config.dotenv import read_dotenv
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.config.layers import read_environ
+from palaestra.envs.config.layers import read_dotenv, read_environ
 from palaestra.inference.config import APIServerConfig
 
 
@@ -83,7 +81,7 @@ def test_the_command_line_reads_the_file_and_shows_it(
     monkeypatch.chdir(tmp_path)
     Path(".env").write_text("ATROPOS_SERVER_MODEL=from-the-file\n")
     script = Path(__file__).parents[3] / "environments/count_lines_env.py"
-    assert run_guarded(lambda: cli.main(["run", str(script), "--show-config"], standalone_mode=False)) == 0
+    assert main(["run", str(script), "--show-config"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "model_name" in line]
     assert "from-the-file" in line
     assert ".env" in line

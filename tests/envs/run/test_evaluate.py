@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from envs import scripts
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Outcome
-from palaestra.envs.splits import HeldOutConfig, is_held_out
+from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.rollouts.journal.journal import read_groups
 from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.slots
 
 
 def palaestra(*argv: str) -> int:
-    return run_guarded(lambda: cli.main(list(argv), standalone_mode=False))
+    return main(list(argv))
 
 
 def figures(folder: Path) -> dict:
@@ -53,7 +52,7 @@ def test_a_function_environment_is_evaluated(lines_env: str, capsys: pytest.Capt
 
 def test_no_task_is_both_trained_on_and_evaluated(lines_env: str) -> None:
     config = HeldOutConfig(held_out=0.4, seed=3)
-    wanted = {f"lines-{n}" for n in range(8) if is_held_out(f"lines-{n}", config)}
+    wanted = {f"lines-{n}" for n in range(8) if config.is_held_out(f"lines-{n}")}
     assert 0 < len(wanted) < 8
     settings = ["--env.n=8", "--env.held_out=0.4", "--env.seed=3", "--policy=noop"]
     assert palaestra("eval", lines_env, *settings, "--env.data_dir_to_save_evals=evals") == 0
@@ -71,12 +70,12 @@ def test_nothing_held_out_is_one_message(lines_env: str, capsys: pytest.CaptureF
 
 def test_what_is_held_out_is_drawn_by_id_and_seed_alone() -> None:
     ids = [f"task-{number}" for number in range(2000)]
-    half = {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.5))}
+    half = {each for each in ids if HeldOutConfig(held_out=0.5).is_held_out(each)}
     assert 900 < len(half) < 1100
-    fewer = {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.1))}
+    fewer = {each for each in ids if HeldOutConfig(held_out=0.1).is_held_out(each)}
     assert fewer < half
-    assert half != {each for each in ids if is_held_out(each, HeldOutConfig(held_out=0.5, seed=1))}
-    assert not any(is_held_out(each, HeldOutConfig()) for each in ids)
+    assert half != {each for each in ids if HeldOutConfig(held_out=0.5, seed=1).is_held_out(each)}
+    assert not any(HeldOutConfig().is_held_out(each) for each in ids)
 
 
 def test_a_class_with_a_list_of_items_keeps_some_back() -> None:

@@ -18,12 +18,12 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import INTERRUPTED, read_failure
 from palaestra.core.types import JSON, Outcome
-from palaestra.envs.adapters.forms import form_of
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.discovery import form_of
 from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, feed_settings, serve_limit, trainers_tracking
 from palaestra.envs.run.run import RunReport, run
-from palaestra.envs.run.run_folder import Output, claim_folder
+from palaestra.envs.run.run_folder import RunOutput, claim_folder
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.events import RunStarted
@@ -254,10 +254,10 @@ def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) 
     assert "2 had nothing but rollouts that are too long" in said
 
 
-def new_output(root: Path) -> Output:
+def new_output(root: Path) -> RunOutput:
     folder = claim_folder(root, "e", "m")
     groups = GroupsFile(folder.groups, env="e", model="m")
-    output = Output(folder, Journal(folder.journal), {}, env="e", model="m", groups=groups)
+    output = RunOutput(folder, Journal(folder.journal), {}, env="e", model="m", groups=groups)
     output.journal.append(RunStarted(run_id=folder.run_id, env="e", model="m", seed=0))
     return output
 

@@ -14,7 +14,6 @@ from toy import Sums, tell
 
 from palaestra.core.clock import ManualClock
 from palaestra.core.types import Outcome
-from palaestra.envs.adapters.forms import form_of
 from palaestra.envs.api.base_env import BaseEnv
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
@@ -137,7 +136,7 @@ def test_a_tracker_that_is_absent_is_one_warning_and_the_run_goes_on(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny_env.py").write_text(TINY)
-    form = form_of(load_environment("tiny_env.py", tmp_path))
+    form = load_environment("tiny_env.py", tmp_path)
     line = CommandLine(prog="t", env_type=form.config_type(), server_type=APIServerConfig)
     parsed = line.parse(["process", "--policy", "oracle", "--env.use_trackio", "true"], {})
     assert isinstance(parsed, Parsed)

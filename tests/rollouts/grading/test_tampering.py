@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.rollouts.grading.tampering import planted
 from palaestra.sandbox.slot import Change
 
@@ -47,7 +46,7 @@ def test_a_check_runs_its_own_programs_and_sees_new_ones(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("planting_env.py").write_text(ENV)
     argv = ["run", "planting_env.py", "--policy", "oracle", "--env.group_size", "1"]
-    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert main(argv) == 0
     assert json.loads(Path("data/planting.jsonl").read_text())["scores"] == [0.25]
 
 
@@ -81,7 +80,7 @@ def test_new_libraries_are_found_after_those_of_the_root(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("searching_env.py").write_text(SEARCHING)
     argv = ["run", "searching_env.py", "--policy", "oracle", "--env.group_size", "1"]
-    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert main(argv) == 0
     assert json.loads(Path("data/searching.jsonl").read_text())["scores"] == [0.25]
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 
 ENV = """
 import os
@@ -62,5 +61,5 @@ def test_a_reward_function_moves_files_and_searches(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     Path("files_env.py").write_text(ENV)
     argv = ["run", "files_env.py", "process", "--policy", "oracle"]
-    assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 0
+    assert main(argv) == 0
     assert json.loads(Path("data/files.jsonl").read_text())["scores"] == [1.0]

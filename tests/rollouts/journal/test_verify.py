@@ -13,8 +13,7 @@ import pytest
 from toy import Sums, changed, services
 
 from palaestra.agent.result import AgentResult
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Blame, Outcome
@@ -352,7 +351,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def verify(*argv: str) -> int:
-        return run_guarded(lambda: cli.main(["verify", *argv], standalone_mode=False))
+        return main(["verify", *argv])
 
     roll_out(tmp_path)
     assert verify(str(tmp_path)) == 0

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from palaestra.core.types import Blame, Outcome
+from palaestra.envs.run.report_metrics import MetricsFile
 from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
 from palaestra.rollouts.observe.metrics import quantile, summarise
-from palaestra.rollouts.observe.trackers.jsonl import MetricsFile
 from palaestra.rollouts.records import Beside, Group, ToolErrorRecord, Trajectory, TurnRecord
 
 

@@ -21,8 +21,7 @@ from palaestra.core.types import JSON, Blame, Message, Prices, Task, ToolStep
 from palaestra.inference.chat_server import ChatServer, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.engines.policies import OraclePolicy
-from palaestra.inference.engines.scripted import ScriptedEngine
+from palaestra.inference.engines.scripted import OraclePolicy, ScriptedEngine
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.inference.tokenizers import FastTokenizer

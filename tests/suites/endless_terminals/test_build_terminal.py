@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 
 
 def build(out: Path, *argv: str) -> int:
     command = ["tasks", "build", "terminal", "--out", str(out), *argv]
-    return run_guarded(lambda: cli.main(command, standalone_mode=False))
+    return main(command)
 
 
 @pytest.mark.slots

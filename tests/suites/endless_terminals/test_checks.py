@@ -16,11 +16,11 @@ from palaestra.suites.endless_terminals.checks.file_checks import (
     Absent,
     Digests,
     Exists,
+    FileContent,
     Files,
     Lines,
     Modes,
     SymbolicLink,
-    TextFile,
 )
 from palaestra.suites.endless_terminals.checks.program_checks import Archive, Case, Git, Running, Runs, Serves, SqlQuery
 
@@ -51,8 +51,8 @@ until python3 -c 'import socket; socket.create_connection(("127.0.0.1", 23457))'
 """
 
 HOLDS: list[AnyCheck] = [
-    TextFile("text", "one\ntwo\n"),
-    TextFile("exact", "a\n", exact=True),
+    FileContent("text", "one\ntwo\n"),
+    FileContent("exact", "a\n", exact=True),
     Lines("lines", ["b", "a"]),
     Exists("tree", "dir"),
     Absent("nothing"),
@@ -82,11 +82,11 @@ HOLDS: list[AnyCheck] = [
 ]
 
 FAULTS: list[AnyCheck] = [
-    TextFile("text", "one\ntwo\nthree\n"),
-    TextFile("exact", "a", exact=True),
-    TextFile("nothing", ""),
-    TextFile("tree", ""),
-    TextFile("binary", ""),
+    FileContent("text", "one\ntwo\nthree\n"),
+    FileContent("exact", "a", exact=True),
+    FileContent("nothing", ""),
+    FileContent("tree", ""),
+    FileContent("binary", ""),
     Lines("lines", ["a", "b"]),
     Exists("tree", "file"),
     Absent("text"),
@@ -162,7 +162,7 @@ def test_what_checks_accept_and_refuse(in_pool) -> None:
 def test_what_a_check_expects_never_enters_the_slot(in_pool) -> None:
     secret = "kept-where-it-is"
     checks: list[AnyCheck] = [
-        TextFile("text", secret),
+        FileContent("text", secret),
         Json("good.json", {secret: secret}),
         Archive("t.tgz", "tar", {secret: secret}),
         SqlQuery("d.db", "select 1", [[secret]]),
@@ -228,4 +228,4 @@ def test_a_slot_that_lies_is_a_fault_and_one_that_is_broken_is_none(in_pool) -> 
             raise SlotLost("gone")
 
     with pytest.raises(SlotLost):
-        asyncio.run(faults([TextFile("text", "")], Lost()))  # type: ignore[arg-type]
+        asyncio.run(faults([FileContent("text", "")], Lost()))  # type: ignore[arg-type]

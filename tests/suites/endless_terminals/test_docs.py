@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.suites.endless_terminals.compose_tasks import AREAS, FAMILIES, HIGHEST_LEVEL
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +33,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     commands = [shlex.split(line, comments=True) for line in PAGE.splitlines() if line.startswith("palaestra ")]
     assert len(commands) == 5
     for command in commands:
-        assert run_guarded(lambda argv=command[1:]: cli.main(argv, standalone_mode=False)) == 0, command
+        assert main(command[1:]) == 0, command
     found = [
         [score for line in path.read_text().splitlines() for score in json.loads(line)["scores"]]
         for path in sorted((tmp_path / "data").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)

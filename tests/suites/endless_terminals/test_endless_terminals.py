@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.envs.cheats.proof import check_environment
 from palaestra.sandbox.pool import SlotPool
@@ -38,7 +37,7 @@ CHEATS = ["fake-python", "solution-file", "answering-daemon", "answered-probe"]
 
 def run(folder: Path, *argv: str) -> int:
     command = ["run", ENVIRONMENT, "process", f"--env.data_path_to_save_groups={folder / 'groups.jsonl'}", *argv]
-    return run_guarded(lambda: cli.main(command, standalone_mode=False))
+    return main(command)
 
 
 def groups(folder: Path) -> list[dict]:
@@ -94,7 +93,7 @@ def test_an_evaluation_tells_what_was_solved_by_level(tmp_path: Path, monkeypatc
     (tmp_path / "tasks.jsonl").write_bytes(b"".join(map(to_line, [*tasks, broken])))
     command = ["run", ENVIRONMENT, "evaluate", "--env.dataset_name=tasks.jsonl", "--env.group_size=1"]
     command += ["--env.data_dir_to_save_evals=evals", "--policy=oracle"]
-    assert run_guarded(lambda: cli.main(command, standalone_mode=False)) == 0
+    assert main(command) == 0
     figures = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
     assert figures["pass_rate"] == figures["eval/percent_correct"] == pytest.approx(2 / 3)
     assert figures["mean_reward/low"] < 2 / 3 < figures["mean_reward/high"]

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.cli.exits import run_guarded
-from palaestra.cli.main import cli
+from palaestra.cli.main import main
 from palaestra.envs.cheats.proof import check_environment
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
 from palaestra.suites.grading.toolchain import interpreter
-from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig
-from palaestra.suites.hermes_swe.hidden_tests import find_tampering, run_suite
+from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig, find_tampering, run_suite
 from palaestra.suites.hermes_swe.programming_task import make_suite
 
 pytestmark = pytest.mark.slots
@@ -115,7 +113,7 @@ def test_a_rung_without_forks_is_refused_before_a_model_is_asked(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ["run", ENVIRONMENT, "--policy=oracle", "--tasks=1", "--env.isolation=confined"]
-    status = run_guarded(lambda: cli.main(argv, standalone_mode=False))
+    status = main(argv)
     if status == 5:
         pytest.skip("no rung confined here")
     assert status == 3
@@ -141,7 +139,7 @@ def test_a_data_set_with_bad_rows_goes_on_with_the_rest(
     argv = ["run", ENVIRONMENT, "process", "--env.dataset_name=tasks.jsonl", "--env.dataset_fields", "prompt=question"]
     argv += ["--env.group_size=1", "--policy=oracle", "--env.data_path_to_save_groups=groups.jsonl"]
     with caplog.at_level(logging.WARNING):
-        assert run_guarded(lambda: cli.main(argv, standalone_mode=False)) == 3
+        assert main(argv) == 3
     assert "left out: row 2: no column 'question'" in caplog.text
     assert "one: there is another task of this name" in caplog.text
     assert "row 6: not JSON" in caplog.text

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.types import JSON
-from palaestra.envs.adapters.forms import form_of
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.journal import read_groups

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from palaestra.core.types import ToolStep
 from palaestra.suites.terminal_bench import harbor, terminal_bench_1
-from palaestra.suites.terminal_bench.solution import solution_steps
+from palaestra.suites.terminal_bench.task_environment import solution_steps
 from suites.terminal_bench.mini import HARBOR, LEGACY, copied
 
 

@@ -11,7 +11,7 @@ from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import Score
 from palaestra.envs.cheats.proof import check_environment, policy_runs
 from palaestra.envs.config.build import make_pool
-from palaestra.inference.engines.policies import OraclePolicy
+from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.rollouts.records import Group
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.task_files import Unsupported

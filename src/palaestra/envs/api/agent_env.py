@@ -5,14 +5,15 @@ existing scripts run, and a run that sets one says so. What would weaken isolati
 
 `AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its text.
 
-A subclass turns an item into a task and scores the last answer; workspace hooks are optional. It has the run-time of
-the other class form (`hermes_base_env.py`) and holds no loop and no output of its own: `agent_contract.py` adapts it,
-`AtroposAgent` runs it. Invariant: failed and over-long rollouts keep their record, and slots are always given back.
+A subclass turns an item into a task and scores the last answer; workspace hooks are optional. It holds no loop and no
+output of its own: `AgentEnvironment` adapts it to the runner's Environment, and `AtroposAgent` runs it. Invariant:
+failed and over-long rollouts keep their record, and slots are always given back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import random
 from abc import abstractmethod
@@ -22,25 +23,27 @@ from typing import ClassVar, Generic, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
+from palaestra.agent.hermes_text import observation, result_in, result_text
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import Subagents
 from palaestra.core.config import later
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
-from palaestra.core.user_code import settled
-from palaestra.envs.api.base_env import Item, ScoredDataGroup, ScoredDataItem
-from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
+from palaestra.core.user_code import run_hook, settled
+from palaestra.envs.api.base_env import ClassEnvironment, CollectedEnvironment, Item, collects
+from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv
+from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
 from palaestra.envs.config.build import make_pool, tools_with
 from palaestra.envs.config.fields import AVAILABLE_POOL_MODES, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.records import Trajectory
+from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Kit
 from palaestra.sandbox.pool import SlotPool
-from palaestra.tools.call_text import ToolCall
+from palaestra.tools.call_text import ToolCall, result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server_client import ToolServerLink
@@ -248,10 +251,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
             return super().tool_kit(rng)
         return Kit(self.tools, tuple(self.config.enabled_toolsets or ()))
 
-    def as_environment(self) -> Environment:
-        from palaestra.envs.adapters.agent_adapter import AgentEnvironment
-        from palaestra.envs.adapters.collected_adapter import CollectedEnvironment, collects
-
+    def as_environment(self) -> ClassEnvironment:
         return CollectedEnvironment(self) if collects(type(self)) else AgentEnvironment(self)
 
     async def _start_tool_backend(self) -> ToolExecutor:
@@ -294,3 +294,79 @@ def _scored_item(trajectory: Trajectory) -> ScoredDataItem:
         messages=trajectory.messages,
         token_source=row.source,
     )
+
+
+class AgentEnvironment(ContractEnvironment):
+    """Runs one instance of an `AgentEnv`."""
+
+    inner: AgentEnv[AgentEnvConfig]
+
+    def __init__(self, inner: AgentEnv[AgentEnvConfigT]) -> None:
+        super().__init__(inner)
+        self._takes_meta = _accepts(inner.verify_and_score_trajectory, "workspace_meta")
+
+    async def open(self) -> None:
+        await super().open()
+        if self.inner.config.mcp_servers:
+            self.inner.tools = self.inner.build_tools()
+
+    async def aclose(self) -> None:
+        try:
+            await self.inner.shutdown_tool_backend()
+        finally:
+            await super().aclose()
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        self._choose_server(rollout)
+        rollout.matches_observations = False  # they are compared as the text that the model reads
+
+        async def execute(call: ToolCall) -> CallResult:
+            recorded = rollout.recorded
+            expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
+            result = result_of((await rollout.tools.call(call.name, call.arguments, by_agent=True)).reply)
+            if recorded is None or expected is None:
+                return result
+            now = observation(result_text(result.success, result.output, result.error, result.metadata))
+            return result_in(recorded.match_observation(expected, now))
+
+        agent = AtroposAgent(
+            rollout.conversation(),
+            rollout.kit.registry,
+            await run_hook(TaskError, self._config(rollout), f"configuring the agent of {rollout.rollout_id}"),
+            execute_tool=execute,
+            task_id=rollout.rollout_id,
+            extra_body=rollout.settings.extra_body,
+            budget=rollout.settings.budget,
+            max_context_tokens=rollout.settings.max_context_tokens,
+            on_turn=rollout.record,
+            on_loop=rollout.attend,
+        )
+        opening = agent.opening(rollout.task.messages())
+        rollout.record(None, opening)
+        try:
+            return await agent.converse(opening)
+        finally:
+            rollout.ended(agent.result)
+
+    async def _config(self, rollout: Rollout) -> AgentConfig:
+        return self.inner.build_agent_config(rollout.task.data)
+
+    async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
+        meta = {"workspace_meta": rollout.meta.get("workspace_meta")} if self._takes_meta else {}
+        return await settled(
+            self.inner.verify_and_score_trajectory(
+                rollout.task.data,
+                result.final_response,
+                trajectory_id=rollout.rollout_id,
+                exec_tool=exec_tool,
+                agent_result=result,
+                **meta,
+            )
+        )
+
+
+def _accepts(hook: object, name: str) -> bool:
+    """Whether a hook has a parameter of this name, or takes any."""
+    assert callable(hook)
+    parameters = inspect.signature(hook).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

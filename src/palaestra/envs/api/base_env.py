@@ -1,74 +1,67 @@
 """`BaseEnv`: the class form with the least in it. A subclass collects its rollouts itself and hands over the rows.
 
-What every class form shares lies here: settings, the model server, the hooks of evaluation and metrics. Not for tools
-and slots: `HermesAgentBaseEnv` and `AgentEnv` have them. The class holds no loop and no output; `collected.py` adapts
-it to the Environment protocol and the one runner does the rest.
+What all class forms share is here: settings, the model server, the hooks of evaluation and metrics, and the adapter to
+the runner's Environment. Not for tools and slots: `HermesAgentBaseEnv` and `AgentEnv` have them.
+
+A class that collects its rollouts itself is journalled by `collect_trajectory`, once per rollout, or
+`collect_trajectories`, once per group. It has no slot, no tool and no sealed grading; its tokens are what it returns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
+import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeAlias, TypedDict
+from typing import ClassVar, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
+from palaestra.agent.result import AgentResult
+from palaestra.core.errors import ConfigError, PalaestraError, TaskError
+from palaestra.core.exits import report_failure
+from palaestra.core.types import JSON, Outcome, Score, Task, number, numbers
+from palaestra.core.user_code import is_loaded, place, run_hook, settled, told
+from palaestra.envs.api.scored_data import (
+    ROW_KEYS,
+    Row,
+    ScoredDataGroup,
+    ScoredDataItem,
+    checked_row,
+    format_trajectory,
+    grouped,
+    rows_of,
+)
+from palaestra.envs.config.build import mcp_servers
 from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.inference.chat_server import ChatServer
-from palaestra.inference.config import APIServerConfig
+from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra.inference.ledger.records import TokenRow
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
-from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.export.messages import chat_messages
-from palaestra.rollouts.records import Trajectory
-from palaestra.rollouts.spec import RecordedTools
+from palaestra.rollouts.export.atropos import group_line
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.limits import RunStopped
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import Kit, Projection, RecordedTools
 from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra.tools.registry.registry import ToolRegistry
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Item: TypeAlias = JSON
 """One row of whatever the environment draws from; the runner only carries it."""
-
-
-class ScoredDataItem(TypedDict, total=False):
-    """The training row of one rollout: `tokens[T]`, `masks[T]` (-100 where nothing is trained), its score, messages."""
-
-    tokens: list[int]
-    masks: list[int]
-    scores: float
-    messages: list[Message] | None
-    advantages: list[float] | None
-    ref_logprobs: list[float] | None
-    inference_logprobs: list[float] | None
-    overrides: dict[str, JSON] | None
-    images: JSON
-    token_source: str
-
-
-class ScoredDataGroup(TypedDict, total=False):
-    """The rows of a group, each list in the order of its rollouts."""
-
-    tokens: list[list[int]]
-    masks: list[list[int]]
-    scores: list[float]
-    messages: list[list[Message]] | None
-    advantages: list[list[float]] | None
-    ref_logprobs: list[list[float]] | None
-    inference_logprobs: list[list[float]] | None
-    generation_params: dict[str, JSON] | None
-    group_overrides: dict[str, JSON] | None
-    overrides: list[dict[str, JSON]] | None
-    images: JSON
-
-
-def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
-    """One group of these rows, None of none. What not every row has is an empty list, log-probabilities included."""
-    names = [name for name in ScoredDataItem.__annotations__ if name in ScoredDataGroup.__annotations__]
-    lists = {name: [row.get(name) for row in rows] for name in names}
-    group: JSON = {name: [] if any(value is None for value in values) else values for name, values in lists.items()}
-    return group if rows else None
 
 
 ItemRunner: TypeAlias = Callable[[Sequence[Item], int], Awaitable[list[Trajectory]]]
@@ -125,12 +118,16 @@ class BaseEnv(ABC):
 
         Nothing where the script is only loaded, as `palaestra run` does, which has a command line already.
         """
-        from palaestra.envs.python_file import is_loaded
-        from palaestra.envs.run.run import main
-
-        if is_loaded(sys._getframe(1).f_globals.get("__name__", "")):
+        script = sys._getframe(1).f_globals
+        if is_loaded(script.get("__name__", "")):
             return
-        raise SystemExit(main(cls))
+        from palaestra.envs.run.run import main  # here, because a script that is only imported does not need it
+
+        try:
+            form = ClassForm(cls, script_reference(script, cls))
+        except ConfigError as error:
+            raise SystemExit(report_failure(error)) from None
+        raise SystemExit(main(form))
 
     # What a subclass must say
 
@@ -173,10 +170,8 @@ class BaseEnv(ABC):
                     return str(item[key])
         return f"item-{number}"
 
-    def as_environment(self) -> Environment:
+    def as_environment(self) -> ClassEnvironment:
         """This instance as the runner sees it."""
-        from palaestra.envs.adapters.collected_adapter import CollectedEnvironment
-
         return CollectedEnvironment(self)
 
     # What a subclass can use
@@ -282,18 +277,284 @@ class BaseEnv(ABC):
         }
 
 
-MOST_RESULT = 500
-"""Characters of a tool's result that a shown rollout has."""
+@dataclass(frozen=True, slots=True)
+class _Unusable:
+    """What stands for an item of which no task can be made."""
+
+    reason: str
 
 
-def format_trajectory(messages: Sequence[Message]) -> str:
-    """A conversation as a person reads it: who said what, the calls and the beginnings of their results."""
-    parts = []
-    for said in chat_messages(messages):
-        if said.role == "tool":
-            parts.append(f"[TOOL RESULT] {said.text[:MOST_RESULT]}{'...' if len(said.text) > MOST_RESULT else ''}")
-            continue
-        parts += [f"[REASONING] {said.reasoning}"] if said.reasoning else []
-        parts += [f"[{said.role.upper()}]\n{said.text}"] if said.text else []
-        parts += [f"[TOOL CALL] {call.name}({call.arguments})" for call in said.calls]
-    return "\n\n".join(parts)
+class ClassEnvironment(EvaluatedEnvironment):
+    """Runs one instance of a class environment."""
+
+    chooses_evaluation = True
+
+    def __init__(self, inner: BaseEnv) -> None:
+        self.inner = inner
+        self._items: Sequence[Item] | None = None
+        self._first = 0
+        self._evaluated = 0
+
+    @property
+    def name(self) -> str:
+        return self.inner.name or type(self.inner).__name__
+
+    @property
+    def world(self) -> RecordedTools | None:
+        """The class's own, which makes calls outside of rollouts too."""
+        return self.inner.tool_world
+
+    @world.setter
+    def world(self, world: RecordedTools | None) -> None:
+        self.inner.tool_world = world
+
+    async def open(self) -> None:
+        self.inner.mcp = mcp_servers(self.inner.config)
+        if self.inner.mcp is not None:
+            await self.inner.mcp.open()
+        await run_hook(ConfigError, self._begun(), f"{self.name} cannot begin: setup")
+
+    async def _begun(self) -> None:
+        await settled(self.inner.setup())
+
+    async def aclose(self) -> None:
+        if self.inner.mcp is not None:
+            await self.inner.mcp.aclose()
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        if self._items is not None:
+            for number, item in enumerate(self._items, self._first):
+                yield self._task(item, number)
+            return
+        number = 0
+        while (item := await self._next_item(number)) is not None:
+            yield self._task(item, number)
+            number += 1
+
+    async def _next_item(self, number: int) -> Item:
+        return await run_hook(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
+
+    async def next_item(self) -> Item:
+        """The next item, or None when there are no more."""
+        return await settled(self.inner.get_next_item())
+
+    def _task(self, item: Item, number: int) -> Task:
+        """The task of an item, or one that ends at its beginning with the reason why there is none."""
+        try:
+            task = self.task(item, number)
+            if not isinstance(task.prompt, str | Sequence):
+                raise TaskError(f"format_prompt gave {task.prompt!r:.100}, which is neither a text nor messages")
+        except Exception as error:
+            logger.debug("item %d has no task", number, exc_info=True)
+            return Task(
+                id=f"item-{number}", prompt="", data=_Unusable(f"item {number} is no task: {told(error)}{place(error)}")
+            )
+        return task
+
+    async def resolve(self, task: Task) -> Task:
+        if isinstance(task.data, _Unusable):
+            raise TaskError(task.data.reason)
+        return task
+
+    async def evaluate(self, evaluation: Evaluation) -> Logged:
+        async def run_items(items: Sequence[Item], samples: int) -> list[Trajectory]:
+            """Roll every item out `samples` times; trajectories are in item order. Calls may run concurrently."""
+            first = self._evaluated
+            self._evaluated += len(items)
+            done = await evaluation.roll_out(self.over(items, first), samples, first)
+            trajectories = [trajectory for group in done for trajectory in group.trajectories]
+            if len(done) < len(items) or any(each.outcome is Outcome.CANCELLED for each in trajectories):
+                raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
+            return trajectories
+
+        self.inner._run_items = run_items
+        await run_hook(ConfigError, self._asked_to_evaluate(), f"{self.name} is not evaluated: evaluate")
+        return self.inner._evaluation
+
+    async def _asked_to_evaluate(self) -> None:
+        await settled(self.inner.evaluate())
+
+    def over(self, items: Sequence[Item], first: int) -> Self:
+        """The same environment over these items, numbered from `first`, instead of its data set."""
+        other = copy(self)
+        other._items, other._first = items, first
+        return other
+
+    @abstractmethod
+    def task(self, item: Item, number: int) -> Task:
+        """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
+
+    async def ended(self, task: Task, group: Group) -> None:
+        self.inner.curr_step += 1
+        try:
+            line = group_line(group, env=self.name, model="")
+            if line is not None:
+                await settled(self.inner.add_rollouts_for_wandb(line, task.data))
+        except Exception:
+            logger.warning("%s.add_rollouts_for_wandb failed on group %s", self.name, group.group_id, exc_info=True)
+
+    async def figures(self) -> Mapping[str, float]:
+        await settled(self.inner.wandb_log({}))
+        return numbers(self.inner._logged)
+
+    def shown(self) -> Sequence[tuple[str, float]]:
+        """What the class kept, as far as it is a text and a score: a subclass may keep something else."""
+        kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
+        pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
+        return [
+            (text, found) for text, score in pairs if isinstance(text, str) and (found := number(score)) is not None
+        ]
+
+
+class CollectedEnvironment(ClassEnvironment):
+    """Runs one instance of a class that collects. Items that it wants drawn next come before those of its data set."""
+
+    def __init__(self, inner: BaseEnv) -> None:
+        super().__init__(inner)
+        self._backlog: deque[Item] = deque()
+        self._groups: dict[str, list[Row]] = {}
+        self._whole = collects_groups(type(inner))
+        self._told = False
+
+    async def next_item(self) -> Item:
+        return self._backlog.popleft() if self._backlog else await super().next_item()
+
+    def task(self, item: Item, number: int) -> Task:
+        return Task(id=self.inner.item_id(item, number), prompt="", data=item)
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        return Kit(ToolRegistry())
+
+    @property
+    def collects_groups(self) -> bool:
+        return self._whole
+
+    async def collect(self, task: Task, group_id: str, wanted: int) -> int:
+        if not self._whole:
+            return wanted
+        rows = rows_of(await self._asked(self.inner.collect_trajectories(task.data), task), task.id)
+        self._groups[group_id] = rows
+        return len(rows)
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        if self._whole:
+            row = self._groups[rollout.group_id][rollout.index]
+        else:
+            row = await self._asked(self.inner.collect_trajectory(rollout.task.data), rollout.task)
+        rollout.meta["row"] = checked_row(row, rollout.task.id)
+        return AgentResult(messages=list(row.get("messages") or ()), finished_naturally=True)
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        return Score(rollout.meta["row"]["scores"])
+
+    def project(self, rollout: Rollout, score: Score | None) -> Projection:
+        row: Row | None = rollout.meta.get("row")
+        if row is None:
+            return Projection()
+        tokens = TokenRow(
+            tokens=list(row["tokens"]),
+            masks=list(row["masks"]),
+            logprobs=row.get("inference_logprobs") or None,
+            source="environment",
+        )
+        return Projection(tokens, {key: value for key, value in row.items() if key not in ROW_KEYS and value})
+
+    async def ended(self, task: Task, group: Group) -> None:
+        self._groups.pop(group.group_id, None)
+        await super().ended(task, group)
+
+    async def _asked(self, call: Awaitable[tuple[T | None, list[Item]]], task: Task) -> T:
+        """What the class collected; what it does wrong is the task's fault."""
+        name = f"{type(self.inner).__name__}.{'collect_trajectories' if self._whole else 'collect_trajectory'}"
+
+        async def unpacked() -> tuple[T | None, list[Item]]:
+            got, backlog = await settled(call)
+            return got, list(backlog or ())
+
+        got, backlog = await run_hook(TaskError, unpacked(), f"{name} on {task.id}")
+        if backlog and not self._told:
+            self._told = True
+            logger.warning("%s returns items to be drawn next: they are lost to a run that goes on with --resume", name)
+        self._backlog.extend(backlog)
+        if got is None:
+            raise TaskError(f"{name} gave nothing for {task.id}")
+        return got
+
+
+def collects(cls: type[BaseEnv]) -> bool:
+    """Whether a class has its own way of collecting rollouts, which the runner then calls."""
+    return collects_groups(cls) or "collect_trajectory" in _own(cls)
+
+
+def collects_groups(cls: type[BaseEnv]) -> bool:
+    """Whether it collects whole groups in one go."""
+    return "collect_trajectories" in _own(cls)
+
+
+def _own(cls: type[BaseEnv]) -> set[str]:
+    """The names that a user's class, or one it inherits from, defines; this package's own classes do not count."""
+    return {name for each in cls.__mro__ if not each.__module__.startswith("palaestra.") for name in vars(each)}
+
+
+class ClassForm:
+    """A subclass of `BaseEnv`, most often of `HermesAgentBaseEnv` or `AgentEnv`."""
+
+    command: str | None = None
+
+    def __init__(self, cls: type[BaseEnv], reference: str = "") -> None:
+        """Raises `ConfigError` for a class that lacks methods."""
+        missing = sorted(getattr(cls, "__abstractmethods__", ()))
+        if cls.as_environment is BaseEnv.as_environment and not collects(cls):
+            missing.append("collect_trajectory or collect_trajectories")
+        if missing:
+            raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}")
+        self.cls = cls
+        self.reference = reference
+        self.name = cls.name or cls.__name__
+        self.about = inspect.getdoc(cls) or ""
+
+    def config_type(self) -> type[BaseEnvConfig]:
+        return self.cls.env_config_cls
+
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
+        """What `config_init` gives: a configuration and a list of servers, one server, or what all have in common."""
+        name, wanted = self.cls.__name__, self.cls.env_config_cls
+        with _asking(f"{name}.config_init"):
+            given: JSON = self.cls.config_init()
+        match given:
+            case (BaseEnvConfig() as config, (ServerBaseline() | [*_]) as said):
+                servers = [said] if isinstance(said, ServerBaseline) else list(said)
+                if not issubclass(wanted, type(config)):
+                    own = type(config).__name__
+                    raise ConfigError(f"{name}.config_init gives {own}: say env_config_cls = {own} in the class")
+                if all(isinstance(each, ServerBaseline) for each in servers):
+                    return config, servers
+        must = f"({wanted.__name__}, [APIServerConfig, …])"
+        raise ConfigError(f"{name}.config_init must give {must}, and gave {given!r:.200}")
+
+    def check_values(self) -> Mapping[str, JSON]:
+        return self.cls.check_values
+
+    def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> ClassEnvironment:
+        with _asking(f"{self.cls.__name__}(config, servers)"):
+            inner = self.cls(config, list(servers))
+        inner._server = server
+        return inner.as_environment()
+
+
+@contextmanager
+def _asking(doing: str) -> Iterator[None]:
+    """Say what of a class failed, and where, if it does. Raises `ConfigError`."""
+    try:
+        yield
+    except PalaestraError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{doing} failed with {told(error)}{place(error)}") from error
+
+
+def script_reference(script: Mapping[str, object], environment: object) -> str:
+    """A reference to an environment among the globals of its script; empty if it is not there, or not in a file."""
+    path = script.get("__file__")
+    name = next((name for name, value in script.items() if value is environment), "")
+    return f"{Path(str(path)).resolve()}:{name}" if path and name else ""

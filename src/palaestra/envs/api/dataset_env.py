@@ -17,8 +17,8 @@ from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
+from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.envs.run import pass_at_k
-from palaestra.envs.splits import HeldOutConfig, serves
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.records import Trajectory
 
@@ -96,7 +96,7 @@ class ListedEnv(HermesAgentBaseEnv):
 
     def chosen(self, *, evaluating: bool) -> list[Item]:
         """The items of `evaluate`, or those of the other commands. Raises `ConfigError` where there is none."""
-        items = [item for item in self.items if serves(self.item_id(item, 0), self.config, evaluating=evaluating)]
+        items = [item for item in self.items if self.config.serves(self.item_id(item, 0), evaluating=evaluating)]
         if not items:
             raise ConfigError(
                 f"held_out {self.config.held_out:g} leaves no task of {len(self.items)} to "

@@ -16,33 +16,42 @@ rollout, sandbox, rng` by name. A `tool` hook gives the agent a tool of the envi
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar, overload
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar, cast, overload
 
 from pydantic import Field, create_model
 
+from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.threads import OneThread
-from palaestra.core.literals import number
-from palaestra.core.types import JSON, NetworkPolicy, Score, Task
-from palaestra.core.user_code import run_hook
+from palaestra.core.types import JSON, NetworkPolicy, Score, Task, number
+from palaestra.core.user_code import run_hook, score_of, settled
 from palaestra.envs import cache_key
-from palaestra.envs.api.hooks import Hook, HookFunction, Source, declare, score_of
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
-from palaestra.envs.splits import HeldOutConfig, serves
-from palaestra.rollouts.environment import Environment
+from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
+from palaestra.envs.run import pass_at_k
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
+from palaestra.inference.chat_server import ChatServer
+from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.decorator import TypedTool, UserFunction
 from palaestra.tools.decorator import declare as declare_tool
+
+HookFunction: TypeAlias = Callable[..., object]
+Source: TypeAlias = Callable[[], Awaitable[object]]
+"""Makes one thing a hook asked for, and only if it asked."""
 
 F = TypeVar("F", bound=HookFunction)
 
@@ -62,6 +71,91 @@ class FunctionEnvConfig(HeldOutConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class Hook:
+    """A user's function and the names it asks for."""
+
+    function: HookFunction
+    wants: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """How metrics and messages call it."""
+        return getattr(self.function, "__name__", "hook")
+
+    async def __call__(self, sources: Mapping[str, Source]) -> JSON:
+        """Call the function with what it asked for. Raises `NotAwaited` where it called the sandbox for nothing."""
+        arguments = {name: await sources[name]() for name in self.wants}
+        slot = arguments.get("sandbox")
+        if slot is None:
+            return await settled(self.function(**arguments))
+        with AwaitedSlot(cast("Slot", slot)) as arguments["sandbox"]:
+            return await settled(self.function(**arguments))
+
+
+def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
+    """Take a function as a hook. Raises `ConfigError` for a parameter that no rollout can provide."""
+    if not callable(function):
+        raise ConfigError(f"a {kind} hook must be a function, not {function!r:.100}")
+    wants = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in known:
+            wants.append(parameter.name)
+        elif parameter.default is inspect.Parameter.empty:
+            where = getattr(function, "__qualname__", repr(function))
+            raise ConfigError(
+                f"the {kind} hook {where} asks for {parameter.name!r}, which it cannot have: "
+                f"it may ask for {', '.join(known)}.{nearest(parameter.name, known)}"
+            )
+    return Hook(function, tuple(wants))
+
+
+class NotAwaited(RuntimeError):
+    """Code called a slot and did not await what it called."""
+
+
+class AwaitedSlot:
+    """A slot for a hook: inside a `with` block, at whose end every call of it must have been awaited.
+
+    A call that is not awaited is never made and leaves a coroutine, which is true and equal to nothing: a score that
+    compares it gives every rollout the same reward, and a preparation that writes a file with it writes none. What the
+    hook gets from the slot (shells, processes, forks) is not watched. Raises `NotAwaited`.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._calls: list[tuple[str, Coroutine[object, object, object]]] = []
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._slot, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **named: Any) -> Coroutine[object, object, object]:
+            work: Coroutine[object, object, object] = found(*args, **named)
+            self._calls.append((name, work))
+            return work
+
+        return call
+
+    def __repr__(self) -> str:
+        return repr(self._slot)
+
+    def __enter__(self) -> Slot:
+        return cast("Slot", self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        forgotten = [(name, work) for name, work in self._calls if inspect.getcoroutinestate(work) == "CORO_CREATED"]
+        for _, work in forgotten:
+            work.close()
+        if error is None and forgotten:
+            named = ", ".join(dict.fromkeys(f"sandbox.{name}" for name, _ in forgotten))
+            raise NotAwaited(f"{named} was called and not awaited: write await sandbox.{forgotten[0][0]}(…)")
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreHook:
     """One score and its weight in the reward."""
 
@@ -70,7 +164,13 @@ class ScoreHook:
 
 
 class FunctionForm:
-    """What `@environment` makes of a function: collects the hooks, and builds the environment of a run."""
+    """What `@environment` makes of a function: collects the hooks, and builds the environment of a run.
+
+    `command` is what a command line does that names none; `reference` is where the environment was loaded from.
+    """
+
+    command = "process"
+    reference = ""
 
     def __init__(self, source: TaskSource, *, name: str | None, toolsets: Sequence[str]) -> None:
         self.source = source
@@ -98,7 +198,7 @@ class FunctionForm:
             )
 
         def keep(given: F) -> F:
-            hook = declare(given, "score", ("task", "rollout", "sandbox", "rng"))
+            hook = declare_hook(given, "score", ("task", "rollout", "sandbox", "rng"))
             if any(hook.name == each.hook.name for each in self.scores):
                 raise ConfigError(
                     f"environment {self.name} has two scores called {hook.name}, and each is recorded under its name: "
@@ -113,7 +213,7 @@ class FunctionForm:
         """Declare how a task's workspace is prepared, once per group, after its `files` and `setup`."""
         if self.preparation is not None:
             raise ConfigError(f"environment {self.name} has two prepare hooks: {self.preparation.name} is the first")
-        self.preparation = declare(function, "prepare", ("task", "sandbox", "rng"))
+        self.preparation = declare_hook(function, "prepare", ("task", "sandbox", "rng"))
         return function
 
     @overload
@@ -177,8 +277,24 @@ class FunctionForm:
             )
         return create_model(f"{self.name}_config", __base__=FunctionEnvConfig, **fields)
 
-    def build(self, config: FunctionEnvConfig) -> FunctionEnvironment:
+    @property
+    def about(self) -> str:
+        """The docstring of the function."""
+        return inspect.getdoc(self.source) or ""
+
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
+        """The environment's own settings and servers: a function has none but its parameters."""
+        return None, ()
+
+    def check_values(self) -> Mapping[str, JSON]:
+        """Settings for a check: a function has none."""
+        return {}
+
+    def build(
+        self, config: BaseEnvConfig, servers: Sequence[APIServerConfig] = (), server: ChatServer | None = None
+    ) -> FunctionEnvironment:
         """The environment of one run. Raises `ConfigError` when there is nothing to score with."""
+        assert isinstance(config, FunctionEnvConfig)
         if not self.scores:
             raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
         if not any(each.weight for each in self.scores):
@@ -188,7 +304,7 @@ class FunctionForm:
         return FunctionEnvironment(self, config)
 
 
-class FunctionEnvironment(Environment):
+class FunctionEnvironment(EvaluatedEnvironment):
     """One run's view of a function environment."""
 
     def __init__(self, form: FunctionForm, config: FunctionEnvConfig) -> None:
@@ -198,6 +314,18 @@ class FunctionEnvironment(Environment):
         self._policy = network_policy(config.allow_network)
         self._mcp = mcp_servers(config)
         self._evaluating = False
+
+    async def evaluate(self, evaluation: Evaluation) -> Logged:
+        """Roll out the held-out tasks, or all if none are held out."""
+        attempts = evaluation.run_context.settings.group_size
+        done = await evaluation.roll_out(self.evaluating(), attempts, limit=evaluation.limit)
+        if evaluation.gate is not None and not await evaluation.gate():
+            raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
+        if not done:
+            raise ConfigError(f"{self.name} has no task to evaluate; held_out is {self.config.held_out:g}")
+        trajectories = [trajectory for group in done for trajectory in group.trajectories]
+        metrics = pass_at_k.figures(trajectories, attempts, tasks=len(done))
+        return {"task": self.name, "metrics": metrics, "samples": list(map(pass_at_k.sample, trajectories))}
 
     def evaluating(self) -> Self:
         """The same environment, over the tasks of `evaluate`."""
@@ -233,7 +361,7 @@ class FunctionEnvironment(Environment):
             if task is end:
                 return
             checked = self._checked(task, seen)
-            if serves(checked.id, self.config, evaluating=self._evaluating):
+            if self.config.serves(checked.id, evaluating=self._evaluating):
                 yield checked
 
     def _checked(self, task: object, seen: set[str]) -> Task:

@@ -19,24 +19,21 @@ from pathlib import Path
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
-from palaestra.core.literals import number
-from palaestra.core.types import JSON, Message, Task, ToolStep
-from palaestra.envs.adapters.forms import Form, form_of
+from palaestra.core.types import JSON, Message, Task, ToolStep, number
 from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.hijacked_code import SHADOWS, SOURCES
 from palaestra.envs.cheats.leaks import LEAKS
 from palaestra.envs.cheats.tampered_tests import PLANTS, VERDICTS
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import UNSAID, CommandLine, Parsed, set_fields
-from palaestra.envs.config.dotenv import read_dotenv
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.config.layers import read_dotenv
 from palaestra.envs.discovery import load_environment
-from palaestra.envs.run.run import opened
+from palaestra.envs.run.run import Form, opened
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.policies import Act, NoopPolicy, OraclePolicy, Policy
-from palaestra.inference.engines.scripted import ScriptedEngine
+from palaestra.inference.engines.scripted import Act, NoopPolicy, OraclePolicy, Policy, ScriptedEngine
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.group import GroupRun
@@ -197,7 +194,7 @@ def check_environment(
     reference: str, settings: Sequence[str], *, tasks: int, only: Sequence[str] = (), quiet: bool = False
 ) -> Proof:
     """Check the environment that `reference` names. Raises `ConfigError` for an unknown cheat or setting."""
-    form = form_of(load_environment(reference, Path.cwd()))
+    form = load_environment(reference, Path.cwd())
     parsed = _parse(form, reference, settings, {})
     if not any(parsed.sources[f"env.{name}"] not in UNSAID for name in form.check_values()):
         parsed = _parse(form, reference, settings, form.check_values())

@@ -9,20 +9,30 @@ what cannot be used is a `ConfigError` (exit code 2) that says what would work.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
-from palaestra.core.config import DEFAULT, ConfigLayer, Merged, has_effect, merge, nearest
+from palaestra.core.config import DEFAULT, ConfigLayer, Merged, has_effect, is_secret, merge, nearest
 from palaestra.core.errors import ConfigError
-from palaestra.core.literals import Annotation, read_words, takes_mapping, takes_sequence
 from palaestra.core.types import JSON
-from palaestra.envs.config import help_text
-from palaestra.envs.config.dotenv import NAME
-from palaestra.envs.config.layers import FileSettings, read_environ, read_file
+from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.config.layers import (
+    DOTENV,
+    Annotation,
+    FileSettings,
+    describe,
+    read_environ,
+    read_file,
+    read_words,
+    takes_mapping,
+    takes_sequence,
+)
 from palaestra.tools.mcp.mcp_config import read_servers
 
 EnvT_co = TypeVar("EnvT_co", bound=BaseModel, covariant=True)
@@ -51,6 +61,18 @@ SHORT_FORMS = {
 _OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
 UNSAID = (DEFAULT, "config_init", "process", "evaluate")
 """Sources of a setting that no user has said."""
+
+_COMMON = (
+    "group_size",
+    "total_steps",
+    "max_num_workers",
+    "max_agent_turns",
+    "enabled_toolsets",
+    "tool_pool_mode",
+    "data_path_to_save_groups",
+    "seed",
+)
+_WIDTH = 118
 
 _SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
     "process": {"ensure_scores_are_not_same": False, "include_messages": True},
@@ -112,15 +134,15 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         Raises `ConfigError`."""
         command, flags = self._split(argv)
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
-            return Answer(help_text.usage(self, everything=any(written == "--help-all" for written, _ in flags)))
+            return Answer(_usage(self, everything=any(written == "--help-all" for written, _ in flags)))
         given = _Given()
         for written, words in flags:
             self._take(given, written, words)
-        variables = ((NAME, dotenv or {}), ("environment", environ or {}))
+        variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
         servers = [merge(self.server_type, layers) for layers in self._server_layers(given, variables)]
         if given.show_config:
-            return Answer(help_text.merged(env, servers))
+            return Answer(_merged(env, servers))
         return self._parsed(command, given, env, servers)
 
     def _split(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
@@ -295,3 +317,82 @@ def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
 
 def _padded(servers: list[list[ConfigLayer]], count: int) -> list[list[ConfigLayer]]:
     return [servers[index] if index < len(servers) else [] for index in range(count)]
+
+
+def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
+    """The help text: examples first, then the environment's own fields, then the common ones (or all)."""
+    run = line.prog if line.command else f"{line.prog} process"
+    parts = [
+        f"usage: {line.prog} {'[process|evaluate|serve]' if line.command else 'process|evaluate|serve'} "
+        "[--env.FIELD VALUE] [--openai.FIELD VALUE] [--config FILE.yaml]",
+        *([line.about.strip().splitlines()[0]] if line.about.strip() else []),
+        "",
+        f"  {run} --policy oracle --tasks 2 --group 4          # play the reference solutions",
+        f"  {run} --base-url http://localhost:8000/v1 --model NAME   # ask a model server",
+        f"  {run} --config run.yaml --show-config              # what would run, and why",
+        f"  {run} … --resume runs/NAME/ID                       # go on with a run that was killed",
+        "",
+        "  process writes groups of rollouts; evaluate scores once and reports; serve feeds a trainer.",
+        "  Short: --policy oracle|noop|patch:FILE|replay:FILE  --model  --base-url  --tasks (env.total_steps)",
+        "         --group (env.group_size)  --concurrency (env.max_num_workers)  --backend (env.tool_pool_mode)",
+        "         --max-cost (env.max_cost)  --max-infra-rate (env.max_infra_rate)  --metrics-port (env.metrics_port)",
+        "         --mcp FILE (env.mcp_servers)  --config FILE",
+        "  Lists: `a b`, `a,b` or JSON. Mappings: `k=v`, JSON or --env.field.key V. A boolean alone means true.",
+    ]
+    for title, fields in _sections(line, everything):
+        parts += ["", f"{title}:", *fields]
+    if not everything:
+        parts += ["", f"  {line.prog} --help-all lists every setting."]
+    return "\n".join(parts) + "\n"
+
+
+def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
+    """Every value with its source, one per line: `env.group_size = 4   # command line`."""
+    rows = list(_rows("env", env))
+    for index, server in enumerate(servers):
+        rows += _rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
+    width = min(max(len(left) for left, _ in rows), 70)
+    return "".join(f"{left:<{width}}  # {source}\n" for left, source in rows)
+
+
+def _rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:
+    for name, source in config.sources.items():
+        yield f"{group}.{name} = {_shown(name, getattr(config.value, name))}", source
+
+
+def _shown(name: str, value: JSON) -> str:
+    if value and is_secret(name):
+        return "(hidden)"
+    return str(getattr(value, "value", value)) if not isinstance(value, str) else value or '""'
+
+
+def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iterator[tuple[str, list[str]]]:
+    env, server = line.env_type, line.server_type
+    inherited = {*BaseEnvConfig.model_fields, *HermesAgentEnvConfig.model_fields}
+    own = [name for name in env.model_fields if name not in inherited]
+    if own:
+        yield "This environment", [_field("env", env, name, line.env_values.get(name)) for name in own]
+    rest = [name for name in env.model_fields if name not in own]
+    shown = [name for name in rest if has_effect(env, name)] if everything else [n for n in _COMMON if n in rest]
+    yield "All environments", [_field("env", env, name, line.env_values.get(name)) for name in shown]
+    first = line.server_values[0] if line.server_values else {}
+    names = [n for n in server.model_fields if everything or n in ("base_url", "model_name", "api_key", "server_type")]
+    yield "The model server", [_field("openai", server, name, first.get(name)) for name in names]
+    if everything:
+        idle = [name for name in rest if not has_effect(env, name)]
+        yield (
+            "Accepted for existing scripts, without effect yet",
+            textwrap.wrap(
+                " ".join(f"--env.{name}" for name in idle), _WIDTH, initial_indent="  ", subsequent_indent="  "
+            ),
+        )
+
+
+def _field(group: str, model_type: type[BaseModel], name: str, own_default: JSON) -> str:
+    """One line: flag, type, what it means, default."""
+    info = model_type.model_fields[name]
+    default = own_default if own_default is not None else info.get_default(call_default_factory=True)
+    shown = "" if default is PydanticUndefined else f" [{_shown(name, default)}]"
+    flag = f"--{group}.{name} {describe(info.annotation)}"
+    text = f"  {flag:<46} {info.description or ''}{shown}"
+    return text if len(text) <= 160 else text[:157] + "..."

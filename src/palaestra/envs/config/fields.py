@@ -9,6 +9,7 @@ Sizes are tokens where a name says tokens, else megabytes where the contract say
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from enum import Enum
 from typing import Literal, Self
@@ -376,3 +377,27 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         if self.distribution and self.enabled_toolsets and "enabled_toolsets" in self.model_fields_set:
             raise ConfigError("set either enabled_toolsets or distribution, not both")
         return self
+
+
+class HeldOutConfig(HermesAgentEnvConfig):
+    """Settings of environments that know their tasks by their ids.
+
+    A task is drawn by its id and the seed alone, so it stays on its side whatever the order of the data set, whatever
+    else is in it, and on whatever machine. With a share above zero no task is both trained on and evaluated.
+    """
+
+    held_out: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the tasks, drawn from the seed, that only `evaluate` has; 0: all serve both.",
+    )
+
+    def is_held_out(self, task_id: str) -> bool:
+        """Whether the task is kept for `evaluate`."""
+        digest = hashlib.sha256(f"{self.seed}:{task_id}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < self.held_out * 2**64
+
+    def serves(self, task_id: str, *, evaluating: bool) -> bool:
+        """Whether `evaluate`, or else the other commands, take the task."""
+        return self.held_out == 0 or self.is_held_out(task_id) == evaluating

@@ -1,22 +1,38 @@
-"""Where settings come from besides flags: YAML files and environment variables, as layers to merge.
+"""Settings from YAML files, `.env` files and environment variables, as layers to merge, and how their words are read.
 
-For: reading them into layers for `env` and `openai`. Not for: the command line itself (`flags`) or the precedence
-between layers (`flags.CommandLine.parse`). Invariant: a key that nobody reads is refused where it stands.
+A word is read by the type of its field, never by its looks alone, so a text field can hold `5`, `true` or `-x`. Ranges
+and required keys are validated by the fields themselves (`palaestra.core.config.merge`).
+
+Not for the command line itself or the precedence between layers (`command_line.CommandLine.parse`). The process's own
+environment is neither read nor changed. Invariant: a key that nothing reads is refused where it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from palaestra.core.config import ConfigLayer, nearest
+from palaestra.core.config import ConfigLayer, nearest, read_yaml
 from palaestra.core.errors import ConfigError
-from palaestra.core.literals import read_words, read_yaml
 from palaestra.core.types import JSON
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
+
+Annotation: TypeAlias = Any
+"""A type in an annotation: a class, a union, a generic. Python has no type for these."""
+
+_YES = frozenset({"true", "1", "yes", "y", "on", "t"})
+_NO = frozenset({"false", "0", "no", "n", "off", "f"})
+_NONE = frozenset({"none", "null"})
+_SEQUENCES = (list, tuple, set, frozenset, Sequence)
+_MAPPINGS = (dict, Mapping)
 
 _TOP_KEYS = ("env", "openai", "slurm", "testing")
 
@@ -66,6 +82,16 @@ _PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.it
 """Names under which users of these providers have their keys already."""
 
 
+DOTENV = ".env"
+
+_LINE = re.compile(
+    r"""\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*
+    (?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)"|(?P<plain>[^'"\s#](?:[^#]|(?<!\s)\#)*|))\s*(?:\#.*)?""",
+    re.VERBOSE,
+)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+
+
 @dataclass(frozen=True, slots=True)
 class FileSettings:
     """One configuration file. `servers` has one layer for a mapping (`shared`), or one per entry for a list."""
@@ -95,6 +121,38 @@ def read_file(path: Path) -> FileSettings:
         shared=shared,
         switches=switches,
     )
+
+
+def read_dotenv(folder: Path) -> dict[str, str]:
+    """The variables of the folder's `.env`; none if there is no such file. Raises `ConfigError` naming the line.
+
+    A line is `NAME=value`, perhaps after `export`. A value may be in single quotes (as it is) or double quotes (with
+    `\\n`, `\\"`, `\\\\`); outside of quotes ` #` begins a comment. Nothing is expanded.
+    """
+    path = folder / DOTENV
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ConfigError(f"{path}, line {number} is not NAME=value, with the value in quotes where it holds any")
+        found[match["name"]] = _value(match)
+    return found
+
+
+def _value(match: re.Match[str]) -> str:
+    if match["single"] is not None:
+        return match["single"]
+    if match["double"] is not None:
+        return re.sub(r"\\(.)", lambda each: _ESCAPES.get(each[1], each[1]), match["double"])
+    return (match["plain"] or "").strip()
 
 
 def read_environ(
@@ -177,3 +235,138 @@ def _layer(path: Path, key: str, values: JSON) -> ConfigLayer:
         if not isinstance(name, str) or "." in name:
             raise ConfigError(f"{path}: {name!r} under {key} is not the name of a setting")
     return ConfigLayer(str(path), values, {name: f"{key}.{name}" for name in values})
+
+
+def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
+    """The value of a field from `words`, which followed its flag and may be empty. Raises `ValueError`."""
+    kinds = members(annotation)
+    if takes_mapping(annotation) and words and not (len(words) == 1 and words[0].lower() in _NONE):
+        return _read_mapping(words)
+    if takes_sequence(annotation) and not (len(words) == 1 and type(None) in kinds and words[0].lower() in _NONE):
+        return _read_sequence(kinds, words)
+    if not words:
+        if bool in kinds or Any in kinds:
+            return True
+        raise ValueError(f"needs a value ({describe(annotation)})")
+    if Any in kinds:
+        return read_json(words[0]) if len(words) == 1 else [read_json(word) for word in words]
+    if len(words) > 1:
+        raise ValueError(f"takes one value, got {len(words)}: {' '.join(words)}")
+    return _read_scalar(kinds, words[0])
+
+
+def members(annotation: Annotation) -> list[Annotation]:
+    """The types of a union, or the one type, inside `Annotated` and PEP 695 aliases too."""
+    origin = _origin(annotation)
+    if origin is Annotated:
+        return members(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in members(part)]
+    return [annotation]
+
+
+def takes_sequence(annotation: Annotation) -> bool:
+    """Whether several words after a flag of this type are one list."""
+    return any((_origin(kind) or kind) in _SEQUENCES for kind in members(annotation))
+
+
+def takes_mapping(annotation: Annotation) -> bool:
+    """Whether `k=v` words and dotted flags make a mapping for a field of this type."""
+    return any((_origin(kind) or kind) in _MAPPINGS for kind in members(annotation))
+
+
+def describe(annotation: Annotation) -> str:
+    """The type for help texts."""
+    names = []
+    for kind in members(annotation):
+        origin = _origin(kind) or kind
+        if kind is type(None):
+            names.append("None")
+        elif origin is Literal:
+            names.extend(str(choice) for choice in get_args(kind))
+        elif isinstance(kind, type) and issubclass(kind, Enum):
+            names.extend(str(member.value) for member in kind)
+        elif origin in _SEQUENCES:
+            names.append("list")
+        elif origin in _MAPPINGS:
+            names.append("mapping")
+        else:
+            names.append({str: "text", Any: "JSON"}.get(kind, getattr(kind, "__name__", str(kind))))
+    return "|".join(dict.fromkeys(names))
+
+
+def read_json(word: str) -> JSON:
+    """The word as JSON if it is JSON (Python's None, True, False too), else the word itself."""
+    if word in ("None", "True", "False"):
+        return {"None": None, "True": True, "False": False}[word]
+    try:
+        return json.loads(word, parse_constant=_refuse_constant)
+    except ValueError:
+        return word
+
+
+def _origin(annotation: Annotation) -> Annotation:
+    """`typing.get_origin` with its real type: any special form or class, or None."""
+    return get_origin(annotation)
+
+
+def _refuse_constant(name: str) -> JSON:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _read_scalar(kinds: Sequence[Annotation], word: str) -> JSON:
+    lowered = word.lower()
+    if type(None) in kinds and lowered in _NONE:
+        return None
+    for kind in kinds:
+        choice = _choice(kind, word)
+        if choice is not None:
+            return choice
+    if bool in kinds and lowered in _YES | _NO and not (int in kinds and lowered in "01"):
+        return lowered in _YES
+    if str in kinds and (int in kinds or float in kinds):
+        number = read_json(word)
+        return number if isinstance(number, (int, float)) and not isinstance(number, bool) else word
+    if bool in kinds and len([kind for kind in kinds if kind is not type(None)]) == 1:
+        raise ValueError(f"{word!r} is neither true nor false")
+    return word  # numbers, enums that do not match and the rest: the field's validation reads or refuses the text
+
+
+def _choice(kind: Annotation, word: str) -> JSON:
+    """The member of an enum or Literal that `word` names, by value or by name in any case; None without one."""
+    if _origin(kind) is Literal:
+        return next((choice for choice in get_args(kind) if str(choice) == word), None)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        named = (member for member in kind if word.lower() in (str(member.value).lower(), member.name.lower()))
+        return next(named, None)
+    return None
+
+
+def _read_sequence(kinds: Sequence[Annotation], words: Sequence[str]) -> JSON:
+    if len(words) == 1 and str in kinds:
+        return words[0]  # "text or list" fields split for themselves
+    kind = next(kind for kind in kinds if (_origin(kind) or kind) in _SEQUENCES)
+    element = next(iter(get_args(kind)), Any)
+    if len(words) == 1 and words[0].lstrip().startswith("["):
+        try:
+            return json.loads(words[0])
+        except ValueError as error:
+            raise ValueError(f"{words[0]!r} is not a JSON list: {error}") from None
+    split = words[0].split(",") if len(words) == 1 else words
+    return [read_words(element, [word.strip()]) for word in split if word.strip()]
+
+
+def _read_mapping(words: Sequence[str]) -> JSON:
+    if len(words) == 1 and words[0].lstrip().startswith("{"):
+        try:
+            return json.loads(words[0])
+        except ValueError as error:
+            raise ValueError(f"{words[0]!r} is not a JSON object: {error}") from None
+    pairs = words[0].split(",") if len(words) == 1 else words
+    entries: dict[str, JSON] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{pair!r} is neither JSON nor key=value")
+        entries[key.strip()] = read_json(value.strip())
+    return entries

@@ -6,28 +6,36 @@ none are held out, each as often as a group is large. An evaluation that was sto
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.append_file import writing
-from palaestra.core.types import JSON, Outcome
-from palaestra.core.user_code import run_hook, settled
-from palaestra.envs.adapters.class_adapter import ClassEnvironment
-from palaestra.envs.api.base_env import Item
-from palaestra.envs.api.function_env import FunctionEnvironment
-from palaestra.envs.run import pass_at_k
+from palaestra.core.io.durable_files import writing
+from palaestra.core.types import JSON
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
-from palaestra.rollouts.limits import RunStopped
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.spec import RunContext
 
 Logged = Mapping[str, JSON]
+
+
+class EvaluatedEnvironment(Environment):
+    """An environment with tasks to evaluate."""
+
+    chooses_evaluation = False
+    """Whether only the environment knows how many tasks it evaluates."""
+
+    @abstractmethod
+    async def evaluate(self, evaluation: Evaluation) -> Logged:
+        """Roll out what is to be evaluated through `evaluation.roll_out`: task, metrics and samples.
+
+        Raises `RunStopped`, `ConfigError`.
+        """
 
 
 class Evaluation:
@@ -35,7 +43,7 @@ class Evaluation:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: EvaluatedEnvironment,
         run: RunContext,
         concurrency: int,
         on_group: Callable[[Group], None],
@@ -51,48 +59,13 @@ class Evaluation:
         self.totals = Totals()
         self.logged: Logged = {}
         """What `evaluate_log` was given: task, metrics, samples."""
-        self._rolled_out = 0
 
     async def run(self) -> Totals:
         """Roll out what is to be evaluated; `logged` then has the result. Raises `RunStopped`, `ConfigError`."""
-        environment = self.environment
-        if isinstance(environment, ClassEnvironment):
-            environment.inner._run_items = self.run_items
-            await run_hook(ConfigError, self._asked(environment), f"{environment.name} is not evaluated: evaluate")
-            self.logged = environment.inner._evaluation
-        else:
-            assert isinstance(environment, FunctionEnvironment)
-            self.logged = await self._tasks_of(environment)
+        self.logged = await self.environment.evaluate(self)
         return self.totals
 
-    async def _asked(self, environment: ClassEnvironment) -> None:
-        await settled(environment.inner.evaluate())
-
-    async def run_items(self, items: Sequence[Item], samples: int) -> list[Trajectory]:
-        """Roll every item out `samples` times; trajectories are in item order. Several calls may run concurrently."""
-        assert isinstance(self.environment, ClassEnvironment)
-        first = self._rolled_out
-        self._rolled_out += len(items)
-        done = await self._roll_out(self.environment.over(items, first), samples, first)
-        trajectories = [trajectory for group in done for trajectory in group.trajectories]
-        if len(done) < len(items) or any(each.outcome is Outcome.CANCELLED for each in trajectories):
-            raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
-        return trajectories
-
-    async def _tasks_of(self, environment: FunctionEnvironment) -> Logged:
-        attempts = self.run_context.settings.group_size
-        done = await self._roll_out(environment.evaluating(), attempts, limit=self.limit)
-        if self.gate is not None and not await self.gate():
-            raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
-        if not done:
-            raise ConfigError(
-                f"{environment.name} has no task to evaluate; held_out is {environment.config.held_out:g}"
-            )
-        trajectories = [trajectory for group in done for trajectory in group.trajectories]
-        metrics = pass_at_k.figures(trajectories, attempts, tasks=len(done))
-        return {"task": environment.name, "metrics": metrics, "samples": list(map(pass_at_k.sample, trajectories))}
-
-    async def _roll_out(
+    async def roll_out(
         self, environment: Environment, samples: int, first: int = 0, limit: int | None = None
     ) -> list[Group]:
         """The groups of an environment's tasks, in order."""

@@ -13,7 +13,7 @@ from palaestra.core.config import DEFAULT
 from palaestra.core.errors import TrainerUnavailable
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig
-from palaestra.envs.run.run_folder import Output
+from palaestra.envs.run.run_folder import RunOutput
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Totals
 from palaestra.trainers.atropos.connection import FeedSettings, TrajectoryClient
@@ -63,7 +63,7 @@ async def trainers_tracking(url: str) -> dict[str, str]:
 class Serving:
     """One run that feeds a trainer."""
 
-    def __init__(self, config: BaseEnvConfig, output: Output, note: Callable[[str], None]) -> None:
+    def __init__(self, config: BaseEnvConfig, output: RunOutput, note: Callable[[str], None]) -> None:
         self._config = config
         self._output = output
         self._note = note

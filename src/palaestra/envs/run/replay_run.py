@@ -16,15 +16,13 @@ from tempfile import TemporaryDirectory
 from palaestra.core.config import DEFAULT, is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
-from palaestra.envs.adapters.collected_adapter import CollectedEnvironment
-from palaestra.envs.adapters.forms import Form, form_of
+from palaestra.envs.api.base_env import CollectedEnvironment
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.discovery import load_environment
-from palaestra.envs.run.evaluate import Evaluation
-from palaestra.envs.run.run import concurrency, opened
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation
+from palaestra.envs.run.run import Form, concurrency, opened
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
-from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.journal.reader import Recording
@@ -55,7 +53,7 @@ async def replay(recording: Recording, settings: ReplaySettings, console: Consol
     if recording.last < 0:
         raise ConfigError(f"{recording.path} has no finished group, so there is nothing to play")
     with _where_it_ran(recording.meta.config):
-        form = form_of(_environment(recording, settings.environment))
+        form = _form(recording, settings.environment)
         return await _Replay(recording, settings, form).run(console)
 
 
@@ -136,7 +134,7 @@ class OfflinePool(SlotPool):
         return await super().make(replace(spec, network=Network.OFF), trajectory_id, snapshot)
 
 
-def _environment(recording: Recording, given: str | None) -> object:
+def _form(recording: Recording, given: str | None) -> Form:
     """The environment that made the recording, from where it was or from where it is said to be."""
     recorded = recording.meta.config.get("environment") or ""
     reference = given or recorded
@@ -151,14 +149,13 @@ def _environment(recording: Recording, given: str | None) -> object:
             f"the environment of this run was {reference}, and {path} is gone: say where it is now with "
             "--environment FILE.py:NAME"
         )
-    environment = load_environment(reference, Path.cwd())
-    name = form_of(environment).name
-    if name != recording.meta.env:
-        raise ConfigError(f"the run was one of '{recording.meta.env}', and {reference} is '{name}'")
-    return environment
+    form = load_environment(reference, Path.cwd())
+    if form.name != recording.meta.env:
+        raise ConfigError(f"the run was one of '{recording.meta.env}', and {reference} is '{form.name}'")
+    return form
 
 
-def _playable(environment: Environment) -> Environment:
+def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
     if isinstance(environment, CollectedEnvironment):
         raise ConfigError(
             f"{environment.name} collects its rollouts itself, in a collect_ method: what it did with the model's "

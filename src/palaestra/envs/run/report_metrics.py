@@ -10,21 +10,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.config import DEFAULT
+from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.feed_trainer import trainers_tracking
-from palaestra.envs.run.run_folder import Output
+from palaestra.envs.run.run_folder import RunOutput
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupFinished, Handlers
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.observe.metrics import Figures
-from palaestra.rollouts.observe.trackers.jsonl import MetricsFile
 from palaestra.rollouts.observe.trackers.subprocess_tracker import start_tracker
-from palaestra.rollouts.observe.trackers.tracker import RunLabel, Tracker
+from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,59 @@ EVERY_S = 1.0
 
 ROLLOUTS = "rollouts"
 """What the table of rollouts to look at is called, after the prefix."""
+
+
+METRICS_SCHEMA = "palaestra.metrics/1"
+
+
+class MetricsFile:
+    """`metrics.jsonl`, the tracker that every run has: one line per call, written immediately and never rewritten.
+
+    A last line that a kill or a full disk tore is ended with a newline, so that what follows stays readable. A line
+    that the disk does not take is lost with a warning; the journal is what stops a run on a full disk.
+    """
+
+    def __init__(self, path: Path, *, clock: Clock | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._clock = clock or SystemClock()
+        self._file = path.open("ab", buffering=0)
+        self._torn = _torn(path)
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add a line. A number that is not finite becomes null."""
+        line: dict[str, JSON] = {"schema": METRICS_SCHEMA, "time": self._clock.wall(), "step": step, **numbers}
+        text = b"\n" * self._torn + msgspec.json.encode(line) + b"\n"
+        try:
+            self._torn = self._file.write(text) != len(text)
+        except OSError as error:
+            self._torn = True
+            logger.warning("metrics are missing in %s: %s", self.path, error)
+
+    def show(self, step: int, name: str, rollouts: Shown) -> None:
+        """Nothing: the journal has every rollout."""
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
+
+    async def aclose(self) -> None:
+        """The same."""
+        self.close()
+
+
+def _torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, 2):
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
 
 
 class Reporting:
@@ -132,7 +188,7 @@ def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
 
 
 async def make_reporting(
-    parsed: Parsed[BaseEnvConfig, APIServerConfig], output: Output, note: Callable[[str], None]
+    parsed: Parsed[BaseEnvConfig, APIServerConfig], output: RunOutput, note: Callable[[str], None]
 ) -> Reporting:
     """The run's trackers: `metrics.jsonl` and the services that were asked for. `note` gets those that are missing."""
     config, folder = parsed.env_config, output.folder

@@ -1,8 +1,8 @@
 """Runs an environment from a command line: one assembly of engine, slots and journal for every form of environment.
 
-`main` is what `palaestra run` and every environment script call. It returns the exit code: 0 done, 3 finished with more
-unscored rollouts than allowed, or paused, 130 drained; errors raise and become their code in `core/exits.py`. However a
-run ends, what was finished is kept, and the output is made from it.
+`palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes. The
+exit code is 0 if the run is done, 3 if it has more unscored rollouts than allowed or is paused, and 130 if it was
+drained. However a run ends, what was finished is kept, and the output is made from it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
-from palaestra.core.exits import DONE, TOO_MANY_FAILURES, run_guarded
-from palaestra.envs.adapters.class_adapter import ClassEnvironment, numbers
-from palaestra.envs.adapters.forms import Form, form_of
+from palaestra.core.exits import DONE, TOO_MANY_FAILURES, report_failure
+from palaestra.core.types import JSON, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import Answer, CommandLine, set_fields
-from palaestra.envs.config.dotenv import read_dotenv
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.discovery import load_environment, reference_of
-from palaestra.envs.run.evaluate import Evaluation, in_short, save_evaluation
+from palaestra.envs.config.layers import read_dotenv
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_short, save_evaluation
 from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, serve_limit
-from palaestra.envs.run.metrics_endpoint import serving_metrics
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
-from palaestra.envs.run.run_folder import Output, RunLine, open_output
-from palaestra.inference.config import APIServerConfig
+from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
+from palaestra.inference.chat_server import ChatServer
+from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
 from palaestra.rollouts.observe.console import Console, make_console
+from palaestra.rollouts.observe.prometheus import serving_metrics
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
 from palaestra.rollouts.observe.tracing.exporter import traced
@@ -51,22 +50,49 @@ from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.isolation.isolation_probe import warning
 
 
-def main(environment: object, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Run an environment (a function form or a class) as the command line says, and return the exit code."""
-    return run_guarded(lambda: _main(environment, sys.argv[1:] if argv is None else argv, prog), _report)
+class Form(Protocol):
+    """A form of environment that a command line can run.
+
+    `command` is used when the line names none. `reference` is where the environment can be loaded from again, see
+    `envs.discovery`; empty if nowhere.
+    """
+
+    name: str
+    reference: str
+
+    @property
+    def about(self) -> str:
+        """Its docstring."""
+        ...
+
+    @property
+    def command(self) -> str | None: ...
+
+    def config_type(self) -> type[BaseEnvConfig]: ...
+
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
+        """The settings and servers of the environment's own; None if it sets nothing."""
+        ...
+
+    def check_values(self) -> Mapping[str, JSON]:
+        """Settings with which a check needs nothing else; unused if a user sets one of them."""
+        ...
+
+    def build(
+        self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
+    ) -> EvaluatedEnvironment: ...
 
 
-def run_environment(reference: str, argv: Sequence[str], *, prog: str) -> int:
-    """Run the environment that `reference` names, with `process` as the default command. Errors are the caller's."""
-    return _main(load_environment(reference, Path.cwd()), argv, prog, "process")
+def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+    """Run an environment as the command line of its script says. Reports failures and returns the exit code."""
+    try:
+        return run_command(form, sys.argv[1:] if argv is None else argv, prog=prog)
+    except BaseException as error:
+        return report_failure(error)
 
 
-def _report(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
-
-
-def _main(environment: object, argv: Sequence[str], prog: str | None, command: str | None = None) -> int:
-    form = form_of(environment)
+def run_command(form: Form, argv: Sequence[str], *, prog: str | None = None, command: str | None = None) -> int:
+    """Run an environment as `argv` says, with `command` if it names none, and return the exit code."""
     config, servers = form.defaults()
     dotenv = read_dotenv(Path.cwd())
     parsed = CommandLine(
@@ -86,7 +112,7 @@ def _main(environment: object, argv: Sequence[str], prog: str | None, command: s
         parsed.env_config.take_variables({**dotenv, **os.environ})
     for notice in parsed.notices:
         sys.stderr.write(f"note: {notice}\n")
-    return asyncio.run(run(form, parsed, reference=reference_of(environment))).exit_code
+    return asyncio.run(run(form, parsed)).exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +127,10 @@ class RunReport:
     report: Path
 
 
-async def run(
-    form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None, reference: str = ""
-) -> RunReport:
+async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None) -> RunReport:
     """Run to the end and report where the files are. Whatever ends the run, what was finished is kept.
 
-    Nothing is written before model server, slots and environment are known to work. `reference` names the environment
-    for a later replay; see `discovery.reference_of`.
+    Nothing is written before model server, slots and environment are known to work.
     """
     stream = stream or sys.stderr
     config = parsed.env_config
@@ -122,7 +145,7 @@ async def run(
         await stack.enter_async_context(opened(environment))
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
-        output = open_output(form.name, parsed, engine.name, root, reference)
+        output = open_output(form.name, parsed, engine.name, root, form.reference)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
         if config.world != "live":
@@ -133,8 +156,9 @@ async def run(
             stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
         limits = make_limits(config, output)
         reporting = await make_reporting(parsed, output, _writing_on(stream))
-        spans = await stack.enter_async_context(
-            traced(
+        spans = None
+        if config.otel_endpoint is not None:
+            traces = traced(
                 config.otel_endpoint,
                 reporting.warn,
                 env=form.name,
@@ -143,7 +167,7 @@ async def run(
                 run_id=output.folder.run_id,
                 content=config.otel_content,
             )
-        )
+            spans = await stack.enter_async_context(traces)
         console, status = make_console(stream), StatusFile()
         events = EventStream(
             output.journal, output, limits, status, console, reporting, *(() if spans is None else (spans,))
@@ -190,7 +214,7 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
             await environment.shared.aclose()
 
 
-def make_limits(config: BaseEnvConfig, output: Output) -> RunLimits:
+def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     """The limits of a run. What an earlier part of it cost counts; how its rollouts ended does not."""
     spent, counted = 0.0, set()
     if output.resumes:
@@ -227,10 +251,10 @@ def _writing_on(stream: TextIO) -> Callable[[str], None]:
 class CommandRun:
     """One command (process, evaluate or serve) of one environment."""
 
-    environment: Environment
+    environment: EvaluatedEnvironment
     parsed: RunLine
     context: RunContext
-    output: Output
+    output: RunOutput
     reporting: Reporting
     status: StatusFile
     begun: bool = False
@@ -318,8 +342,8 @@ class CommandRun:
         limit = config.total_steps if config.total_steps >= 0 else None
         if command == "serve":
             limit = serve_limit(config.total_steps, self.parsed.sources.get("env.total_steps", DEFAULT))
-        elif command == "evaluate" and isinstance(environment, ClassEnvironment):
-            limit = None  # the class decides
+        elif command == "evaluate" and environment.chooses_evaluation:
+            limit = None
         context.events.announce(GroupsPlanned(limit, config.group_size))
         try:
             if command == "evaluate":
@@ -398,7 +422,7 @@ def _warn_once(context: RunContext, console: Console) -> None:
     prepared.trouble = warn
 
 
-def _print_summary(output: Output, figures: dict[str, float], reason: str, stream: TextIO) -> None:
+def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, stream: TextIO) -> None:
     names = ("groups", "groups_failed", "rollouts", "scored")
     groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
     mean = figures.get("reward/mean")

@@ -93,7 +93,7 @@ def resumed_folder(path: Path) -> RunFolder:
     return folder
 
 
-class Output:
+class RunOutput:
     """The open files of a run. `close` writes what is made from the whole run.
 
     `groups_file` is the groups file of an earlier part of the run; it is written again from its beginning. `own` are
@@ -164,7 +164,7 @@ class Output:
 RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
 
-def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str) -> Output:
+def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str) -> RunOutput:
     """The output of a new run, or of the one to resume. `reference` names the environment for a later replay."""
     config = parsed.env_config
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
@@ -176,7 +176,7 @@ def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: st
     groups = GroupsFile(path, env=env, model=model, messages=config.include_messages)
     settings |= {"groups_file": str(groups.path.resolve()), "run_folder": str(folder.path.resolve())}
     folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
-    output = Output(folder, journal, settings, env=env, model=model, groups=groups)
+    output = RunOutput(folder, journal, settings, env=env, model=model, groups=groups)
     started = RunStarted(
         at=output._started_at, run_id=folder.run_id, env=env, model=model, seed=config.seed, config=settings
     )
@@ -184,7 +184,7 @@ def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: st
     return output
 
 
-def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> Output:
+def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> RunOutput:
     """The output of an earlier run, to resume it. Raises `ConfigError` if it was a run of something else."""
     folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
     journal = Journal(folder.journal)  # before anything is read: whoever has it, has the run
@@ -204,7 +204,7 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
         messages = parsed.env_config.include_messages
         groups = GroupsFile(_groups_file(was.config, folder), env=env, model=model, messages=messages, again=True)
         folder = replace(folder, run_id=was.run_id)
-        output = Output(folder, journal, was.config, env=env, model=model, groups=groups, earlier=earlier)
+        output = RunOutput(folder, journal, was.config, env=env, model=model, groups=groups, earlier=earlier)
     except BaseException:
         journal.close()
         raise

@@ -23,7 +23,7 @@ from typing import IO
 
 import msgspec
 
-from palaestra.core.io.append_file import writing
+from palaestra.core.io.durable_files import writing
 from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger import TokenRow
 from palaestra.rollouts.export.exporter import UNSCORED, ExportMeta, ExportReport, outcome_fields

@@ -21,7 +21,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from palaestra.core.io.atomic_file import replaced
+from palaestra.core.io.durable_files import replaced
 from palaestra.core.printable import StyledText, printable, spans
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.observe.console import duration

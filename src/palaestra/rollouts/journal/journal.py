@@ -20,7 +20,7 @@ import msgspec
 
 from palaestra.core.config import is_secret
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.append_file import AppendedFile
+from palaestra.core.io.durable_files import AppendedFile
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import (
     FIRST_SCHEMA,

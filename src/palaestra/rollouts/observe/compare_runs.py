@@ -34,7 +34,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """`difference` is the mean over `pairs`, first minus other; `low` and `high` its 95 % interval, None for one pair.
 
     `only_first` and `only_other` are the tasks that the other run has no reward for. `asked_otherwise` are those of the
@@ -70,7 +70,7 @@ class Comparison:
         return counts | asdict(self)
 
 
-def compare(first: Iterable[Group], other: Iterable[Group], *, unscored: float | None = None) -> Comparison:
+def compare(first: Iterable[Group], other: Iterable[Group], *, unscored: float | None = None) -> RunComparison:
     """Compare by task id. A rollout without a reward is left out, or counts as `unscored`.
 
     Raises `ValueError` where no task has a reward in both.
@@ -83,7 +83,7 @@ def compare(first: Iterable[Group], other: Iterable[Group], *, unscored: float |
     mean, reach = statistics.fmean(differences), None
     if len(pairs) > 1:
         reach = student(len(pairs) - 1) * statistics.stdev(differences) / math.sqrt(len(pairs))
-    return Comparison(
+    return RunComparison(
         pairs,
         tuple(task for task in one if task not in two),
         tuple(task for task in two if task not in one),

@@ -1,17 +1,27 @@
-"""A run's status as Prometheus text. Source of the format: Prometheus, text exposition format 0.0.4.
+"""A run's status as Prometheus text, and its endpoint GET /metrics. Source of the format: Prometheus, text exposition
+format 0.0.4.
 
-Not for serving it. Invariant: a counter only ever counts what the journal holds, so it survives a resumed run; what
-was not measured has no line.
+The endpoint listens on this host alone unless the settings name another address, since the text names tasks and models.
+Invariant: a counter counts only what the journal holds, so it survives a resumed run; what was not measured has no
+line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 
-from palaestra.rollouts.observe.status import RunStatus
+from aiohttp import web
+
+from palaestra.core.io.http_server import listening
+from palaestra.rollouts.observe.status import RunReader, RunStatus
+from palaestra.rollouts.observe.status_file import StatusFile
 
 Samples = Mapping[tuple[tuple[str, str], ...], float]
 """Values by their labels."""
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(status: RunStatus, now: float) -> str:
@@ -68,3 +78,21 @@ def _labels(labels: tuple[tuple[str, str], ...]) -> str:
         return ""
     escaped = ((name, text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")) for name, text in labels)
     return "{" + ",".join(f'{name}="{text}"' for name, text in escaped) + "}"
+
+
+@asynccontextmanager
+async def serving_metrics(reader: RunReader, inflight: StatusFile, host: str, port: int) -> AsyncIterator[str]:
+    """Serve while the block runs; gives the URL. Raises `ConfigError` if it cannot listen."""
+    reading = asyncio.Lock()
+
+    async def metrics(request: web.Request) -> web.Response:
+        async with reading:
+            status = await asyncio.to_thread(reader.read)
+        now = inflight.now()
+        status.in_flight, status.oldest = now.stages, now.idle
+        return web.Response(body=exposition(status, now.at).encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with listening(app, host, port) as url:
+        yield f"{url}/metrics"

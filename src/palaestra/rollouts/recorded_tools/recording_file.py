@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.append_file import AppendedFile
+from palaestra.core.io.durable_files import AppendedFile
 from palaestra.core.types import JSON
 
 logger = logging.getLogger(__name__)

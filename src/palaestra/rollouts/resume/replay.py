@@ -16,7 +16,7 @@ from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError, InfraError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.engine import AssistantMessage, ChatCompletion
-from palaestra.inference.engines.policies import RecordedReply, recorded_turns
+from palaestra.inference.engines.scripted import RecordedReply, recorded_turns
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.rollouts.records import Group, SubagentRecord, Trajectory

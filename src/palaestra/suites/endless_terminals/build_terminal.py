@@ -16,8 +16,7 @@ from pathlib import Path
 import click
 
 from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.io.append_file import writing
-from palaestra.core.io.atomic_file import replaced
+from palaestra.core.io.durable_files import replaced, writing
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import SlotSource, SlotSpec

@@ -7,10 +7,11 @@ sealed work with an interpreter that the agent cannot change. The reward is 1.0 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import islice
 from pathlib import PurePosixPath
+from random import SystemRandom
 from typing import ClassVar
 
 import yaml
@@ -20,18 +21,19 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Score, Task, ToolStep
 from palaestra.envs import cache_key
-from palaestra.envs.adapters.hermes_adapter import ContractEnvironment
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.envs.api.hermes_env import ContractEnvironment
 from palaestra.envs.datasets import Row, read_rows
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
+from palaestra.suites.grading.controls import TAMPERED, failing_copy, mixed_copies, watching_copy
+from palaestra.suites.grading.harness import run_harness
 from palaestra.suites.grading.toolchain import interpreter
-from palaestra.suites.hermes_swe.hidden_tests import TestOutcome, find_tampering, run_suite
-from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
+from palaestra.suites.hermes_swe.programming_task import HiddenTests, ProgrammingTask, parse_row
 
 BUILT_IN = "built-in"
 """The built-in dataset."""
@@ -40,6 +42,8 @@ SYSTEM_PROMPT = (
     "You are a software engineer who works in a terminal. Your commands start in the working directory. Look at what "
     "is there, write the program, try it out, and say briefly what you did when it works. Hidden tests check it."
 )
+
+HARNESS_DIR = "/tmp/.palaestra-tests"  # noqa: S108  in the slot, where no layer keeps it
 
 
 class HermesSweEnvConfig(ListedEnvConfig):
@@ -179,3 +183,66 @@ class HermesSweEnv(ListedEnv):
 
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
         raise NotImplementedError("rollouts of this environment are graded by HermesSweEnvironment.score")
+
+
+@dataclass(frozen=True, slots=True)
+class TestOutcome:
+    """One run of the tests. `errors` maps each test that did not pass to its traceback."""
+
+    __test__ = False  # pytest: not a test class
+
+    passed: int
+    errors: Mapping[str, str]
+    output: str
+
+    @property
+    def good(self) -> bool:
+        """Whether every test passed."""
+        return not self.errors
+
+
+async def run_suite(slot: Slot, python: str, root: str, suite: HiddenTests, *, timeout_s: float) -> TestOutcome:
+    """Run the tests over the files in `root`. Raises `GraderError` if the harness did not start."""
+    records, done = await run_harness(
+        slot,
+        [python, "-I", "-S", "-B"],
+        "python_test_runner.py",
+        {"root": root, "tests": suite.text, "names": suite.names},
+        folder=HARNESS_DIR,
+        env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
+        timeout_s=timeout_s,
+    )
+    ended = any(record["kind"] == "finish" for record in records)
+    reported = {str(record["name"]): record for record in records if record["kind"] == "test"}
+    missing = "the test run timed out" if done.metadata.get("timeout") else "the test run ended before this test"
+    errors = {}
+    for name in suite.names:
+        record = reported.get(name)
+        if record is None or not ended:
+            errors[name] = missing
+        elif not record["passed"]:
+            errors[name] = str(record["error"])
+    return TestOutcome(len(suite.names) - len(errors), errors, done.output[-4000:])
+
+
+async def find_tampering(slot: Slot, python: str, root: str, suite: HiddenTests, *, timeout_s: float) -> str | None:
+    """How the workspace subverts tests that all passed, or None. No test may have run in this slot before."""
+
+    async def run(text: str) -> TestOutcome:
+        async with slot.fork() as fork:
+            return await run_suite(fork, python, root, HiddenTests(text, suite.names), timeout_s=timeout_s)
+
+    drawn = mixed_copies({"": suite.text}, suite.names, SystemRandom())
+    for mixed in drawn:
+        done = await run(mixed.texts[""])
+        if problem := mixed.subverted_by([name for name in suite.names if name not in done.errors]):
+            return problem
+    if not drawn and (copy := failing_copy(suite.text)) is not None:
+        done = await run(copy.text)
+        if done.passed:
+            return f"{done.passed} of {len(suite.names)} tests pass whatever they assert"
+    if (copy := watching_copy(suite.text)) is not None:
+        for name, error in (await run(copy.text)).errors.items():
+            if TAMPERED in error:
+                return f"{name} compares an object that equals everything"
+    return None

@@ -18,12 +18,11 @@ from pydantic import Field
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
 from palaestra.core.errors import PrepareError, TaskError
-from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
+from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
-from palaestra.envs.adapters.class_adapter import numbers
-from palaestra.envs.adapters.hermes_adapter import ContractEnvironment
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.envs.api.hermes_env import ContractEnvironment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout

@@ -18,7 +18,7 @@ import click
 from palaestra.core.types import JSON, Task
 from palaestra.envs.cheats.proof import FULL, PolicyRuns, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
-from palaestra.inference.engines.policies import NoopPolicy, OraclePolicy, Policy
+from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Policy
 from palaestra.sandbox.pool import SlotPool
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from palaestra.core.errors import GraderError
-from palaestra.core.types import JSON, Score
-from palaestra.envs.adapters.class_adapter import numbers
+from palaestra.core.types import JSON, Score, numbers
 from palaestra.suites.terminal_bench.terminal_task import FINAL, TaskStep, TerminalTask
 
 REWARD = "reward"

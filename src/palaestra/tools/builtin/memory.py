@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.io.atomic_file import replaced
+from palaestra.core.io.durable_files import replaced
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema

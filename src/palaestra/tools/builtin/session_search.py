@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.atomic_file import replaced
+from palaestra.core.io.durable_files import replaced
 from palaestra.core.types import JSON, Message
 from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema

@@ -18,9 +18,8 @@ from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
-from palaestra.core.config import Settings
+from palaestra.core.config import Settings, read_yaml
 from palaestra.core.errors import ConfigError
-from palaestra.core.literals import read_yaml
 from palaestra.core.types import JSON
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.append_file import open_lines
+from palaestra.core.io.durable_files import open_lines
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.records import Group, Trajectory

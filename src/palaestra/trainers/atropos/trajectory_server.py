@@ -17,7 +17,7 @@ from aiohttp import web
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.io.append_file import open_lines, writing
+from palaestra.core.io.durable_files import open_lines, writing
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
 from palaestra.trainers.atropos.exchange import AnyEvent, BatchTaken, DataReset, Exchange, TrainerStarted

@@ -206,8 +206,8 @@ def test_tasks_are_searched_pinned_and_rebuilt_the_same(tmp_path: Path, run_benc
     async def scenario(bench: Bench) -> None:
         # The pytest of this test run stands in for installed requirements.
         from palaestra.suites.grading.toolchain import Install
-        from palaestra.suites.swe.authoring.bug_search import find_bugs
         from palaestra.suites.swe.authoring.build_rows import Repository, make_row
+        from palaestra.suites.swe.authoring.build_tasks import find_bugs
         from palaestra.suites.swe.authoring.package_trial import open_trial
 
         files = read_sdist(ARCHIVE, "mini")

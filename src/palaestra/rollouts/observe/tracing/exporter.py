@@ -30,12 +30,9 @@ Note = Callable[[str], None]
 
 @asynccontextmanager
 async def traced(
-    endpoint: str | None, note: Note, *, env: str, model: str, provider: str, run_id: str, content: bool = False
+    endpoint: str, note: Note, *, env: str, model: str, provider: str, run_id: str, content: bool = False
 ) -> AsyncIterator[Spans | None]:
-    """The spans of a run, sent to `endpoint`. None without an endpoint or, with a warning, without the extra `otel`."""
-    if endpoint is None:
-        yield None
-        return
+    """The spans of a run, sent to `endpoint`. None, with a warning, without the extra `otel`."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -12,11 +12,11 @@ from palaestra.suites.endless_terminals.checks.file_checks import (
     Absent,
     Digests,
     Exists,
+    FileContent,
     Files,
     Lines,
     Modes,
     SymbolicLink,
-    TextFile,
 )
 from palaestra.suites.endless_terminals.checks.program_checks import LIVE, Archive, Git, Running, Runs, Serves, SqlQuery
 
@@ -38,7 +38,7 @@ AnyCheck: TypeAlias = (
     | Running
     | Runs
     | Serves
-    | TextFile
+    | FileContent
     | Toml
     | Yaml
 )

@@ -8,7 +8,7 @@ import io
 import json
 import tomllib
 
-from palaestra.core.literals import read_yaml
+from palaestra.core.config import read_yaml
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.endless_terminals.checks.base_check import BaseCheck, different, read_text, something_else

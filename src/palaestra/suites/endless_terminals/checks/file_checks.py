@@ -17,7 +17,7 @@ from palaestra.suites.endless_terminals.checks.base_check import (
 )
 
 
-class TextFile(BaseCheck, frozen=True, tag="text"):
+class FileContent(BaseCheck, frozen=True, tag="text"):
     """A file with this text; blanks at line ends and empty lines at the end are ignored unless `exact`."""
 
     text: str
@@ -133,4 +133,4 @@ class Digests(BaseCheck, frozen=True):
         return different(self.path, sorted(got), sorted(wanted))
 
 
-__all__ = ["Absent", "Digests", "Exists", "Files", "Lines", "Modes", "SymbolicLink", "TextFile"]
+__all__ = ["Absent", "Digests", "Exists", "FileContent", "Files", "Lines", "Modes", "SymbolicLink"]

@@ -9,11 +9,11 @@ from palaestra.suites.endless_terminals.checks.file_checks import (
     Absent,
     Digests,
     Exists,
+    FileContent,
     Files,
     Lines,
     Modes,
     SymbolicLink,
-    TextFile,
 )
 from palaestra.suites.endless_terminals.checks.program_checks import Archive
 from palaestra.suites.endless_terminals.family import DataFile, DataKind, Family, TaskPart, python
@@ -140,7 +140,7 @@ def linked(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
     checks: tuple[AnyCheck, ...] = (
         SymbolicLink(f"{place}/current", f"{folder}/{newest}"),
         SymbolicLink(f"{place}/oldest", f"{folder}/{oldest}"),
-        *(TextFile(path, text) for path, text in files.items()),
+        *(FileContent(path, text) for path, text in files.items()),
     )
     return TaskPart(ask, solution, checks, files)
 
@@ -197,7 +197,7 @@ def reassembled(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
     )
     solution = f"for n in $(seq 1 {count}); do cat {folder}/part.$n; done > {target}\n"
     output = DataFile(target, "lines", lines=tuple(text.splitlines()))
-    return TaskPart(ask, solution, (TextFile(target, text, exact=True),), files, output=output)
+    return TaskPart(ask, solution, (FileContent(target, text, exact=True),), files, output=output)
 
 
 def scaffolded(draw: Draw, place: str, given: DataFile | None) -> TaskPart:

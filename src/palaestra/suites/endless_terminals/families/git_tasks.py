@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck
-from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists, Lines, TextFile
+from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists, FileContent, Lines
 from palaestra.suites.endless_terminals.checks.program_checks import Git
 from palaestra.suites.endless_terminals.family import Build, DataFile, Family, TaskPart
 from palaestra.suites.endless_terminals.random_stream import Draw
@@ -97,8 +97,8 @@ def merged(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         Git(folder, ["rev-list", "--count", "--merges", "main"], "1"),
         Git(folder, ["ls-tree", "-r", "--name-only", "main"], "\n".join(names)),
         Git(folder, ["status", "--porcelain"], ""),
-        TextFile(f"{folder}/{a}.txt", changed),
-        TextFile(f"{folder}/{b}.txt", texts[f"{b}.txt"]),
+        FileContent(f"{folder}/{a}.txt", changed),
+        FileContent(f"{folder}/{b}.txt", texts[f"{b}.txt"]),
     )
     initial = (
         Git(folder, ["rev-list", "--count", "--merges", "main"], "0"),
@@ -158,7 +158,7 @@ def restored(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         f"git commit -q -m '{message}'\n",
     )
     checks = (
-        TextFile(f"{folder}/{name}", last),
+        FileContent(f"{folder}/{name}", last),
         Git(folder, ["show", f"main:{name}"], last),
         Git(folder, ["log", "--format=%s", "main"], f"{message}\nGo on\nTidy up\nChange the file\nAdd the file"),
         Git(folder, ["status", "--porcelain"], ""),
@@ -218,8 +218,8 @@ def untracked(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         Git(folder, ["ls-tree", "-r", "--name-only", "main"], f".gitignore\n{kept}", False),
         Git(folder, ["log", "--format=%s", "main"], f"{message}\nAll"),
         Git(folder, ["status", "--porcelain"], ""),
-        TextFile(f"{folder}/{secret}", "secret"),
-        TextFile(f"{folder}/{cache}", "x"),
+        FileContent(f"{folder}/{secret}", "secret"),
+        FileContent(f"{folder}/{cache}", "x"),
     )
     tracked = Git(folder, ["ls-files"], f"{cache}\n{kept}\n{secret}", False)
     initial = (tracked, Exists(f"{folder}/{secret}"), Exists(f"{folder}/{cache}"))

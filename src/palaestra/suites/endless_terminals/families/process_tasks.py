@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palaestra.suites.endless_terminals.checks.data_checks import Json
-from palaestra.suites.endless_terminals.checks.file_checks import Exists, Lines, TextFile
+from palaestra.suites.endless_terminals.checks.file_checks import Exists, FileContent, Lines
 from palaestra.suites.endless_terminals.checks.program_checks import Running, Serves
 from palaestra.suites.endless_terminals.family import DataFile, Family, TaskPart, python
 from palaestra.suites.endless_terminals.random_stream import Draw
@@ -183,7 +183,7 @@ def kept_running(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         f"nohup python3 {script} {word} {state} </dev/null >/dev/null 2>&1 &\necho $! > {pid}\n"
         f"until [ -s {state} ]; do sleep 0.02; done\n"
     )
-    checks = (Running(pid, word), TextFile(state, f"{word} {len(word) * factor}\n"))
+    checks = (Running(pid, word), FileContent(state, f"{word} {len(word) * factor}\n"))
     return TaskPart(ask, solution, checks, {script: code}, initial=(Exists(script),), live=True)
 
 

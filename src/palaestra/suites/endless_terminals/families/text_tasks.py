@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from palaestra.suites.endless_terminals.checks.data_checks import Json
-from palaestra.suites.endless_terminals.checks.file_checks import Files, Lines, TextFile
+from palaestra.suites.endless_terminals.checks.file_checks import FileContent, Files, Lines
 from palaestra.suites.endless_terminals.family import (
     Build,
     DataFile,
@@ -249,7 +249,7 @@ def filled(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         f"    text = text.replace('{{{{' + key + '}}}}', value)\nopen({target!r}, 'w').write(text)"
     )
     files = {template: text, values: "".join(f"{key}={value}\n" for key, value in known.items())}
-    return TaskPart(ask, python(code), (TextFile(target, result), TextFile(template, text)), files)
+    return TaskPart(ask, python(code), (FileContent(target, result), FileContent(template, text)), files)
 
 
 def cleaned(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
@@ -263,7 +263,8 @@ def cleaned(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         "empty lines go. Every line, the last one too, ends with a newline. Nothing else changes."
     )
     solution = f"sed -i -e 's/\\r$//' -e 's/ *$//' -e '/^$/d' {path}\n"
-    return TaskPart(ask, solution, (TextFile(path, "".join(f"{line}\n" for line in lines), exact=True),), {path: messy})
+    clean = FileContent(path, "".join(f"{line}\n" for line in lines), exact=True)
+    return TaskPart(ask, solution, (clean,), {path: messy})
 
 
 def measured(draw: Draw, place: str, given: DataFile | None) -> TaskPart:

@@ -31,7 +31,7 @@ from urllib.parse import urldefrag, urljoin
 import aiohttp
 
 from palaestra.core.errors import ConfigError, PrepareError
-from palaestra.core.io.atomic_file import replaced
+from palaestra.core.io.durable_files import replaced
 from palaestra.suites.host_process import check_process, run_process
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from palaestra.core.literals import Annotation, describe, read_words
+from palaestra.envs.config.layers import Annotation, describe, read_words
 
 
 class Mode(Enum):

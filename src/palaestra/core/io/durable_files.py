@@ -1,4 +1,4 @@
-"""A file that only grows, line by line: journals and stores.
+"""Files that survive a crash: those that only grow, line by line (journals and stores), and those replaced as a whole.
 
 An appended line is handed to the kernel, so it survives the death of this process; `commit` returns once everything
 appended before it is on the disk, and concurrent commits share one fsync. Invariant: a line that could not be written
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -133,3 +134,18 @@ def _begin(fd: int, path: Path, schema: str) -> None:
             os.ftruncate(fd, start + last + 1)
             return
         end = start
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A file to fill, which replaces `path` when the block ends. If the block fails, the former file stays and nothing
+    else. Raises `OSError`."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,108 @@
+"""Training rows as class environments write them: `ScoredDataItem` for one rollout, `ScoredDataGroup` for a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from palaestra.core.errors import TaskError
+from palaestra.core.types import JSON, Message, number
+from palaestra.rollouts.export.messages import chat_messages
+
+Row = Mapping[str, JSON]
+
+PER_ROLLOUT = (
+    *("advantages", "ref_logprobs", "inference_logprobs", "overrides", "messages", "images"),
+    *("distill_token_ids", "distill_logprobs"),
+)
+"""Keys of a group that may hold one value per rollout, in addition to tokens, masks and scores."""
+
+ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "inference_logprobs"})
+"""The keys of a training row that a trajectory has fields for."""
+
+
+class ScoredDataItem(TypedDict, total=False):
+    """The training row of one rollout: `tokens[T]`, `masks[T]` (-100 where nothing is trained), its score, messages."""
+
+    tokens: list[int]
+    masks: list[int]
+    scores: float
+    messages: list[Message] | None
+    advantages: list[float] | None
+    ref_logprobs: list[float] | None
+    inference_logprobs: list[float] | None
+    overrides: dict[str, JSON] | None
+    images: JSON
+    token_source: str
+
+
+class ScoredDataGroup(TypedDict, total=False):
+    """The rows of a group, each list in the order of its rollouts."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    messages: list[list[Message]] | None
+    advantages: list[list[float]] | None
+    ref_logprobs: list[list[float]] | None
+    inference_logprobs: list[list[float]] | None
+    generation_params: dict[str, JSON] | None
+    group_overrides: dict[str, JSON] | None
+    overrides: list[dict[str, JSON]] | None
+    images: JSON
+
+
+def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
+    """One group of these rows, None of none. What not every row has is an empty list, log-probabilities included."""
+    names = [name for name in ScoredDataItem.__annotations__ if name in ScoredDataGroup.__annotations__]
+    lists = {name: [row.get(name) for row in rows] for name in names}
+    group: JSON = {name: [] if any(value is None for value in values) else values for name, values in lists.items()}
+    return group if rows else None
+
+
+def checked_row(row: object, task_id: str) -> Row:
+    """A row that can be recorded. Raises `TaskError` that says what is wrong with it."""
+    if not isinstance(row, Mapping):
+        raise TaskError(f"{task_id}: a row is {type(row).__name__}, not a ScoredDataItem")
+    for key in ("tokens", "masks", "scores"):
+        if row.get(key) is None:
+            raise TaskError(f"{task_id}: a row lacks {key}")
+    if number(row["scores"]) is None:
+        raise TaskError(f"{task_id}: scores of a row is {type(row['scores']).__name__}, not a number")
+    lengths = {key: len(row[key]) for key in ("tokens", "masks", "inference_logprobs") if row.get(key)}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{count} {key}" for key, count in lengths.items())
+        raise TaskError(f"{task_id}: a row has {told}; each token needs one of each")
+    return row
+
+
+def rows_of(group: object, task_id: str) -> list[Row]:
+    """The rows of a group, or of a list of rows. Raises `TaskError` for anything else."""
+    if isinstance(group, Sequence) and not isinstance(group, (str, bytes)):
+        return [checked_row(row, task_id) for row in group if row is not None]
+    if not isinstance(group, Mapping) or not isinstance(group.get("tokens"), Sequence):
+        raise TaskError(f"{task_id}: a group is {type(group).__name__}, not a ScoredDataGroup or a list of rows")
+    count = len(group["tokens"])
+    lists = {key: group[key] for key in ("tokens", "masks", "scores", *PER_ROLLOUT) if group.get(key)}
+    for key, values in lists.items():
+        if len(values) != count:
+            raise TaskError(f"{task_id}: a group has {count} tokens and {len(values)} {key}")
+    shared = {key: value for key, value in group.items() if key not in lists and value is not None}
+    return [{**shared, **{key: values[index] for key, values in lists.items()}} for index in range(count)]
+
+
+MOST_RESULT = 500
+"""Characters of a tool's result that a shown rollout has."""
+
+
+def format_trajectory(messages: Sequence[Message]) -> str:
+    """A conversation as a person reads it: who said what, the calls and the beginnings of their results."""
+    parts = []
+    for said in chat_messages(messages):
+        if said.role == "tool":
+            parts.append(f"[TOOL RESULT] {said.text[:MOST_RESULT]}{'...' if len(said.text) > MOST_RESULT else ''}")
+            continue
+        parts += [f"[REASONING] {said.reasoning}"] if said.reasoning else []
+        parts += [f"[{said.role.upper()}]\n{said.text}"] if said.text else []
+        parts += [f"[TOOL CALL] {call.name}({call.arguments})" for call in said.calls]
+    return "\n\n".join(parts)
