@@ -1,7 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long retest test-torch check snapshots interop constraints setup
+.PHONY: help demo test test-long retest test-torch check spine snapshots interop constraints setup
 WORKERS ?= 2
 
 help: ## show this list
@@ -33,6 +33,9 @@ check: setup ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python scripts/guard.py
+
+spine: setup ## count the files and frames of one rollout; fails above the caps
+	@.venv/bin/python benchmarks/spine.py --quick
 
 snapshots: setup ## write the snapshots of tool schemas, toolsets and distributions that the tests compare with
 	@.venv/bin/python scripts/tool_snapshots.py

@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from ..vision.seeing import png
+from tools.builtin.image_server import png
 
 HOME = """<title>Home</title><h1>The shop</h1><p>Fresh bread every morning.</p>
 <a href="/about">About us</a> <a href="/new" target="_blank">New tab</a> <a href="/file.zip">Catalogue</a>

@@ -7,7 +7,7 @@ import asyncio
 from palaestra.tools.browser.browser_session import BrowserSession
 from palaestra.tools.browser.shared_browser import SharedBrowser
 
-from ..vision.seeing import SeeingServer
+from ..builtin.image_server import SeeingServer
 from .conftest import Visiting, Visitor
 
 

@@ -12,7 +12,7 @@ from palaestra.tools.registry.build import builtin_tools
 
 
 def load_script() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "tool_snapshots.py"
+    path = Path(__file__).parents[3] / "scripts" / "tool_snapshots.py"
     spec = importlib.util.spec_from_file_location("tool_snapshots", path)
     assert spec is not None
     assert spec.loader is not None

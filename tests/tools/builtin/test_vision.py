@@ -17,7 +17,7 @@ from palaestra.tools.registry.build import build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
 
-from .seeing import SeeingServer, png
+from .image_server import SeeingServer, png
 
 RED = png(40, 30, (255, 0, 0))
 Ask = Callable[..., Awaitable[JSON]]

@@ -21,7 +21,7 @@ from palaestra.rollouts.export.exporter import FORMATS, exporter_named
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.records import Group
 
-PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
 
 
 def function(name: str) -> Callable[..., JSON]:

@@ -11,7 +11,7 @@ from palaestra.cli.main import main
 from palaestra.envs.discovery import known_environments
 from palaestra.rollouts.journal.journal import read_groups
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/environments"
 NAMES = sorted(known_environments(ROOT))
 

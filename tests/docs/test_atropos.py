@@ -17,7 +17,7 @@ from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "atropos.md").read_text("utf-8")
 
 

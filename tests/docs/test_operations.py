@@ -17,7 +17,7 @@ from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import Latency, RunReader
 from palaestra.rollouts.watchdog import IDLE_LIMITS
 
-PAGE = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

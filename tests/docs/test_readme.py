@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.cli.main import main
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def written_example(folder: Path) -> Path:
@@ -37,10 +37,11 @@ def test_every_folder_in_the_readmes_tree_is_there() -> None:
     root, package = README.parent, README.parent / "src" / "palaestra"
     outer = ""
     for line in tree.group(1).splitlines():
-        name = line.split()[0]
-        if not name.endswith("/"):
+        names = re.match(r" *(\S+/(?:  \S+/)*)(?= |$)", line)
+        if names is None:
             continue
         indent = len(line) - len(line.lstrip())
-        outer = name if indent == 2 else outer
-        path = {0: root / name, 2: package / name}.get(indent, package / outer / name)
-        assert path.is_dir(), line
+        for name in names[1].split():
+            outer = name if indent == 2 else outer
+            path = {0: root / name, 2: package / name}.get(indent, package / outer / name)
+            assert path.is_dir(), line

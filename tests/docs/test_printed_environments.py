@@ -13,7 +13,7 @@ import pytest
 
 from palaestra.cli.main import main
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def written(folder: Path, name: str) -> Path:

@@ -16,8 +16,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import RunConditions, build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
-
-from .site import DOCUMENTS, KEY, Site, firecrawl, pages, searxng
+from tools.web.site import DOCUMENTS, KEY, Site, firecrawl, pages, searxng
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,271 @@
+"""How much code one rollout passes through: python benchmarks/spine.py [--quick] [--json FILE] [--files]
+
+Counts the package's files in which a function is called, and the deepest stack of the package's frames, in two real
+runs of the command line, each in a process of its own:
+
+`run` is one task, one rollout and one command in a slot (the reference solution), scored by a function that reads one
+file. Two parts of it are also counted alone: the tool call and grading, each with all that is called until it returns.
+`tokens` is a token-exact run of two turns that executes no tool, from the first request to the exported group.
+
+Only this process counts, not the slot server. Code that runs while a module is imported never counts. The figures
+include what happens concurrently, so they may differ by one or two between runs. Exits with 1 if a figure is above its
+cap. `--files` lists the files behind each figure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dis
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+import _measure as measure
+
+ENVIRONMENTS = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def greeting():
+    yield Task(id="greet", prompt="Copy name.txt to greeting.txt", files={"name.txt": "Ada"},
+               solution="cp name.txt greeting.txt", answer="Ada")
+
+@greeting.score
+async def copied(task, sandbox):
+    return (await sandbox.read_text("greeting.txt", missing="")) == task.answer
+
+@environment(toolsets=["terminal"])
+def talk():
+    yield Task(id="talk", prompt="Say hello")
+
+@talk.score
+async def spoken(rollout):
+    return "hello" in rollout.final_response
+"""
+UNKNOWN_CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
+"""The first reply of the token-exact run: an unknown tool's, so that there is a second turn and nothing is executed."""
+LAST_REPLY = "hello"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a run: it opens with the first call of `first` and closes when a call of `last` returns.
+
+    Both are given as `file:qualified name`, with the file's path in the package.
+    """
+
+    first: str
+    last: str
+
+
+PARTS = {
+    "tool call": Part("tools/runtime/runtime.py:ToolRuntime.run", "tools/runtime/runtime.py:ToolRuntime.run"),
+    "grading": Part("rollouts/environment.py:Environment.grade", "rollouts/environment.py:Environment.grade"),
+    "token to group": Part(
+        "inference/token_exact/managed_chat.py:ManagedChat.chat_completion",
+        "rollouts/export/atropos.py:GroupsFile._write",
+    ),
+}
+WHOLE = "whole run"
+RUNS = {"run": (WHOLE, "tool call", "grading"), "tokens": ("token to group",)}
+"""The runs, and what is counted in each."""
+
+CAPS = {WHOLE: 85, "tool call": 26, "grading": 26, "token to group": 32}
+DEPTH_CAP = 20
+
+NAMES = {
+    WHOLE: "a one-command run",
+    "tool call": "one terminal call",
+    "grading": "grading by one read file",
+    "token to group": "from token to exported group",
+}
+
+_YIELD_VALUE, _RESUME = dis.opmap["YIELD_VALUE"], dis.opmap["RESUME"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One traced run: frames of the deepest stack, and the sorted files of each part."""
+
+    depth: int
+    files: dict[str, list[str]]
+
+
+@dataclass
+class Tracer:
+    """Records the package's files that run, as a whole and by part. `depth` is the deepest stack of its frames."""
+
+    package: str
+    parts: Sequence[str]
+    depth: int = 0
+    files: dict[str, set[str]] = field(default_factory=dict)
+    _open: set[str] = field(default_factory=set)
+    _closed: set[str] = field(default_factory=set)
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        """A profile function. Source of the events: `sys.setprofile`."""
+        if event not in ("call", "return") or not frame.f_code.co_filename.startswith(self.package):
+            return
+        file = frame.f_code.co_filename.removeprefix(self.package)
+        place = f"{file}:{frame.f_code.co_qualname}"
+        if event == "return":
+            if not _is_suspended(frame):
+                self._close(place)
+            return
+        depth = self._depth(frame)
+        if depth == 0:
+            return
+        self.depth = max(self.depth, depth)
+        for part in self.parts:
+            if part in PARTS and PARTS[part].first == place and part not in self._closed:
+                self._open.add(part)
+        if not _is_resumed(frame):
+            for opened in (WHOLE, *self._open):
+                self.files.setdefault(opened, set()).add(file)
+
+    def _depth(self, frame: FrameType) -> int:
+        """Frames of the package on the stack; 0 while a module is imported."""
+        depth, each = 0, cast("FrameType | None", frame)
+        while each is not None:
+            if each.f_code.co_name == "<module>" and each.f_code.co_filename.startswith(self.package):
+                return 0
+            depth += each.f_code.co_filename.startswith(self.package)
+            each = each.f_back
+        return depth
+
+    def _close(self, place: str) -> None:
+        for part in [part for part in self._open if PARTS[part].last == place]:
+            self._open.remove(part)
+            self._closed.add(part)
+
+    def missing(self) -> list[str]:
+        """The parts that never ran to their end."""
+        return [part for part in self.parts if part in PARTS and part not in self._closed]
+
+
+def _is_suspended(frame: FrameType) -> bool:
+    """Whether the frame has yielded or waits, and has not returned: both are `return` events."""
+    return frame.f_code.co_code[frame.f_lasti] == _YIELD_VALUE
+
+
+def _is_resumed(frame: FrameType) -> bool:
+    """Whether the frame continues and was not called: both are `call` events. Source: opcode `RESUME` in `dis`."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return code[at] == _RESUME and code[at + 1] & 3 != 0
+
+
+@contextmanager
+def tracing(tracer: Callable[[FrameType, str, object], None]) -> Iterator[None]:
+    """Trace this thread and those that start in the block."""
+    threading.setprofile(tracer)
+    sys.setprofile(tracer)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def sample(run: str, url: str) -> Traced:
+    """Trace one run of the command line in this process."""
+    import palaestra
+    from palaestra.cli.main import main as command
+
+    tracer = Tracer(str(Path(palaestra.__file__).parent) + os.sep, RUNS[run])
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("envs.py").write_text(ENVIRONMENTS)
+        settings = ["envs.py:greeting", "--policy", "oracle"]
+        if run == "tokens":
+            settings = ["envs.py:talk", *_token_server(url, folder)]
+        sys.argv = ["palaestra", "run", *settings]
+        with contextlib.redirect_stderr(io.StringIO()) as log, tracing(tracer):
+            try:
+                code: object = command()
+            except SystemExit as ended:
+                code = ended.code
+        assert not code, f"{sys.argv} ended with {code}:\n{log.getvalue()}"
+        (groups,) = Path("data").glob("*.jsonl")
+        assert json.loads(groups.read_text())["scores"] == [1.0], log.getvalue()
+    assert not tracer.missing(), f"never called, or renamed: {[PARTS[part] for part in tracer.missing()]}"
+    return Traced(tracer.depth, {part: sorted(files) for part, files in tracer.files.items()})
+
+
+def _token_server(url: str, folder: str) -> list[str]:
+    from _exact import saved_tokenizer
+
+    model = {"base_url": url, "server_type": "sglang", "model_name": "m", "tokenizer_name": saved_tokenizer(folder)}
+    return [word for name, value in model.items() for word in (f"--openai.{name}", value)]
+
+
+async def model_server() -> None:
+    """The replies of the token-exact run, as tokens of the tiny model's tokenizer."""
+    from _exact import said, saved_tokenizer, turn_counter
+    from _instant_server import serve
+
+    from palaestra.inference.tokenizers import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(saved_tokenizer(folder))
+    await serve([], said(tokenizer, [UNKNOWN_CALL], LAST_REPLY), turn_counter(tokenizer))
+
+
+def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
+    """The table: files of each part, and the deepest stack of both runs. Only that of the first has a cap."""
+    counts = {**found["run"], "token to group": found["tokens"]["token to group"]}
+    table = [
+        measure.with_ceiling(measure.Row(f"{name}: files", counts[part], "files"), CAPS[part])
+        for part, name in NAMES.items()
+    ]
+    deepest = measure.Row("deepest stack from main", found["run"]["depth"], "frames")
+    exact = measure.Row("deepest stack from main, token-exact", found["tokens"]["depth"], "frames")
+    return [*table, measure.with_ceiling(deepest, DEPTH_CAP), exact]
+
+
+def traced(run: str, url: str) -> Traced:
+    """Trace one run in a process of its own."""
+    command = [sys.executable, __file__, "--sample", run, url]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Traced(found["depth"], found["files"])
+
+
+def main() -> int:
+    """Trace both runs and print the table."""
+    parser = measure.options_parser(__doc__)
+    parser.add_argument("--files", action="store_true", help="list the files behind each figure on standard error")
+    options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 3)
+    listed: dict[str, list[str]] = {}
+
+    def counted(run: str) -> measure.Sample:
+        found = traced(run, url)
+        listed.update({part: found.files[part] for part in RUNS[run]})
+        return {"depth": found.depth, **{part: len(found.files[part]) for part in RUNS[run]}}
+
+    with measure.serving(__file__, "--serve") as url:
+        found = measure.interleaved({run: partial(counted, run) for run in RUNS}, rounds)
+    if options.files:
+        for part, name in NAMES.items():
+            print(f"{name}:", *listed[part], sep="\n  ", file=sys.stderr)
+    return measure.report("Files and frames of one rollout", rows(found), options.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        asyncio.run(model_server())
+    elif sys.argv[1:2] == ["--sample"]:
+        print(json.dumps(asdict(sample(*sys.argv[2:]))))
+    else:
+        sys.exit(main())
