@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from palaestra.agent.wall_clock import WallClock
+from palaestra.agent.budget import WallClock
 from palaestra.core.clock import ManualClock, SystemClock, take_turn, uncharged
 
 

@@ -1,24 +1,30 @@
-"""What one rollout may use, and how full its context is. Arithmetic only: the loop decides when to ask.
+"""The limits of one rollout: ceilings for turns, tokens, output and cost, and a wall clock that ends a conversation.
 
-Not for limits that belong to somebody else: a request's timeout is the client's, a command's is the tool's.
+The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The timeout of a request
+belongs to the client, that of a command to the tool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+from palaestra.core.clock import ChargedTo, Clock
 from palaestra.core.errors import ConfigError
+from palaestra.core.io.threads import running_loop
 from palaestra.core.types import JSON, Message, Prices
 
 BYTES_PER_TOKEN = 4
-"""The usual stand-in where no engine has counted yet: English and code come to three to five bytes per token."""
+"""The usual estimate before an engine has counted: English and code have three to five bytes per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a rollout has used so far. Tokens are summed over its model calls, each of which reads the whole
-    conversation; `output_bytes` are those of tool results, as the model reads them."""
+    """The use of a rollout so far. Tokens are summed over its model calls, each of which reads the whole conversation;
+    `output_bytes` are those of tool results, as the model reads them."""
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -31,9 +37,9 @@ class Used:
 class Budget:
     """Ceilings for a whole rollout; None means none. Reaching one ends it with outcome `budget`, which is scored.
 
-    `tokens` are those read and those written. `cost` is in the currency of `prices`, which it needs. `wall_s` also cuts
-    off a model call or tool call that is under way, and does not count what is `uncharged`; the others are looked at
-    between turns, so that the last turn may go beyond them. Raises `ConfigError` for a cost without prices.
+    `tokens` are prompt and completion tokens. `cost` is in the currency of `prices`, which it needs. `wall_s` also cuts
+    off a call in progress and does not count `uncharged` time; the others are checked between turns, so the last turn
+    may exceed them. Raises `ConfigError` for a cost without prices.
     """
 
     turns: int | None = None
@@ -49,7 +55,7 @@ class Budget:
             raise ConfigError("a budget of a cost needs the prices of tokens")
 
     def used_up(self, used: Used) -> str:
-        """Which ceiling has been reached, as a sentence, or the empty string."""
+        """The ceiling that has been reached, as a sentence; empty if none."""
         tokens = used.prompt_tokens + used.completion_tokens
         if self.turns is not None and used.turns >= self.turns:
             return f"budget of {self.turns} turns used up"
@@ -68,7 +74,7 @@ class Budget:
         return ""
 
     def left(self, used: Used, shares: int) -> Budget:
-        """The budget of each of so many who share what is left. Of time there is no share: it goes on for all."""
+        """The remaining budget divided into equal shares. Time is not divided: it passes for all at once."""
 
         def share(most: int | None, gone: int) -> int | None:
             return None if most is None else max(0, most - gone) // shares
@@ -86,15 +92,94 @@ class Budget:
         )
 
     def reply_tokens(self, max_tokens: int | None, completion_tokens: int) -> int | None:
-        """How long the next reply may be, given a limit per reply and what has been used."""
+        """The limit of the next reply in tokens, given a limit per reply and the tokens used so far."""
         if self.completion_tokens is None:
             return max_tokens
         left = max(1, self.completion_tokens - completion_tokens)
         return left if max_tokens is None else min(max_tokens, left)
 
 
+class WallClock:
+    """The time that one conversation takes, from `start`, and the limit that ends it.
+
+    Time that the conversation spends waiting for a slot or for an overloaded model server is not counted
+    (`uncharged`); of several concurrent tasks, one that waits is enough. The limit uses the event loop's clock, all
+    other times the given one.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._started_s = self._stood_s = 0.0
+        self._waiting = 0
+        self._wall_s: float | None = None
+        self._limit: asyncio.Timeout | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start from zero."""
+        self._started_s = self._stood_s = self._clock.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start, without uncharged time."""
+        return (self._stood_s if self._waiting else self._clock.monotonic()) - self._started_s
+
+    @asynccontextmanager
+    async def limited(self, wall_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+        """End the block with `TimeoutError` after `wall_s` charged seconds; None: never."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(wall_s) as self._limit:
+                self._wall_s = wall_s
+                with ChargedTo(self.standing):
+                    yield self._limit
+        finally:
+            self._limit = None
+
+    def charge(self, seconds: float) -> None:
+        """Set the seconds that have passed: for a conversation that began in another process."""
+        self._stood_s = self._clock.monotonic()
+        self._started_s = self._stood_s - seconds
+        self._set_limit()
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Stop the clock during the block. Blocks may overlap, and may run on other threads' loops: the tools of a
+        `ToolSession` wait on its own."""
+        self._on_own_loop(self._stop)
+        try:
+            yield
+        finally:
+            self._on_own_loop(self._go)
+
+    def _on_own_loop(self, step: Callable[[], None]) -> None:
+        if self._loop is None or self._loop is running_loop():
+            step()
+        else:
+            with contextlib.suppress(RuntimeError):  # that loop has ended, and the limit with it
+                self._loop.call_soon_threadsafe(step)
+
+    def _stop(self) -> None:
+        if not self._waiting:
+            self._stood_s = self._clock.monotonic()
+        self._waiting += 1
+        self._set_limit()
+
+    def _go(self) -> None:
+        self._waiting -= 1
+        if not self._waiting:
+            self._started_s += self._clock.monotonic() - self._stood_s
+        self._set_limit()
+
+    def _set_limit(self) -> None:
+        limit, wall_s = self._limit, self._wall_s
+        if limit is None or wall_s is None or limit.expired():
+            return
+        limit.reschedule(None if self._waiting else asyncio.get_running_loop().time() + wall_s - self.elapsed_s)
+
+
 def estimated_tokens(messages: Iterable[Message]) -> int:
-    """A rough count of the tokens of messages that no engine has counted yet."""
+    """An estimate of the tokens of messages that no engine has counted yet."""
     return sum(_text_bytes(message) for message in messages) // BYTES_PER_TOKEN
 
 

@@ -1,8 +1,8 @@
-"""THE loop: ask the model, run the calls it asks for, hand the results back, until it is done or a limit is reached.
+"""The agent loop: ask the model, run the calls it requests, append the results, until it is done or reaches a limit.
 
-Not for sampling (that is the server's), for running tools (the handler's) or for scoring. Invariants: the history is
-the caller's own list and only ever grows (A2); however a rollout ends, cancellation included, `loop.result` is a
-complete trajectory with an outcome, and every call in it has an answer (A3).
+The server samples, the tool runtime runs tools. Invariants: the history is the caller's own list and only grows (A2);
+however a rollout ends, cancellation included, `loop.result` is a complete trajectory with an outcome, and every call in
+it has an answer (A3).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from palaestra.agent.budget import Budget, Used, estimated_tokens
+from palaestra.agent.budget import Budget, Used, WallClock, estimated_tokens
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.tool_calls import ToolCalls, ToolHandler, handler_runtime
-from palaestra.agent.wall_clock import WallClock
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ContextExceeded, EngineError, InfraError
 from palaestra.core.types import JSON, Blame, Message, Outcome
@@ -41,24 +40,23 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """The handler of a loop that was given none: the tools of the package, in a slot of the task's own."""
-    from palaestra.tools.runtime.function_calls import handle_function_call_async  # it brings the sandbox along
+    """The default handler: the tools of the package, in a slot of the task's own."""
+    from palaestra.tools.runtime.function_calls import handle_function_call_async  # imports the sandbox
 
     return await handle_function_call_async(name, arguments, task_id)
 
 
 class HermesAgentLoop:
-    """One rollout of one agent. `run` may be called again after it returned, but not while it runs.
+    """One rollout of one agent. `run` may be called again after it has returned.
 
-    `tool_schemas` are OpenAI function schemas. `tool_handler` runs one call and returns the JSON text for the model; a
-    `ToolRuntime` may stand in its place, which then checks the calls too. Without one, `handle_function_call` does it,
-    which leases a slot for the task that lasts until `cleanup_vm(task_id)`.
-    `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the whole rollout. `parallel_safe`
-    names the tools whose calls may run at the same time, and `beyond` those that may reach beyond this conversation
-    (`memory`, `session_search`), which are refused otherwise: rollouts must not learn from each other.
+    `tool_schemas` are OpenAI function schemas. `tool_handler` runs one call and returns the JSON text for the model, or
+    is a `ToolRuntime`. The default is `handle_function_call`, which leases a slot for the task until
+    `cleanup_vm(task_id)`. `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the whole
+    rollout. Calls of the `parallel_safe` tools may run concurrently. `beyond` allows tools that reach beyond this
+    conversation (`memory`, `session_search`): otherwise they are refused, because rollouts must not learn from each
+    other.
 
-    `failure` is the world's failure that ended the latest run, `wall` its clock: who lets the agent wait for something
-    that is not its doing says so there.
+    `failure` is the infrastructure failure that ended the latest run, `wall` its clock.
     """
 
     def __init__(
@@ -108,11 +106,11 @@ class HermesAgentLoop:
     async def run(self, messages: list[Message], *, after: AgentResult | None = None) -> AgentResult:
         """Converse until the end, extending `messages` in place.
 
-        Failures of the model server or of the sandbox are outcomes of the result, not exceptions. Cancellation, errors
-        of configuration and bugs are raised, and `self.result` is complete then too.
+        Infrastructure failures are outcomes of the result. Cancellation, configuration errors and bugs are raised;
+        `self.result` is complete then too.
 
-        `after` is what an earlier part of the conversation came to: it is counted on. Budgets of tokens and cost are
-        for the whole; `max_turns`, and budgets of time and output, are for this part.
+        `after` is the result of an earlier part of the conversation, which is counted. Budgets of tokens and cost are
+        for the whole; `max_turns` and budgets of time and output are for this part.
         """
         result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
         if after is not None:
@@ -137,7 +135,7 @@ class HermesAgentLoop:
         return result
 
     def used(self) -> Used:
-        """What has been used of the budget so far, by sub-agents too."""
+        """The use of the budget so far, sub-agents included."""
         return Used(
             turns=self.result.turns_used + self._delegated_turns,
             prompt_tokens=self.result.usage.prompt_tokens,
@@ -147,7 +145,7 @@ class HermesAgentLoop:
         )
 
     def delegated(self, loop: HermesAgentLoop) -> None:
-        """Count what a sub-agent has used."""
+        """Add the use of a sub-agent."""
         used = loop.used()
         self.result.usage.merge(loop.result.usage)
         self._delegated_turns += used.turns
@@ -157,13 +155,16 @@ class HermesAgentLoop:
         """Kept for callers of the thread-based loop. Does nothing: tools are coroutines and need no threads."""
 
     async def _within_time(self, result: AgentResult) -> _End:
-        """Converse under the wall-clock budget; what the world did to the rollout becomes its outcome."""
+        """Converse within the wall-clock budget. Infrastructure failures become outcomes."""
         try:
             async with self.wall.limited(self.budget.wall_s) as limit:
-                return await self._converse(result)
+                end = self._limit_reached(result)
+                while end is None:
+                    end = await self._turn(result) or self._limit_reached(result)
+                return end
         except ContextExceeded as error:
             self.failure = error
-            # A prompt that never fitted is a mistake of the run; a conversation that outgrew the window is the agent's.
+            # A prompt that never fitted is a mistake of the run; a conversation that grew too long is the agent's.
             return _End(Outcome.LENGTH, str(error)) if result.turns_used else _failed(Outcome.API_ERROR, error)
         except EngineError as error:
             self.failure = error
@@ -176,14 +177,8 @@ class HermesAgentLoop:
                 raise
             return _End(Outcome.BUDGET, f"budget of {self.budget.wall_s:g} seconds used up")
 
-    async def _converse(self, result: AgentResult) -> _End:
-        end = self._limit_reached(result)
-        while end is None:
-            end = await self._turn(result) or self._limit_reached(result)
-        return end
-
     def _limit_reached(self, result: AgentResult) -> _End | None:
-        """Why no further turn may start, if so."""
+        """The limit that forbids another turn; None if there is none."""
         if result.turns_used - self._turns_before >= self.max_turns:
             return _End(Outcome.MAX_TURNS)
         if used_up := self.budget.used_up(self.used()):
@@ -194,7 +189,7 @@ class HermesAgentLoop:
         return None
 
     async def _turn(self, result: AgentResult) -> _End | None:
-        """One model call and its tool calls. Says how the rollout ended, if it did."""
+        """One model call and its tool calls. Returns how the rollout ended, None if it continues."""
         asked_s = self.clock.monotonic()
         reply = await self._ask(result)
         turn = self._record(result, reply, self.clock.monotonic() - asked_s)
@@ -232,7 +227,7 @@ class HermesAgentLoop:
         return turn
 
     async def _answer(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
-        """Run the calls and append their answers, whatever happens. True when at least one call was valid."""
+        """Run the calls and append their answers, even when it fails. Returns whether any call was valid."""
         answers = self._calls.check(reply.calls, cut_off=reply.cut_off)
         valid = sum(answer.checked is not None for answer in answers)
         result.tool_calls_attempted += len(answers)
@@ -250,7 +245,7 @@ class HermesAgentLoop:
         return valid > 0
 
     def _measure_context(self, result: AgentResult, reply: Reply) -> None:
-        """How many tokens the next prompt will have: the engine's count, and an estimate of what came after it."""
+        """Estimate the tokens of the next prompt: the engine's count, and an estimate for later messages."""
         if self.max_context_tokens is None:
             return
         counted = reply.prompt_tokens + reply.completion_tokens
@@ -258,7 +253,7 @@ class HermesAgentLoop:
         self._context_tokens = counted + estimated_tokens(fresh if counted else result.messages)
 
     async def _report(self) -> None:
-        """Hand the latest turn to `on_turn`, once; also one that a budget or the world cut short."""
+        """Pass the latest turn to `on_turn`, once, also if a budget or a failure cut it short."""
         if self._unreported is None:
             return
         (turn, first), self._unreported = self._unreported, None

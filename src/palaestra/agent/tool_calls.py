@@ -12,6 +12,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TypeAlias
 
 from palaestra.agent.replies import RequestedCall
@@ -41,7 +42,7 @@ _ANY_OBJECT = ArgumentSchema({"type": "object", "properties": {}, "additionalPro
 
 @dataclass(slots=True)
 class CallAnswer:
-    """One requested call and its answer. `checked` None: it must not run. `outcome` None: it has no answer yet."""
+    """One requested call and its answer. `checked` None: it is malformed. `outcome` None: it has no answer yet."""
 
     call: RequestedCall
     checked: CheckedCall | None = None
@@ -86,7 +87,7 @@ class ToolCalls:
 
     def check(self, calls: Sequence[RequestedCall], *, cut_off: bool) -> list[CallAnswer]:
         """One answer per call, in order; calls that must not run have theirs already."""
-        return [self._checked(call, cut_off) for call in calls]
+        return list(map(self._checked, calls, repeat(cut_off)))
 
     def _checked(self, call: RequestedCall, cut_off: bool) -> CallAnswer:
         if not call.name:
@@ -95,7 +96,9 @@ class ToolCalls:
             problem = f"Unknown tool '{call.name[:200]}'. Available tools: {sorted(self._valid_names)}"
         else:
             try:
-                return CallAnswer(call, self._tools.check(call.name, call.arguments, by_agent=True))
+                checked = self._tools.check(call.name, call.arguments, by_agent=True)
+                refused = self._refused.get(call.name)
+                return CallAnswer(call, checked, None if refused is None else ToolOutcome.refused(refused))
             except InvalidArguments as error:
                 problem = f"{'The reply was cut off at its length limit. ' if cut_off else ''}{error}"
             except ToolMistake as error:
@@ -106,7 +109,7 @@ class ToolCalls:
         """Run the checked calls and set their outcomes. Raises `InfraError` from a tool; finished answers stay."""
         for batch in self._batches(answers):
             if len(batch) == 1:
-                await self._run_one(batch[0])
+                batch[0].outcome = await self._outcome(batch[0])
             else:
                 await self._run_together(batch)
 
@@ -114,7 +117,7 @@ class ToolCalls:
         """Neighbouring parallel-safe calls form a batch; every other call is alone. Refused calls separate nothing."""
         together: list[CallAnswer] = []
         for answer in answers:
-            if answer.checked is None:
+            if answer.checked is None or answer.outcome is not None:
                 continue
             if answer.call.name in self._parallel_safe:
                 together.append(answer)
@@ -131,7 +134,7 @@ class ToolCalls:
 
         async def one(answer: CallAnswer) -> None:
             async with places:
-                await self._run_one(answer)
+                answer.outcome = await self._outcome(answer)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -140,13 +143,9 @@ class ToolCalls:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _run_one(self, answer: CallAnswer) -> None:
-        refused = self._refused.get(answer.call.name)
-        if refused is not None:
-            answer.outcome = ToolOutcome.refused(refused)
-            return
+    def _outcome(self, answer: CallAnswer) -> Awaitable[ToolOutcome]:
         assert answer.checked is not None
-        answer.outcome = await self._tools.run(answer.checked)
+        return self._tools.run(answer.checked)
 
 
 def handler_runtime(

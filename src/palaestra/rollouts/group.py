@@ -34,8 +34,9 @@ from palaestra.rollouts.events import (
     TokensSpent,
 )
 from palaestra.rollouts.export.atropos import check_own
+from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns, checksum
+from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.watchdog import Stages

@@ -16,11 +16,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeAlias
 
+from palaestra.agent.budget import WallClock
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.tool_calls import handler_runtime
-from palaestra.agent.wall_clock import WallClock
 from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
 from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task, number
 from palaestra.core.user_code import call_hook, run_hook, told
@@ -36,7 +36,7 @@ from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpe
 from palaestra.rollouts.turn_log import TakenTurn, TurnLog
 from palaestra.rollouts.watchdog import Stage, Stages
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
-from palaestra.tools.builtin.delegate_task import Delegation
+from palaestra.tools.builtin.delegate_task import DELEGATE_TASK, Delegation
 from palaestra.tools.builtin.memory import Notes
 from palaestra.tools.builtin.session_search import Sessions
 from palaestra.tools.runtime.inner_calls import InnerCall, InnerCalls
@@ -429,7 +429,8 @@ class Rollout:
         that is not the loop itself."""
         self._wall = loop.wall
         bound = self.tools if tools is None else tools
-        Subagents(loop, bound, self.stages.sign_of_life, numbers=self._subagent_numbers, agent=agent).offer()
+        if bound.registry.get(DELEGATE_TASK.name) is not None:
+            Subagents(loop, bound, self.stages.sign_of_life, numbers=self._subagent_numbers, agent=agent).offer()
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
         """Write the messages that a turn added (None: the opening ones). What it returns must be awaited, if anything.

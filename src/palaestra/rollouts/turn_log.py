@@ -18,9 +18,9 @@ from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.events import ReplyReceived, RolloutResumed, TokensSpent, TurnTaken
-from palaestra.rollouts.journal.journal import EventStream
+from palaestra.rollouts.journal.journal import EventStream, checksum
 from palaestra.rollouts.middleware import Ask, ChatCall, Conversation
-from palaestra.rollouts.resume.recorded_turns import RecordedTurns, checksum
+from palaestra.rollouts.resume.recorded_turns import RecordedTurns
 
 
 @dataclass(slots=True)

@@ -8,9 +8,10 @@ One JSON object per line, an event each (`rollouts/events.py`). JSONL files, rep
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, StrEnum
 from numbers import Integral, Real
 from pathlib import Path
@@ -21,7 +22,7 @@ import msgspec
 from palaestra.core.config import is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import AppendedFile
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Message
 from palaestra.rollouts.events import (
     FIRST_SCHEMA,
     JOURNAL_SCHEMA,
@@ -95,6 +96,11 @@ def _written(value: T) -> tuple[T, bytes]:
 def encoded(value: JSON) -> bytes:
     """The value as JSON, with something plain in place of what JSON cannot hold."""
     return _written(value)[1]
+
+
+def checksum(messages: Sequence[Message]) -> str:
+    """A checksum (hex) of a conversation."""
+    return hashlib.blake2b(_written(list(messages))[1], digest_size=12).hexdigest()
 
 
 class Journal:

@@ -76,7 +76,7 @@ class Console:
 
     def on_alive(self, event: Alive) -> None:
         if event.stage:
-            self.stages[event.name] = printable(event.stage)
+            self.stages[event.name] = event.stage
         else:
             self.stages.pop(event.name, None)
 
@@ -123,7 +123,7 @@ class Console:
 
     def running(self) -> list[tuple[str, int]]:
         """How many are at each stage, most first. Copies first: the live view asks from a thread of its own."""
-        return Counter(list(self.stages.values())).most_common()
+        return Counter(map(printable, list(self.stages.values()))).most_common()
 
     def counts(self) -> str:
         """`groups 3/10 · rollouts 12/40`"""

@@ -12,7 +12,6 @@ names and commit ids must be the same, because the agent may name them later.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
 from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
 from palaestra.rollouts.events import ReplyReceived, TurnTaken
-from palaestra.rollouts.journal.journal import plain
+from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.middleware import Ask, ChatCall
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 from palaestra.rollouts.resume.state import CutOff
@@ -190,15 +189,6 @@ class RecordedTurns:
         self._said += event.messages
         self._calls = [] if self.caught_up else list(_calls(self._events[self._at].messages))
         return True
-
-
-def checksum(messages: Sequence[Message]) -> str:
-    """A checksum (hex) of a conversation."""
-    try:
-        encoded = msgspec.json.encode(messages)
-    except (TypeError, ValueError, RecursionError):
-        encoded = msgspec.json.encode(plain(list(messages)))
-    return hashlib.blake2b(encoded, digest_size=12).hexdigest()
 
 
 def _completion(event: TurnTaken | ReplyReceived) -> ChatCompletion:

@@ -260,14 +260,6 @@ def test_the_path_of_the_protocol_is_added_where_there_is_none() -> None:
     assert traces_url("https://c/otlp/traces") == "https://c/otlp/traces"
 
 
-def test_without_an_endpoint_nothing_is_traced() -> None:
-    async def main() -> Spans | None:
-        async with traced(None, print, env="e", model="m", provider="p", run_id="r") as tracing:
-            return tracing
-
-    assert asyncio.run(main()) is None
-
-
 def test_without_the_extra_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     notes: list[str] = []
