@@ -4,8 +4,9 @@ Counts the package's files in which a function is called, and the deepest stack 
 runs of the command line, each in a process of its own:
 
 `run` is one task, one rollout and one command in a slot (the reference solution), scored by a function that reads one
-file. Two parts of it are also counted alone: the tool call and grading, each with all that is called until it returns.
-`tokens` is a token-exact run of two turns that executes no tool, from the first request to the exported group.
+file. Grading is also counted alone, with all that is called until it returns. `calls` is a rollout with two commands,
+of which the second is counted: it finds a slot. `tokens` is a token-exact run of two turns that executes no tool; the
+functions that handle its tokens are counted: sampling, the record, the journal and the exported group.
 
 Only this process counts, not the slot server. Code that runs while a module is imported never counts. The figures
 include what happens concurrently, so they may differ by one or two between runs. Exits with 1 if a figure is above its
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -47,6 +49,14 @@ async def copied(task, sandbox):
     return (await sandbox.read_text("greeting.txt", missing="")) == task.answer
 
 @environment(toolsets=["terminal"])
+def twice():
+    yield Task(id="twice", prompt="Make a and b", solution=["touch a", "touch b"])
+
+@twice.score
+async def both(sandbox):
+    return await sandbox.stat("b") is not None
+
+@environment(toolsets=["terminal"])
 def talk():
     yield Task(id="talk", prompt="Say hello")
 
@@ -61,25 +71,30 @@ LAST_REPLY = "hello"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a run: it opens with the first call of `first` and closes when a call of `last` returns.
+    """A part of a run: the time in which calls of these functions are under way, the first `skipped` of them excepted.
 
-    Both are given as `file:qualified name`, with the file's path in the package.
+    Functions are given as `file:qualified name`, with the file's path in the package.
     """
 
-    first: str
-    last: str
+    functions: tuple[str, ...]
+    skipped: int = 0
 
 
 PARTS = {
-    "tool call": Part("tools/runtime/runtime.py:ToolRuntime.run", "tools/runtime/runtime.py:ToolRuntime.run"),
-    "grading": Part("rollouts/environment.py:Environment.grade", "rollouts/environment.py:Environment.grade"),
+    "tool call": Part(("agent/tool_calls.py:ToolCalls.run",), skipped=1),
+    "grading": Part(("rollouts/environment.py:Environment.grade",)),
     "token to group": Part(
-        "inference/token_exact/managed_chat.py:ManagedChat.chat_completion",
-        "rollouts/export/atropos.py:GroupsFile._write",
+        (
+            "inference/token_exact/managed_chat.py:ManagedChat.chat_completion",
+            "rollouts/rollout.py:Rollout.record",
+            "rollouts/rollout.py:Rollout.trajectory",
+            "rollouts/group.py:GroupRun._write",
+            "rollouts/export/atropos.py:GroupsFile._write",
+        )
     ),
 }
 WHOLE = "whole run"
-RUNS = {"run": (WHOLE, "tool call", "grading"), "tokens": ("token to group",)}
+RUNS = {"run": (WHOLE, "grading"), "calls": ("tool call",), "tokens": ("token to group",)}
 """The runs, and what is counted in each."""
 
 CAPS = {WHOLE: 85, "tool call": 26, "grading": 26, "token to group": 32}
@@ -87,7 +102,7 @@ DEPTH_CAP = 20
 
 NAMES = {
     WHOLE: "a one-command run",
-    "tool call": "one terminal call",
+    "tool call": "one terminal call in a slot",
     "grading": "grading by one read file",
     "token to group": "from token to exported group",
 }
@@ -111,8 +126,8 @@ class Tracer:
     parts: Sequence[str]
     depth: int = 0
     files: dict[str, set[str]] = field(default_factory=dict)
-    _open: set[str] = field(default_factory=set)
-    _closed: set[str] = field(default_factory=set)
+    _called: Counter[str] = field(default_factory=Counter)
+    _open: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """A profile function. Source of the events: `sys.setprofile`."""
@@ -122,16 +137,15 @@ class Tracer:
         place = f"{file}:{frame.f_code.co_qualname}"
         if event == "return":
             if not _is_suspended(frame):
-                self._close(place)
+                self._open -= Counter(part for part in self._parts_of(place) if self._open[part])
             return
         depth = self._depth(frame)
         if depth == 0:
             return
         self.depth = max(self.depth, depth)
-        for part in self.parts:
-            if part in PARTS and PARTS[part].first == place and part not in self._closed:
-                self._open.add(part)
         if not _is_resumed(frame):
+            self._called.update([place])
+            self._open.update(part for part in self._parts_of(place) if self._called[place] > PARTS[part].skipped)
             for opened in (WHOLE, *self._open):
                 self.files.setdefault(opened, set()).add(file)
 
@@ -145,14 +159,13 @@ class Tracer:
             each = each.f_back
         return depth
 
-    def _close(self, place: str) -> None:
-        for part in [part for part in self._open if PARTS[part].last == place]:
-            self._open.remove(part)
-            self._closed.add(part)
+    def _parts_of(self, place: str) -> list[str]:
+        return [part for part in self.parts if part in PARTS and place in PARTS[part].functions]
 
     def missing(self) -> list[str]:
-        """The parts that never ran to their end."""
-        return [part for part in self.parts if part in PARTS and part not in self._closed]
+        """The functions of the parts that were not called."""
+        functions = (each for part in self.parts if part in PARTS for each in PARTS[part].functions)
+        return [each for each in functions if not self._called[each]]
 
 
 def _is_suspended(frame: FrameType) -> bool:
@@ -186,7 +199,7 @@ def sample(run: str, url: str) -> Traced:
     tracer = Tracer(str(Path(palaestra.__file__).parent) + os.sep, RUNS[run])
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("envs.py").write_text(ENVIRONMENTS)
-        settings = ["envs.py:greeting", "--policy", "oracle"]
+        settings = [f"envs.py:{'twice' if run == 'calls' else 'greeting'}", "--policy", "oracle"]
         if run == "tokens":
             settings = ["envs.py:talk", *_token_server(url, folder)]
         sys.argv = ["palaestra", "run", *settings]
@@ -198,7 +211,7 @@ def sample(run: str, url: str) -> Traced:
         assert not code, f"{sys.argv} ended with {code}:\n{log.getvalue()}"
         (groups,) = Path("data").glob("*.jsonl")
         assert json.loads(groups.read_text())["scores"] == [1.0], log.getvalue()
-    assert not tracer.missing(), f"never called, or renamed: {[PARTS[part] for part in tracer.missing()]}"
+    assert not tracer.missing(), f"never called, or renamed: {tracer.missing()}"
     return Traced(tracer.depth, {part: sorted(files) for part, files in tracer.files.items()})
 
 
@@ -222,8 +235,8 @@ async def model_server() -> None:
 
 
 def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
-    """The table: files of each part, and the deepest stack of both runs. Only that of the first has a cap."""
-    counts = {**found["run"], "token to group": found["tokens"]["token to group"]}
+    """The table: files of each part, and the deepest stacks. Only that of the first run has a cap."""
+    counts = {part: found[run][part] for run, parts in RUNS.items() for part in parts}
     table = [
         measure.with_ceiling(measure.Row(f"{name}: files", counts[part], "files"), CAPS[part])
         for part, name in NAMES.items()
@@ -242,7 +255,7 @@ def traced(run: str, url: str) -> Traced:
 
 
 def main() -> int:
-    """Trace both runs and print the table."""
+    """Trace the runs and print the table."""
     parser = measure.options_parser(__doc__)
     parser.add_argument("--files", action="store_true", help="list the files behind each figure on standard error")
     options = parser.parse_args()
