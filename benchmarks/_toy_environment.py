@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -79,6 +80,7 @@ async def services(url: str, **kind: JSON) -> AsyncIterator[RunContext]:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder, "journal.jsonl"))
         try:
+            gc.freeze()  # as a run does when it starts
             yield RunContext(engine, workspaces, EventStream(journal))
         finally:
             journal.close()

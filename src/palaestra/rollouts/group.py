@@ -159,11 +159,11 @@ class GroupRun:
 
     async def _prepare_once(self) -> Snapshot | None:
         run, prepared = self.run_context, self.run_context.workspaces.prepared
+        needed, recipe = call_hook(PrepareError, self._recipe, f"asking for the recipe of task {self.task.id}")
+        if not needed:
+            return None
         stages = Stages(self.group.group_id, run.events.announce, run.settings.idle_limits)
         async with stages.watched():
-            needed, recipe = call_hook(PrepareError, self._recipe, f"asking for the recipe of task {self.task.id}")
-            if not needed:
-                return None
             if recipe is None or prepared is None:
                 return await self._make(stages)
             with stages.stage("store"):

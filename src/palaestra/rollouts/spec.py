@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from pathlib import Path
 
 from palaestra.agent.budget import Budget
@@ -22,7 +21,7 @@ from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.watchdog import IDLE_LIMITS
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Snapshot
-from palaestra.tools.registry.registry import ToolRegistry, schema_hash
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolMiddleware
 
 
@@ -103,15 +102,15 @@ class Kit:
     registry: ToolRegistry
     toolsets: tuple[str, ...] = ()
 
-    @cached_property
+    @property
     def definitions(self) -> list[dict[str, JSON]]:
-        """The tools as models see them. The group's rollouts and its record share the list: do not change it."""
-        return self.registry.definitions()
+        """The tools as models see them. Rollouts and records share the list: do not change it."""
+        return self.registry.shown()[0]
 
-    @cached_property
+    @property
     def tools_hash(self) -> str:
         """Identifies the definitions in records: `schema_hash`."""
-        return schema_hash(self.definitions)
+        return self.registry.shown()[1]
 
 
 @dataclass(frozen=True, slots=True)

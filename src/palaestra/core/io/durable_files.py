@@ -28,7 +28,12 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskError(f"cannot write {path}: {error.strerror or error}. What was written before is kept") from error
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: OSError) -> DiskError:
+    """The error for a file that cannot be written."""
+    return DiskError(f"cannot write {path}: {error.strerror or error}. What was written before is kept")
 
 
 class AppendedFile:
@@ -43,10 +48,12 @@ class AppendedFile:
 
     def append(self, line: bytes) -> None:
         """Hand one line to the kernel. Raises `DiskError`, and then nothing of the line stays."""
-        with writing(self.path):
+        try:
             written = os.write(self.fd, line)
             if written < len(line):
                 self._append_rest(line, written)
+        except OSError as error:
+            raise not_written(self.path, error) from error
         self._appended += 1
 
     def _append_rest(self, line: bytes, written: int) -> None:

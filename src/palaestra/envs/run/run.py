@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -189,6 +190,7 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
             earlier=output.earlier,
         )
         command = CommandRun(environment, parsed, context, output, reporting, status)
+        gc.freeze()  # modules and settings live as long as the run; collections need not visit them
         totals = await command.run(console, stream)
     failed = totals.failed + totals.failed_groups * config.group_size > config.max_failures
     return RunReport(

@@ -41,6 +41,7 @@ class ToolRegistry:
         self.settings = settings
         self.shared = shared
         self.replayed = replayed
+        self._shown: tuple[list[dict[str, JSON]], str] | None = None
         for tool in tools:
             self.register(tool)
 
@@ -49,6 +50,7 @@ class ToolRegistry:
         if tool.name in self._tools:
             raise ConfigError(f"Two tools are called '{tool.name}'; rename one of them")
         self._tools[tool.name] = tool
+        self._shown = None
         if arguments is not None:
             self._arguments[tool.name] = arguments
 
@@ -98,6 +100,13 @@ class ToolRegistry:
     def definitions(self) -> list[dict[str, JSON]]:
         """All schemas as OpenAI function definitions: fresh copies that the caller may change."""
         return [schema.to_dict() for schema in self.get_schemas()]
+
+    def shown(self) -> tuple[list[dict[str, JSON]], str]:
+        """The definitions and their `schema_hash`, computed once. All callers share the list: do not change it."""
+        if self._shown is None:
+            definitions = self.definitions()
+            self._shown = definitions, schema_hash(definitions)
+        return self._shown
 
     def get_prompt_description(self) -> str:
         """One JSON line per tool, for prompts that list tools as text."""
