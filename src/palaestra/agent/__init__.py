@@ -1,4 +1,4 @@
-"""The agent loop and what it hands back."""
+"""The agent loop and its results."""
 
 from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent
 from palaestra.agent.budget import Budget

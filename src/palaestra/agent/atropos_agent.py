@@ -16,7 +16,7 @@ from palaestra.agent.budget import Budget
 from palaestra.agent.hermes_text import HermesText, result_from, result_text, with_tools
 from palaestra.agent.loop import HermesAgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, AgentStep, Turn
-from palaestra.agent.subagents import SYSTEM_PROMPT, Post
+from palaestra.agent.subagents import SYSTEM_PROMPT, SubagentSetup
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
@@ -51,7 +51,7 @@ ExecuteTool: TypeAlias = Callable[[ToolCall], Awaitable[CallResult]]
 
 @dataclass(slots=True)
 class AgentConfig:
-    """How the agent samples and how long it may go on. Names and defaults are the contract's."""
+    """Sampling settings and limits of the agent. Names and defaults are the contract's."""
 
     temperature: float = 0.7
     max_tokens: int | None = 4096
@@ -146,25 +146,25 @@ class AtroposAgent:
         prompt = AGENT_SYSTEM_PROMPT if self.config.system_prompt is None else self.config.system_prompt
         return with_tools(prompt, self.tools.definitions())
 
-    def another(self, post: Post) -> TextConversation:
+    def new_subagent(self, setup: SubagentSetup) -> TextConversation:
         """A sub-agent: it speaks, waits between calls and looks for its commands' directory as this one does."""
 
         async def execute(call: ToolCall) -> CallResult:
-            return result_of((await post.tools.call(call.name, call.arguments, by_agent=True)).reply)
+            return result_of((await setup.tools.call(call.name, call.arguments, by_agent=True)).reply)
 
         agent = AtroposAgent(
-            post.server,
-            post.tools.registry,
-            replace(self.config, system_prompt=SYSTEM_PROMPT, max_steps=post.max_turns),
+            setup.server,
+            setup.tools.registry,
+            replace(self.config, system_prompt=SYSTEM_PROMPT, max_steps=setup.max_turns),
             execute_tool=execute,
             task_id=self._task_id,
             extra_body=self._extra_body,
-            budget=post.budget,
+            budget=setup.budget,
             max_context_tokens=self._max_context_tokens,
-            on_turn=post.on_turn,
+            on_turn=setup.on_turn,
             clock=self._clock,
         )
-        return agent._conversation(agent.opening([{"role": "user", "content": post.work}]), post.max_turns)
+        return agent._conversation(agent.opening([{"role": "user", "content": setup.work}]), setup.max_turns)
 
     async def _go_on(self, messages: Sequence[Message], max_turns: int) -> AgentResult:
         talk = self._conversation(messages, max_turns)

@@ -45,7 +45,7 @@ class Delegates:
         budget: Budget | None = None,
         on_end: Callable[[str, Subagent], None] | None = None,
     ) -> None:
-        ServerGroup(servers)  # says now what is wrong with them; one that is used belongs to the loop that opens it
+        ServerGroup(servers)  # checks the settings early; the ones that are used belong to the loop that opens them
         self._servers = servers
         self._max_turns = max_turns
         self._temperature = temperature
@@ -73,13 +73,13 @@ class Delegates:
         return work
 
     async def aclose(self) -> None:
-        """Close the connections, when no work is under way. Later work opens them anew. Idempotent."""
+        """Close the connections, when no work is in progress. Later work opens them again. Idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.aclose()
 
     async def _above(self, task_id: str) -> HermesAgentLoop:
-        """The loop that stands for a task's caller: it never runs, and has the limits and what is used of them."""
+        """The loop in place of a task's caller: it never runs, and counts the use of the limits."""
         return HermesAgentLoop(
             (await self._opened()).session(SessionContext(task_id)),
             (),

@@ -99,13 +99,13 @@ class HermesText(ChatServer):
         return self._inner.ledger
 
     def get_state(self) -> dict[str, JSON] | None:
-        """The inner server's token record, where it keeps one."""
+        """The inner server's token record, if it keeps one."""
         return self._inner.get_state()
 
     def as_text(self, messages: Sequence[Message], turn: int = 0) -> list[Message]:
         """Structured messages as plain turns; neighbouring tool answers are one user turn, joined by newlines.
 
-        `turn` says how many turns of the assistant came before these messages.
+        `turn` is the number of assistant turns before these messages.
         """
         plain: list[Message] = []
         answering = False
@@ -124,7 +124,7 @@ class HermesText(ChatServer):
         return plain
 
     def _observation(self, message: Message) -> str:
-        """The element for a tool message, made once: the history is shown anew in every turn."""
+        """The element for a tool message, created once: every turn shows the whole history."""
         text = str(message.get("content") or "")
         if text not in self._observed:
             self._observed[text] = observation(text)
@@ -138,12 +138,12 @@ class HermesText(ChatServer):
         return dict(sampled) if sampled is not None else {"role": "assistant", "content": written(content, calls)}
 
     def _read(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
-        """What the loop gets to see of a reply, which is kept as it was sampled."""
+        """The reply for the loop; the sampled text is kept."""
         content, reasoning, calls = reply.content, reply.reasoning, reply.calls
         sampled: Message = {"role": "assistant", "content": written(content, calls)}
         if reasoning:
             sampled["reasoning_content"] = reasoning
-        if not calls:  # a scripted policy gives structured calls; a model was never told that there are any
+        if not calls:  # a scripted policy gives structured calls; a model writes text only
             parsed = self._parser.parse(content, tools=tools, cut=reply.cut_off)
             content, reasoning = parsed.content or "", reasoning or parsed.reasoning
             found = enumerate(parsed.all_tool_calls or ())
@@ -170,7 +170,7 @@ def written(text: str, calls: Sequence[RequestedCall]) -> str:
 
 def _block(call: RequestedCall) -> str:
     arguments = call.arguments or "{}"
-    if any(tag in arguments for tag in _TAGS):  # inside JSON, `<` only stands in strings, where it may be escaped
+    if any(tag in arguments for tag in _TAGS):  # inside JSON, `<` only occurs in strings and may be escaped
         arguments = arguments.replace("<", "\\u003c")
     name = json.dumps(call.name, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
@@ -190,7 +190,7 @@ def result_in(element: str) -> ToolResult:
 def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
     """The calls of one turn as text, in order: name, arguments, and the `<tool_response>` element that answered it.
 
-    Nothing where the two messages, the reply and what the user said to it, are no such turn.
+    Empty if the two messages, a reply and the user's answer, are not such a turn.
     """
     said, *seen = [str(message.get("content") or "") for message in messages]
     calls = get_parser("hermes").parse(said, tools=(), cut=False).all_tool_calls or ()
@@ -201,7 +201,7 @@ def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
 
 
 def _elements(text: str) -> Iterator[str]:
-    """The elements that a text is made of; their JSON may hold tags, too."""
+    """The elements of a text. Their JSON may contain tags."""
     place = 0
     while text.startswith(_ANSWER, place):
         try:
@@ -215,7 +215,7 @@ def _elements(text: str) -> Iterator[str]:
 def result_text(success: bool, output: str, error: str, metadata: Mapping[str, JSON]) -> str:
     """A call's result as the JSON text that the history keeps; `result_from` reads it back.
 
-    The exit code stands outside too, where the loop looks for it: a command that ran and failed is no tool error.
+    The exit code is also a field of its own, for the loop: a command that ran and failed is not a tool error.
     """
     fields: dict[str, JSON] = {"success": success, "output": output, "error": error, "metadata": dict(metadata)}
     if "exit_code" in metadata:
@@ -224,8 +224,8 @@ def result_text(success: bool, output: str, error: str, metadata: Mapping[str, J
 
 
 def result_from(text: str) -> ToolResult:
-    """The result that a tool message holds; the loop's own refusals are failures. Without an id: a result stands for
-    the call of its place, and an id would be tokens that say nothing."""
+    """The result in a tool message; the loop's own refusals are failures. It has no id: a result belongs to the call
+    at its place, and an id would only cost tokens."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""What the model said, read from whatever shape the server hands over: our records, vendor objects or plain dicts.
+"""Reads replies of model servers in any shape: our records, vendors' objects or plain dicts.
 
-Not for judging it: names may be unknown and arguments malformed. Invariant: the text of a call's arguments and of the
-content is kept as the server gave it.
+Names may be unknown and arguments malformed: `tool_calls.py` checks them. Invariant: the text of the content and of a
+call's arguments stays as the server sent it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RequestedCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One assistant turn. Token counts are the engine's; 0 where it gave none."""
+    """One assistant turn. Token counts are the engine's, 0 if it gave none."""
 
     content: str
     reasoning: str | None
@@ -60,8 +60,7 @@ class Reply:
 def read_reply(completion: object, turn: int) -> Reply:
     """The first choice of a chat completion. `turn` (from 1) goes into the ids of calls that have none.
 
-    Raises `EngineReplyError` when there is no choice or no message in it, or when the server broke off: what is there
-    then is not what the model meant to say.
+    Raises `EngineReplyError` if there is no choice or no message in it, or if the server broke off the reply.
     """
     choices = part(completion, "choices")
     if not isinstance(choices, Sequence) or not choices:
@@ -84,7 +83,7 @@ def read_reply(completion: object, turn: int) -> Reply:
 
 
 def part(value: object, name: str) -> JSON:
-    """A field of an object or of a dict; None where there is none."""
+    """A field of an object or of a dict; None if it is missing."""
     if not isinstance(value, msgspec.Struct) and isinstance(value, Mapping):
         return value.get(name)
     return getattr(value, name, None)
@@ -122,7 +121,7 @@ def _calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
         function = part(raw, "function")
         call_id, name = part(raw, "id"), part(function, "name")
         if not isinstance(call_id, str) or not call_id or call_id in seen:
-            call_id = f"call_{turn}_{index}"  # two calls of one id could not be told apart by their answers
+            call_id = f"call_{turn}_{index}"  # answers of two calls with one id could not be assigned
         seen.add(call_id)
         calls.append(RequestedCall(call_id, name if isinstance(name, str) else "", _raw(part(function, "arguments"))))
     return tuple(calls)

@@ -1,4 +1,4 @@
-"""What a finished conversation is: `AgentResult`, with its `ToolError`, `Turn`, `AgentStep` and `Subagent`. No I/O."""
+"""The result of a conversation: `AgentResult`, with its `ToolError`, `Turn`, `AgentStep` and `Subagent`. No I/O."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class AgentStep:
 
 @dataclass(slots=True)
 class Subagent:
-    """A conversation beside the rollout's own: work that a call of `delegate_task` gave away.
+    """The conversation of one sub-agent, started by a call of `delegate_task`.
 
-    `number` counts from 1 over the whole rollout; `turn` is that of the agent that gave the work, to which `result` is
-    like its own. `segments` are those of the rollout's ledger that hold its tokens, where an engine gave tokens.
+    `number` counts from 1 over the whole rollout; `turn` is the turn of the agent that delegated the work. `segments`
+    are the segments of the rollout's ledger with its tokens, if the engine gives tokens.
     """
 
     number: int
@@ -65,11 +65,11 @@ class Subagent:
 
 @dataclass(slots=True)
 class AgentResult:
-    """A finished conversation, of either kind of agent. After a `HermesAgentLoop`, `messages` is the very list that was
-    passed to `run`, extended in place; after an `AtroposAgent` it is the text turns, with `steps` and `answer` beside.
+    """The result of a conversation of either kind of agent. After a `HermesAgentLoop`, `messages` is the list passed to
+    `run`, extended in place; after an `AtroposAgent` it has the text turns, and `steps` and `answer` are set.
 
-    `outcome` says why it ended; where something went wrong, `error` is the text of it and `blame` says whose fault it
-    was. Every exit of the loop, cancellation included, leaves one of these.
+    `outcome` is why it ended; after a failure, `error` is its text and `blame` its cause. Every exit of the loop,
+    cancellation included, leaves a complete result.
     """
 
     messages: list[Message]
@@ -92,7 +92,7 @@ class AgentResult:
 
     @property
     def success(self) -> bool:
-        """Whether the agent ended by itself, neither at a limit nor by a failure."""
+        """Whether the agent ended by itself, not at a limit or by a failure."""
         return self.outcome is Outcome.NATURAL
 
     @property
@@ -102,7 +102,7 @@ class AgentResult:
 
     @property
     def total_tool_calls(self) -> int:
-        """Calls that the model asked for, malformed ones among them."""
+        """The requested calls, malformed ones included."""
         return self.tool_calls_attempted
 
     @property
@@ -124,7 +124,7 @@ class AgentResult:
         return [dict(message) for message in self.messages]
 
     def to_scored_data(self, score: float) -> dict[str, JSON] | None:
-        """The training row (`tokens[T]`, `masks[T]`, `inference_logprobs[T]`, `scores`, `messages`), or None where the
+        """The training row (`tokens[T]`, `masks[T]`, `inference_logprobs[T]`, `scores`, `messages`); None if the
         server gave no tokens."""
         node = self.trajectory_data
         if node is None:

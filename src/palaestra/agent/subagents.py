@@ -1,12 +1,12 @@
-"""Sub-agents: conversations beside the rollout's own, over the same loop, that do a piece of work and report.
+"""Sub-agents: further conversations of a rollout, on the same loop, each of which does one piece of work and reports.
 
-A sub-agent has its own messages, tool state and limits, and shares what the rollout has: its slot, its background
-processes, its engine and its budget. With a token-exact engine its tokens go into the rollout's ledger, in a segment
-of their own that says so (T2), so they are trained once like all others (T3).
+A sub-agent has its own messages, tool state and limits, and shares the slot, the background processes, the engine and
+the budget of the rollout. With a token-exact engine its tokens go into a segment of the rollout's ledger (T2), so they
+are trained exactly once (T3).
 
-Not for how it is asked for (`tools/builtin/delegate_task.py`). Invariants: a sub-agent never outlives the call that
-started it; the world's failure in one is the rollout's, never something that the model reads (R1); whatever happens,
-what it did is in the rollout's result (A3).
+The tool is `tools/builtin/delegate_task.py`. Invariants: a sub-agent never outlives the call that started it; an
+infrastructure failure in one fails the rollout and is never shown to the model (R1); its record is in the rollout's
+result, however it ends (A3).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
 
 MAX_DEPTH = 1
-"""How many sub-agents may stand below each other; one that stands lowest has no `delegate_task`."""
+"""How deep sub-agents may be nested; the deepest has no `delegate_task`."""
 
 NOT_FOR_SUBAGENTS = frozenset({"clarify", "memory", "session_search", "send_message"})
-"""Tools that speak to a person or for one: they are the rollout's own agent's."""
+"""Tools that talk to a person or for one: only the rollout's own agent has them."""
 
 SYSTEM_PROMPT = (
     "You are a sub-agent: another agent has given you one piece of work and waits for your report. Do that work with "
@@ -53,8 +53,8 @@ _CLOSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
-    """What a new sub-agent is given: whom it asks, its tools, its work and its limits."""
+class SubagentSetup:
+    """The server, tools, work and limits of a new sub-agent."""
 
     server: ChatServer
     tools: ToolRuntime
@@ -65,16 +65,16 @@ class Post:
 
 
 class Agent(Protocol):
-    """One that gives work: whom it asks, and how another like it is set up."""
+    """An agent that delegates work: its server, and how it creates a sub-agent of its kind."""
 
     @property
     def server(self) -> ChatServer: ...
 
-    def another(self, post: Post) -> SubagentConversation: ...
+    def new_subagent(self, setup: SubagentSetup) -> SubagentConversation: ...
 
 
 class SubagentConversation(Protocol):
-    """One that is ready to begin. After `run`, however that ended, `loop.result` is as the model saw it."""
+    """A conversation that can start. After `run`, `loop.result` is as the model saw it, however it ended."""
 
     @property
     def agent(self) -> Agent: ...
@@ -86,8 +86,8 @@ class SubagentConversation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
-    """An agent that is its loop: its calls are structured. As a conversation, it begins with `messages`."""
+class LoopAgent:
+    """An agent that is a plain loop with structured calls. As a conversation, it starts with `messages`."""
 
     loop: HermesAgentLoop
     messages: list[Message] = field(default_factory=list)
@@ -100,13 +100,13 @@ class Calling:
     def server(self) -> ChatServer:
         return self.loop.server
 
-    def another(self, post: Post) -> SubagentConversation:
-        above, tools = self.loop, post.tools
+    def new_subagent(self, setup: SubagentSetup) -> SubagentConversation:
+        above, tools = self.loop, setup.tools
         loop = HermesAgentLoop(
-            post.server,
+            setup.server,
             tools.registry.definitions(),
             set(tools.registry.list_tools()),
-            max_turns=post.max_turns,
+            max_turns=setup.max_turns,
             task_id=above.task_id,
             temperature=above.temperature,
             max_tokens=above.max_tokens,
@@ -114,11 +114,11 @@ class Calling:
             tool_handler=tools,
             max_context_tokens=above.max_context_tokens,
             parallel_safe=tools.parallel_safe,
-            on_turn=post.on_turn,
+            on_turn=setup.on_turn,
             clock=above.clock,
-            budget=post.budget,
+            budget=setup.budget,
         )
-        return Calling(loop, [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": post.work}])
+        return LoopAgent(loop, [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": setup.work}])
 
     async def run(self) -> AgentResult:
         return await self.loop.run(self.messages)
@@ -126,27 +126,27 @@ class Calling:
 
 @dataclass(slots=True)
 class Subagents:
-    """The sub-agents of one agent. `loop` and `tools` are that agent's; `moved` is called at every turn of theirs.
+    """The sub-agents of one agent, with its `loop` and `tools`. `on_progress` is called after each of their turns.
 
-    `agent` makes them, where that is not the loop itself. `depth` is how many agents stand above them. `numbers` counts
-    over the whole rollout, from 1. `wall_s` is how long each may take, where no clock above ends them.
+    `agent` creates them; None: the loop itself. `depth` is the number of agents above them. `numbers` counts from 1
+    over the whole rollout. `wall_s` limits each in seconds if no clock above ends them.
     """
 
     loop: HermesAgentLoop
     tools: ToolRuntime
-    moved: Callable[[], None] = lambda: None
+    on_progress: Callable[[], None] = lambda: None
     depth: int = 0
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     agent: Agent | None = None
     wall_s: float | None = None
 
     def offer(self) -> None:
-        """Let the agent's `delegate_task` find them, where it has that tool."""
+        """Connect them with the agent's `delegate_task`, if it has that tool."""
         if self.tools.registry.get(_NAME) is not None:
             self.tools.share(Delegation(self.work))
 
     async def work(self, assignments: Sequence[Assignment]) -> list[SubagentReport]:
-        """Have all of them done at the same time. Raises `ToolMistake` before any is started, and `PalaestraError`."""
+        """Run all assignments concurrently. Raises `ToolMistake` before any is started, and `PalaestraError`."""
         registries = [self._registry(assignment) for assignment in assignments]
         started = [
             self._started(assignment, registry, len(assignments))
@@ -163,7 +163,7 @@ class Subagents:
         return [report.result() for report in reports]
 
     def _registry(self, assignment: Assignment) -> ToolRegistry:
-        """The tools of the one who gives the work, as far as they are asked for. Raises `ToolMistake`."""
+        """The requested tools of the parent agent. Raises `ToolMistake`."""
         own = self.tools.registry
         names = [name for name in own.list_tools() if name not in NOT_FOR_SUBAGENTS]
         if self.depth + 1 >= MAX_DEPTH:
@@ -174,8 +174,8 @@ class Subagents:
             tools = [tool for tool in tools if tool.name in wanted or tool.toolset in assignment.toolsets]
         return ToolRegistry(tools, replayed=own.replayed)
 
-    def _started(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _One:
-        """A sub-agent that is ready to go, and in the record already."""
+    def _started(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _Running:
+        """A sub-agent that is ready to run and already in the record."""
         number, above = next(self.numbers), self.loop
         own = self.tools
         tools = ToolRuntime(
@@ -192,68 +192,68 @@ class Subagents:
         if (approvals := own.found_state(Approvals)) is not None:
             tools.share(approvals)
         tools.share(Programs(f"subagent-{number}-"))
-        giver = self.agent or Calling(above)
-        server = chat_server(giver.server).child(number)
+        parent = self.agent or LoopAgent(above)
+        server = chat_server(parent.server).child(number)
 
-        def turned(*_: object) -> None:
+        def on_turn(*_: object) -> None:
             if (calls := tools.found_state(InnerCalls)) is not None:
-                record.inner_calls.extend(calls.taken(talk.loop.result.turns_used))
-            self.moved()
+                record.inner_calls.extend(calls.taken(conversation.loop.result.turns_used))
+            self.on_progress()
 
         work = f"{assignment.goal}\n\n{assignment.context}" if assignment.context else assignment.goal
         most = min(assignment.max_turns or above.max_turns, above.max_turns)
         budget = replace(above.budget.left(above.used(), together), wall_s=self.wall_s)
-        talk = giver.another(Post(server, tools, work, most, budget, turned))
-        record = Subagent(number, above.result.turns_used, assignment.goal, talk.loop.result)
-        replace(self, loop=talk.loop, tools=tools, depth=self.depth + 1, agent=talk.agent).offer()
+        conversation = parent.new_subagent(SubagentSetup(server, tools, work, most, budget, on_turn))
+        record = Subagent(number, above.result.turns_used, assignment.goal, conversation.loop.result)
+        replace(self, loop=conversation.loop, tools=tools, depth=self.depth + 1, agent=conversation.agent).offer()
         above.result.subagents.append(record)
-        return _One(talk, tools, record, above, server, turned)
+        return _Running(conversation, tools, record, above, server, on_turn)
 
 
 @dataclass(slots=True)
-class _One:
-    """One sub-agent at work."""
+class _Running:
+    """A running sub-agent."""
 
-    talk: SubagentConversation
+    conversation: SubagentConversation
     tools: ToolRuntime
     record: Subagent
     above: HermesAgentLoop
     server: ChatServer
-    turned: Callable[[], None]
+    on_turn: Callable[[], None]
 
     async def run(self) -> SubagentReport:
-        """Do the work and report. Raises what the world did to it."""
+        """Do the work and report. Raises infrastructure failures."""
         try:
-            await self.talk.run()
+            await self.conversation.run()
         finally:
             self._account()
             await self._close()
-        result, failure = self.talk.loop.result, self.talk.loop.failure
+        result, failure = self.conversation.loop.result, self.conversation.loop.failure
         if result.outcome.scored:
             return _report(result)
-        if isinstance(failure, ContextExceeded):  # the work itself is told at too great length, which can be mended
+        if isinstance(failure, ContextExceeded):  # the assignment itself is too long, which the agent can correct
             return replace(_report(result), outcome=Outcome.LENGTH.value)
         assert failure is not None
         raise failure
 
     def _account(self) -> None:
-        """What it used is the rollout's; what it did is in the record."""
-        self.record.result = self.talk.loop.result
-        self.turned()
+        """Add its use to the rollout's and complete its record."""
+        self.record.result = self.conversation.loop.result
+        self.on_turn()
         self.record.segments = list(self.server.segments)
-        self.above.delegated(self.talk.loop)
+        self.above.delegated(self.conversation.loop)
 
     async def _close(self) -> None:
-        """End what its own tools hold, such as pages of a browser, also when it is cancelled."""
+        """Close its own tools, such as pages of a browser, also when it is cancelled."""
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.shield(self.tools.aclose())
         except TimeoutError:
-            logger.warning("what the tools of sub-agent %d hold could not be closed in time", self.record.number)
+            logger.warning("the tools of sub-agent %d could not be closed in time", self.record.number)
 
 
 def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:
-    """The tools of the package's own toolsets among these; others are known by the tools that they `brought`."""
+    """The tools of those toolsets that belong to the package; `brought` are the toolsets of other tools."""
     try:
         return set(resolve_toolsets([name for name in toolsets if name in TOOLSETS or name not in brought]))
     except ConfigError as error:

@@ -39,7 +39,7 @@ class Environment(ABC):
 
     @cached_property
     def shared(self) -> States:
-        """What the tools of all rollouts share. Closed after the environment, by whoever closes that."""
+        """Objects that the tools of all rollouts share. Close them after the environment."""
         return States()
 
     @property
@@ -48,10 +48,10 @@ class Environment(ABC):
         return AgentSettings()
 
     async def open(self) -> None:
-        """Load what the environment needs. Called once, before the first task."""
+        """Load data and resources. Called once, before the first task."""
 
     async def aclose(self) -> None:
-        """Release it. Called once, whatever happened."""
+        """Release them. Called once, also after a failure."""
 
     @abstractmethod
     def tasks(self) -> AsyncIterator[Task]:
@@ -62,7 +62,7 @@ class Environment(ABC):
         """The tools of this task's group. `rng` is the group's own."""
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
-        """What the task's slots are made from."""
+        """The image, limits and network of the task's slots."""
         return SlotSpec(image=task.image, limits=task.limits, network=network_of(task, phase))
 
     async def resolve(self, task: Task) -> Task:
@@ -84,11 +84,11 @@ class Environment(ABC):
         """Prepare the workspace, once per group. Every rollout starts from a fork of it."""
 
     def recipe(self, task: Task) -> JSON:
-        """What the task's whole preparation depends on besides its image, `files`, `setup` and slot, as JSON; None
-        if that is unknown.
+        """Everything else that the task's preparation depends on, besides its image, `files`, `setup` and slot, as
+        JSON; None if unknown.
 
-        With it, runs on this machine share the prepared workspace, and `prepare_shared` and `prepare` are not called if
-        it exists: so it must name everything that they do. By default what the task says, unless there are hooks.
+        Runs on this machine with the same recipe share the prepared workspace, and then skip `prepare_shared` and
+        `prepare`: so it must cover everything that they do. Default: `task.recipe`, or None if a hook is overridden.
         """
         own = type(self)
         hooks = own.prepare is not Environment.prepare or own.shared_setup is not Environment.shared_setup
@@ -100,11 +100,11 @@ class Environment(ABC):
         return False
 
     async def collect(self, task: Task, group_id: str, wanted: int) -> int:
-        """How many rollouts the group has. Groups collected in one go are collected here; `act` takes their rows."""
+        """The number of rollouts of the group. With `collects_groups`, collect the group here; `act` takes its rows."""
         return wanted
 
     async def ended(self, task: Task, group: Group) -> None:
-        """The group has ended and is in the journal. Called for every group, however it went."""
+        """The group has ended and is in the journal. Called for every group, failed ones included."""
 
     async def begin(self, rollout: Rollout) -> None:
         """Set up one rollout, in its own fork, before the agent starts."""
@@ -116,7 +116,7 @@ class Environment(ABC):
     async def grade(self, rollout: Rollout) -> Score:
         """Score the rollout in a grading view of its workspace.
 
-        Raises the `InfraError` that kept the check from looking at the work, whatever `score` made of that.
+        Raises the `InfraError` that disturbed the check, even if `score` returned a value.
         """
         grading = Grading(rollout, self.slot_spec(rollout.task, Phase.GRADE))
         score = await run_hook(GraderError, self.score(rollout, grading), f"scoring {rollout.rollout_id}")
@@ -128,13 +128,13 @@ class Environment(ABC):
         """Score the sealed result. Raises `GraderError` when the check itself could not be made."""
 
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
-        """What else to record."""
+        """Further data for the record."""
         return Projection()
 
     async def figures(self) -> Mapping[str, float]:
-        """The environment's own metrics for the run. Asked during the run and after the last group."""
+        """The environment's own metrics for the run. Called during the run and after the last group."""
         return {}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """Rollouts to look at next to the metrics: each as text, with its score. Asked after the last group."""
+        """Rollouts to show with the metrics: each as text, with its score. Called after the last group."""
         return ()

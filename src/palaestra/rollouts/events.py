@@ -1,8 +1,8 @@
-"""Everything that happens in a run: one union of events, and the stream that hands them to whoever subscribes.
+"""The events of a run, as one union of types. `EventStream` (`journal/journal.py`) passes them to subscribers.
 
-Events of the first part are lines of the journal: their tags, fields and defaults are its format. Those of the second
-part live only in memory. Subscribers are called on the event loop, in the order in which they subscribed; the journal
-comes before all of them. A subscriber returns at once and never raises because of what a task or a model wrote.
+Journal events are lines of the journal: their tags, fields and defaults are its format. The others exist in memory
+only. The journal gets each event first, then the subscribers in the order of subscription, on the event loop. A
+subscriber returns quickly, and raises for no text of a task or a model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GroupStarted(JournalEvent, tag="group", kw_only=True):
 
 
 class TurnTaken(JournalEvent, tag="messages", kw_only=True):
-    """The messages that one turn added, and what resuming the rollout after them needs.
+    """The messages that one turn added, with the data for resuming the rollout after it.
 
     `turn` 0 has the opening messages. `tokens` are the prompt's and the reply's, as the engine counted them; `seconds`
     are the model's and the tools'. `sampled` are the model calls since the last such event, sub-agents' included, when
@@ -97,7 +97,7 @@ class ReplyReceived(JournalEvent, tag="reply", kw_only=True):
 class RolloutResumed(JournalEvent, tag="taken_up", kw_only=True):
     """A rollout that was cut off continues after `turns` turns and `replies` replies of the next one.
 
-    With a reason in `anew` it starts again instead, and those are discarded.
+    With a reason in `anew` it starts from its beginning instead, and those are discarded.
     """
 
     rollout_id: str
@@ -119,7 +119,7 @@ class AttemptDiscarded(JournalEvent, tag="discarded", kw_only=True):
 
 
 class GroupEnded(JournalEvent, tag="group_end", kw_only=True):
-    """Every rollout of the group has ended. `error` says why there are none or fewer."""
+    """Every rollout of the group has ended. `error` is the reason for missing ones."""
 
     group_id: str
     number: int
@@ -166,7 +166,7 @@ class RolloutBegun(msgspec.Struct, gc=False):
 
 
 class Alive(msgspec.Struct, gc=False):
-    """A sign of life of a rollout, or of a group by its own id. `stage` is where it is, the empty string: nowhere.
+    """A sign of life of a rollout, or of a group by its own id. `stage` is its current stage, empty if none.
 
     `entered` and `left` name a stage that begins or ends with it; stages nest and may overlap. `error` names the class
     of the exception that ended the one that was left.
@@ -207,7 +207,7 @@ class GroupFinished(msgspec.Struct):
 
 
 class Note(msgspec.Struct):
-    """Something that a person at the screen should read now."""
+    """A message for the person at the screen."""
 
     text: str
 

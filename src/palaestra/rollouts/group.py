@@ -1,7 +1,7 @@
 """One group: prepare the task's workspace once, then let `group_size` rollouts start from forks of it.
 
-If the environment says what its preparation depends on, a workspace that another run has prepared is reused, and one
-that is prepared here is kept for others (`sandbox/snapshots/cache.py`); never one that was prepared with a network.
+If the environment has a recipe for its preparation, a workspace that another run has prepared is reused, and one that
+is prepared here is kept for others (`sandbox/snapshots/cache.py`); never one that was prepared with a network.
 
 A preparation that fails ends the group with an error and without trajectories: nothing was rolled out, so nothing is
 scored. A prepared workspace that is lost with its backend is prepared again.
@@ -64,7 +64,7 @@ class GroupRun:
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
         self.begun = False
-        """Whether the journal has the group's start, which replaces what it had of the group before."""
+        """Whether the journal has the group's start, which replaces its earlier events of the group."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._preparing = asyncio.Lock()
@@ -294,7 +294,7 @@ class GroupRun:
         return None
 
     def _start_again(self, index: int, recorded: RecordedTurns) -> None:
-        """Write down why a rollout cannot continue where it was cut off, and what it had cost."""
+        """Record why a rollout cannot continue where it was cut off, and its cost."""
         events, rollout_id, reason = self.run_context.events, f"{self.group.group_id}/{index}", str(recorded.failed)
         if recorded.cut_off.ended is None:
             lost = recorded.cut_off.record(rollout_id, self.group, index, self.env.agent.prices)

@@ -1,6 +1,6 @@
 """What ends a run early without losing anything: too many infrastructure failures, a cost that is reached, a signal.
 
-A limit that is reached starts no new group and no new rollout. What is in flight finishes, unless the run is drained
+After a limit is reached, no new group and no new rollout starts. Those in flight finish, unless the run is drained
 for too long or every further turn would exceed the cost. The run can be resumed. Single rollouts that hang are ended
 by `watchdog.py`.
 """
@@ -37,7 +37,7 @@ class CutShort(PalaestraError):
 
 
 class RunLimits:
-    """Follows a run and stops it at a limit. `reason` and `message` say why; both are empty until then.
+    """Follows a run and stops it at a limit. `reason` and `message` are empty until then.
 
     `counted` are the rollouts of an earlier part of the run, which cost `spent`: they are not counted again.
     """

@@ -77,7 +77,7 @@ class Conversation(ChatServer):
 
 
 def freezing(slot: Callable[[], Slot | None]) -> ChatMiddleware:
-    """Freeze the slot that `slot` gives, if any, while the model thinks: what an agent left running costs nothing then.
+    """Freeze the slot that `slot` gives, if any, while the model thinks, so that its background processes use no CPU.
 
     The next call to the slot lets it continue. A program that cannot be stopped continues; a slot that is lost is
     noticed by the next call to it.

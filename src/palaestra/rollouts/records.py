@@ -1,8 +1,7 @@
-"""What a rollout leaves behind: `Trajectory`, and `Group`, the trajectories of one task.
+"""The records of rollouts: `Trajectory`, and `Group`, the trajectories of one task.
 
-These are records: they are written to the journal as they are, and everything else on disk is a projection of them.
-What a trajectory promises to reproduce from the same seed and answers stands in its own fields; wall times, hosts and
-slot ids stand in `beside`, outside that promise.
+The journal has them as they are; all other files are made from them. The same seed and the same answers reproduce all
+fields of a trajectory except `beside`, which has wall times, hosts and slot ids.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ GROUP_SCHEMA = "palaestra.group/1"
 
 
 class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One model call: how it ended, what it cost in tokens, which tools it called."""
+    """One model call: its finish reason, tokens and tool calls."""
 
     number: int
     finish_reason: str | None = None
@@ -31,7 +30,7 @@ class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ToolErrorRecord(msgspec.Struct, kw_only=True):
-    """One call that failed: what the model asked for, and what it was told."""
+    """One call that failed: the request, and the error that the model read."""
 
     turn: int
     tool: str
@@ -40,7 +39,7 @@ class ToolErrorRecord(msgspec.Struct, kw_only=True):
 
 
 class InnerCallRecord(msgspec.Struct, kw_only=True):
-    """One call that a program made in a turn (`execute_code`): JSON texts, cut in the middle where they are long."""
+    """One call that a program made in a turn (`execute_code`): JSON texts, cut in the middle if they are long."""
 
     turn: int
     tool: str
@@ -49,9 +48,9 @@ class InnerCallRecord(msgspec.Struct, kw_only=True):
 
 
 class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A conversation beside the rollout's own (`delegate_task`), in the order in which they were started.
+    """The conversation of a sub-agent (`delegate_task`), in the order of their start.
 
-    `turn` is that of the agent that gave the work. `segments` are those of the ledger that hold its tokens.
+    `turn` is the turn of the agent that delegated the work. `segments` are the ledger's segments with its tokens.
     """
 
     number: int
@@ -68,9 +67,8 @@ class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What differs from run to run. Seconds are wall time; `stages` has setup, agent,
-    tool, admit (waiting for a place), acquire (making a slot), seal and grade; one may contain others, and calls that
-    run together add up."""
+    """Data that differs between runs. Seconds are wall time. `stages` has setup, agent, tool, admit (the wait for a
+    place), acquire (creating a slot), seal and grade; they may nest, and concurrent calls add up."""
 
     started_at: float = 0.0
     duration_s: float = 0.0
@@ -83,10 +81,10 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
     `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers worth averaging,
-    `detail` is evidence (test results, the agent's patch). `ledger` holds the exact tokens where the engine gave them,
-    `row` only what is not in it. `inner_calls` and `subagents` are what happened inside tool calls; tokens and turns of
-    sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, and not in `turns`. `cost` is that of the
-    tokens, in the currency of the prices that the run was given.
+    `detail` is evidence (test results, the agent's patch). `ledger` has the exact tokens if the engine gives them, and
+    `row` a token row that the environment made. `inner_calls` and `subagents` record the work inside tool calls; the
+    tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, their turns not in `turns`. `cost` is
+    in the currency of the run's prices.
     """
 
     schema: str = TRAJECTORY_SCHEMA
@@ -173,11 +171,11 @@ def have_same_scores(scored: Sequence[Trajectory]) -> bool:
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """All rollouts of one task, in index order. `number` is the task's place in the run, from 0.
 
-    `toolsets` are those that the group was given, drawn or named. `tools` are the schemas that its models saw and
-    `tools_hash` their name; `tools_missing` has those that were asked for but are not here, with the reason. `error`
-    tells why there are no trajectories, when preparing the task failed, and `blame` whose fault that was. `prepare_s`
-    is how long preparing took, in seconds, and `from_store` whether the workspace was found prepared on this machine.
-    `asked` is a checksum of the task's prompt; empty in groups of earlier versions.
+    `toolsets` were configured or drawn. `tools` are the schemas that the models saw, `tools_hash` identifies them, and
+    `tools_missing` has the requested tools that are unavailable, with the reason. If preparing the task failed, there
+    are no trajectories, and `error` and `blame` have the cause. `prepare_s` is the time of preparing in seconds;
+    `from_store`: the workspace had been prepared before. `asked` is a checksum of the task's prompt, empty in groups of
+    earlier versions.
     """
 
     schema: str = GROUP_SCHEMA
@@ -197,7 +195,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def same_scores(self) -> bool:
-        """Whether all that have a score, one at least, have the same: a policy gradient learns nothing from it."""
+        """Whether all scores are the same and there is one at least: a policy gradient learns nothing from it."""
         return have_same_scores(self.scored)
 
     @property

@@ -56,7 +56,7 @@ RolloutTool: TypeAlias = Callable[[str, Mapping[str, JSON], str | None], Awaitab
 
 
 class RolloutHooks(Protocol):
-    """What a rollout asks of its environment. `Environment` implements it."""
+    """The hooks of an environment for its rollouts. `Environment` implements them."""
 
     @property
     def agent(self) -> AgentSettings: ...
@@ -192,8 +192,8 @@ class Rollout:
             logger.warning("giving back the slot of %s failed: %s", self.rollout_id, error)
 
     def drop_unrecordable(self, reason: ValueError) -> bool:
-        """Leave out of the record what the environment made and the journal refused: its row first, then the agent's
-        conversation. False when nothing of that kind is left."""
+        """Drop environment-made data that the journal refused: first its row, then the agent's conversation. False if
+        there is none left."""
         if self.projection == Projection() and self.result is None:
             return False
         if self.projection == Projection():
@@ -204,7 +204,7 @@ class Rollout:
 
     @property
     def has_own_record(self) -> bool:
-        """Whether the environment put something into the record that the journal may refuse."""
+        """Whether the record has environment-made data, which the journal may refuse."""
         own_score = self.score is not None and bool(self.score.detail)
         return own_score or self._foreign_result or self.projection != Projection()
 
@@ -433,7 +433,7 @@ class Rollout:
             Subagents(loop, bound, self.stages.sign_of_life, numbers=self._subagent_numbers, agent=agent).offer()
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
-        """Write the messages that a turn added (None: the opening ones). What it returns must be awaited, if anything.
+        """Write the messages that a turn added (None: the opening ones). Await the result, if there is one.
 
         Raises `CannotResume` if others are recorded in their place, and `CutShort` if no further turn may follow.
         """
@@ -487,7 +487,7 @@ class Rollout:
             return await self.run_context.workspaces.pool.seal(slot, view)
 
     async def aclose(self) -> None:
-        """End what the tools hold and give the slot back, if one is held."""
+        """Close the tools and release the slot."""
         slot, self._slot = self._slot, None
         try:
             await self._end_tools()

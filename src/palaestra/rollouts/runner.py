@@ -1,8 +1,8 @@
-"""The runner: takes tasks from an environment, runs a bounded number of groups at a time, and hands each finished group
-on once it is on disk.
+"""The runner: takes tasks from an environment, runs a bounded number of groups concurrently, and passes on each
+finished group once it is on disk.
 
-It stops early in three cases: when it is cancelled (what was finished is kept), when the environment fails to give its
-next task (the groups in flight finish), and when the model server has failed every rollout of several groups in a row.
+It stops early if it is cancelled (finished groups are kept), if the environment fails to give its next task (groups in
+flight finish), or if the model server failed every rollout of several groups in a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIVE_UP_AFTER = 3
 
 @dataclass(slots=True)
 class Totals:
-    """What a run came to, kept in constant memory."""
+    """The totals of a run, in constant memory."""
 
     groups: int = 0
     failed_groups: int = 0
@@ -42,7 +42,7 @@ class Totals:
 
     @property
     def mean_reward(self) -> float | None:
-        """Over the scored rollouts; None when there is none."""
+        """Over the scored rollouts; None without any."""
         return self.reward_sum / self.scored if self.scored else None
 
     def add(self, group: Group) -> None:

@@ -68,7 +68,7 @@ class _TimedBeside(msgspec.Struct):
 
 
 class _TimedPart(msgspec.Struct):
-    """What is read of a group or a rollout."""
+    """The fields of a group or a rollout that are read."""
 
     group_id: str = ""
     task_id: str = ""
@@ -88,7 +88,7 @@ _lines = msgspec.json.Decoder(_TimedLine)
 def read_timings(run: Path) -> dict[str, float]:
     """Seconds by task id, from a run's folder or journal: preparation and slowest rollout of a task's slowest group.
 
-    Discarded attempts count; unreadable lines do not. Raises `ConfigError` if there is no run.
+    Discarded attempts count; unreadable lines do not. Raises `ConfigError` for a missing run.
     """
     prepared: dict[str, float] = {}
     seconds: dict[str, float] = {}

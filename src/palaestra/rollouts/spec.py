@@ -131,7 +131,7 @@ class RolloutSpec:
 
 @dataclass(frozen=True, slots=True)
 class Middleware:
-    """What a run puts in the way of its model and tool calls, the outermost first. Made anew for each rollout."""
+    """A run's chat and tool middleware, the outermost first, as functions that create it for a rollout."""
 
     chat: tuple[Callable[[str], ChatMiddleware], ...] = ()
     """Given the rollout's id."""
@@ -205,7 +205,7 @@ class RunContext:
 
 @dataclass(slots=True)
 class Projection:
-    """What an environment adds to a trajectory's record: a token row and keys of its own."""
+    """An environment's additions to a trajectory: a token row and keys of its own."""
 
     row: TokenRow | None = None
     extra: dict[str, JSON] = field(default_factory=dict)

@@ -88,7 +88,7 @@ class TurnLog:
         return taken
 
     def write(self, taken: TakenTurn) -> None:
-        """Write a turn that is not in the journal, and count what it cost."""
+        """Write a turn that is not in the journal, and count its cost."""
         turn, recorded = taken.turn, self.recorded
         if not taken.known or (recorded is not None and not recorded.journalled):
             event = TurnTaken(
@@ -139,7 +139,7 @@ class TurnLog:
             self._events.announce(TokensSpent(self._rollout_id, *tokens))
 
     def _sampled_in_turn(self) -> list[SampledTurn]:
-        """What was sampled since the last turn, if the server keeps a ledger."""
+        """The samples since the last turn, if the server keeps a ledger."""
         ledger = self._server.ledger if self._server is not None else None
         if ledger is None:
             return []
@@ -148,7 +148,7 @@ class TurnLog:
         return ledger.sampled_since(before)
 
     def _sampled_since_note(self) -> list[SampledTurn]:
-        """What was sampled since the last turn or reply that was written."""
+        """The samples since the last turn or reply that was written."""
         ledger = self._server.ledger if self._server is not None else None
         if ledger is None:
             return []
@@ -162,7 +162,7 @@ class TurnLog:
 
 @dataclass(slots=True)
 class TakenTurn:
-    """One turn and what was sampled in it. `known`: the whole turn is in the journal; `recalled`: only its reply is."""
+    """One turn and its samples. `known`: the whole turn is in the journal; `recalled`: only its reply is."""
 
     turn: Turn
     messages: list[Message]

@@ -2,7 +2,7 @@
 
 The time limits of commands and requests belong to the tool and to the client; a limit here is for what those miss.
 Every change of stage and every turn is a sign of life. A rollout without one for longer than its stage allows ends
-with an error that names what it was waiting for.
+with an error that names the stage.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Stages:
             self._set_timer(loop, self._alive_at + limit)
         else:
             self._waiting = self._at[-1]
-            self._loop = None  # what the deadline ends leaves its stages too
+            self._loop = None  # code that the deadline ends still leaves its stages
             deadline.reschedule(loop.time())
 
     @asynccontextmanager

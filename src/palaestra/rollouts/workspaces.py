@@ -41,7 +41,7 @@ class Workspaces:
     ) -> Slot:
         """A slot. Queueing for a place and making the slot are timed apart, and neither is the agent's time.
 
-        `check` is called when there is a place; what it raises gives the place back. Raises `TaskError` if the task
+        `check` is called when there is a place; if it raises, the place is given back. Raises `TaskError` if the task
         asks for a slot that cannot be made: its image, its list of hosts.
         """
         with uncharged(), stages.stage("admit") as stage:
@@ -103,7 +103,7 @@ class Workspaces:
 
 
 def _result(future: asyncio.Future[Snapshot] | None) -> Snapshot | None:
-    """The finished snapshot; None if there is none yet."""
+    """The snapshot if it is finished, else None."""
     if future is None or not future.done() or future.cancelled() or future.exception() is not None:
         return None
     return future.result()
