@@ -21,7 +21,7 @@ from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import RunLine, RunReport, run
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
@@ -87,7 +87,7 @@ def play(policy: str, wanted: float) -> Played:
     assert isinstance(parsed, Parsed)
     line: RunLine = parsed
     report = asyncio.run(run(form, line))
-    return Played(policy, wanted, report, {group.task_id: group for group in read_groups(report.journal)})
+    return Played(policy, wanted, report, {group.task_id: group for group in Recording(report.journal)})
 
 
 def table(played: list[Played]) -> Table:

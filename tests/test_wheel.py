@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,7 +55,7 @@ def test_shipped_environments_run_in_an_empty_folder(palaestra: Path, tmp_path: 
     run(palaestra, "run", "terminal_test", "--policy", "oracle", cwd=tmp_path)
     run(palaestra, "run", "hermes_swe", "--policy", "oracle", "--tasks", "1", "--group", "1", cwd=tmp_path)
     journals = sorted(tmp_path.glob("runs/*/*/journal.jsonl"))
-    rewards = [[each.reward for group in read_groups(path) for each in group.trajectories] for path in journals]
+    rewards = [[each.reward for group in Recording(path) for each in group.trajectories] for path in journals]
     assert rewards == [[1.0], [1.0] * 6]
     run(palaestra, "replay", journals[1].parent, cwd=tmp_path)
     run(palaestra, "tasks", "build", "terminal", "--n", "2", "--out", "tasks.jsonl", cwd=tmp_path)

@@ -98,7 +98,7 @@ def told(made: Path) -> list[list[str]]:
     """What the tools of each rollout said."""
     return [
         [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
-        for group in open_recording(made).groups()
+        for group in open_recording(made)
         for trajectory in group.trajectories
     ]
 
@@ -141,7 +141,7 @@ def test_a_new_run_trains_on_what_another_recorded(folder: Path, engine: Site) -
     flags = ["--env.world_miss", "fail", "--env.word", "owl"]
     code, fourth = run(folder, "--env.world", "replay", "--env.world_file", first, *flags)
     assert code == 3
-    blamed = [one.blame for group in open_recording(fourth).groups() for one in group.trajectories]
+    blamed = [one.blame for group in open_recording(fourth) for one in group.trajectories]
     assert [blame.value for blame in blamed if blame is not None] == ["tool"] * 4
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from palaestra.cli.main import main
 from palaestra.envs.discovery import known_environments
-from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/environments"
@@ -69,5 +69,5 @@ def test_the_commands_of_the_page_run(
     journals = list(tmp_path.glob("runs/*/*/journal.jsonl"))
     assert len(journals) == 3
     for path in journals:
-        rewards = {trajectory.reward for group in read_groups(path) for trajectory in group.trajectories}
+        rewards = {trajectory.reward for group in Recording(path) for trajectory in group.trajectories}
         assert rewards == {0.0 if "--noop" in str(path) else 1.0}

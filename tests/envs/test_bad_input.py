@@ -12,7 +12,7 @@ import pytest
 
 from palaestra.cli.main import main
 from palaestra.core.types import Blame
-from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording
 
 pytestmark = pytest.mark.slots
 
@@ -125,7 +125,7 @@ def test_an_item_that_is_no_task_is_named_and_the_others_run(
     Path("uneven_env.py").write_text(UNEVEN)
     command = ["run", "uneven_env.py", "process", "--policy", "noop"]
     assert main(command) == 3
-    groups = [group for run in Path().glob("runs/*/*/journal.jsonl") for group in read_groups(run)]
+    groups = [group for run in Path().glob("runs/*/*/journal.jsonl") for group in Recording(run)]
     assert [(group.task_id, group.blame, len(group.scored)) for group in groups[1:3]] == [
         ("item-1", Blame.TASK, 0),
         ("item-2", Blame.TASK, 0),
@@ -282,7 +282,7 @@ def test_what_a_class_scores_is_read_as_what_a_function_scores(
     line = ["run", "verifying_env.py", "--policy", "noop", "--env.infra_retries", "0"]
     assert main(line) == 3
     (journal,) = Path().glob("runs/*/*/journal.jsonl")
-    found = {group.task_id: group.trajectories[0] for group in read_groups(journal)}
+    found = {group.task_id: group.trajectories[0] for group in Recording(journal)}
     assert {name: each.reward for name, each in found.items() if each.scored} == {
         "number": 0.5,
         "nothing": 1.0,

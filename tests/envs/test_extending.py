@@ -12,7 +12,8 @@ import pytest
 
 from palaestra.cli.main import main
 from palaestra.rollouts.events import RolloutEnded
-from palaestra.rollouts.journal.journal import Journal, read_groups, read_journal
+from palaestra.rollouts.journal.journal import Journal, read_journal
+from palaestra.rollouts.journal.reader import Recording
 
 PLAIN = """
 from palaestra import Task, ToolStep, environment
@@ -73,7 +74,7 @@ def test_only_what_is_missing_is_rolled_out(n: int, group: int) -> None:
     assert run.go(n, group) == 0
     assert run.lines == [group] * n
     assert run.rollouts == [f"{task:06d}-t-{task}/{index}" for task in range(n) for index in range(group)]
-    assert [len(each.trajectories) for each in read_groups(run.journal)] == [group] * n
+    assert [len(each.trajectories) for each in Recording(run.journal)] == [group] * n
     assert palaestra("verify", str(run.journal.parent)) == 2, "nothing was sampled"
 
 
@@ -95,13 +96,13 @@ async def paid(task, sandbox):
 def test_no_group_is_of_two_questions(capsys: pytest.CaptureFixture[str]) -> None:
     """Prompts that are drawn without the seed differ when the run goes on: what there is stays, and is not mixed."""
     run = Extended(2, 2, CHANGING)
-    asked = [group.asked for group in read_groups(run.journal)]
+    asked = [group.asked for group in Recording(run.journal)]
     assert run.go(2, 2) == 0
     assert "The prompt of task 1 (t-1) changed" in capsys.readouterr().err
     for _ in range(2):
         assert run.go(3, 4) == 0
         assert "The prompt of task t-1 changed since its earlier rollouts were recorded" in capsys.readouterr().err
-        groups = read_groups(run.journal)
+        groups = list(Recording(run.journal))
         assert [len(group.trajectories) for group in groups] == run.lines == [4, 2, 4]
         assert [group.asked for group in groups][:2] == asked
         for group in groups:

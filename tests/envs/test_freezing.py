@@ -13,7 +13,7 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.engines.scripted import ScriptedEngine
-from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording
 
 pytestmark = pytest.mark.slots
 
@@ -55,6 +55,6 @@ def test_a_run_whose_slots_stand_still(tmp_path: Path, monkeypatch: pytest.Monke
     command = ["run", "beats_env.py", "--policy", "oracle", "--group", "1", "--env.freeze_slots", freeze]
     assert main(command) == 0
     (journal,) = Path().glob("runs/*/*/journal.jsonl")
-    ((rollout,),) = [group.trajectories for group in read_groups(journal)]
+    ((rollout,),) = [group.trajectories for group in Recording(journal)]
     assert rollout.reward == 1.0, rollout.error
     assert (rollout.metrics["beats"] < 6) == (freeze == "true")

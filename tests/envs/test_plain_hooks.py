@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording
 
 pytestmark = pytest.mark.slots
 
@@ -83,7 +83,7 @@ def test_hooks_may_be_plain_functions(script: str, how: str, tmp_path: Path, mon
     line = ["run", "an_env.py", "--policy", "oracle", "--group", "2", "--env.ensure_scores_are_not_same", "false"]
     assert main(line) == 0
     (journal,) = Path().glob("runs/*/*/journal.jsonl")
-    (group,) = read_groups(journal)
+    (group,) = list(Recording(journal))
     assert [each.reward for each in group.trajectories] == [1.0, 1.0]
 
 

@@ -11,8 +11,9 @@ import pytest
 from faults.injected import FAULTS, IDLE_LIMITS, OWN_LIMITS, BrokenWorld
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
-from palaestra.rollouts.events import AttemptDiscarded, RolloutEnded
-from palaestra.rollouts.journal.journal import EventStream, Journal, read_groups, read_journal
+from palaestra.rollouts.events import AttemptDiscarded, RolloutEnded, RunStarted
+from palaestra.rollouts.journal.journal import EventStream, Journal, read_journal
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext, RunSettings
@@ -32,6 +33,7 @@ def roll_out(folder: Path, env: BrokenWorld, group_size: int, *, whole: bool) ->
                 events=EventStream(Journal(folder / "journal.jsonl")),
                 settings=RunSettings(group_size=group_size, idle_limits=IDLE_LIMITS, whole_groups=whole),
             )
+            shared.events.emit(RunStarted(run_id="r", env="e", model="m", seed=0))
             await env.open()
             try:
                 await Runner(env, shared, concurrency=4).run()
@@ -41,7 +43,7 @@ def roll_out(folder: Path, env: BrokenWorld, group_size: int, *, whole: bool) ->
             return shared.events.journal.path
 
     path = asyncio.run(main())
-    return read_groups(path), path
+    return list(Recording(path)), path
 
 
 def attempts(path: Path) -> dict[str, list[Trajectory]]:

@@ -21,7 +21,8 @@ from palaestra.core.types import JSON, Blame, Outcome, Score, Task
 from palaestra.rollouts.events import TurnTaken
 from palaestra.rollouts.export.atropos import encode_line, group_line
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.journal.journal import plain, read_groups
+from palaestra.rollouts.journal.journal import plain
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
@@ -42,7 +43,7 @@ def run(env: Sums, folder: Path, **limits: float) -> list[Group]:
             shared.events.journal.close()
 
     asyncio.run(main())
-    return read_groups(folder / "journal.jsonl")
+    return list(Recording(folder / "journal.jsonl"))
 
 
 async def awaits_what_is_cancelled(rollout: Rollout) -> float:

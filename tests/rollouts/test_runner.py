@@ -10,16 +10,15 @@ from random import Random
 from types import SimpleNamespace
 from typing import cast
 
-import msgspec
 import pytest
 from toy import ADD, NoSlots, Sums, add, by_last_tool_result, changed, services, sum_task, until_cancelled
 
 from palaestra.agent.budget import Budget
 from palaestra.core.errors import ConfigError, EngineUnavailable, GraderError, ImageError
 from palaestra.core.types import JSON, Blame, Outcome, Score, Task
-from palaestra.rollouts.events import RunStarted
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.journal.journal import read_groups, read_journal
+from palaestra.rollouts.journal.journal import read_journal
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.console import describe
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.state import read_finished
@@ -40,7 +39,7 @@ def run(env: Sums, shared: RunContext, *, concurrency: int = 2, limit: int | Non
         finally:
             shared.events.journal.close()
 
-    return asyncio.run(main()), read_groups(shared.events.journal.path)
+    return asyncio.run(main()), list(Recording(shared.events.journal.path))
 
 
 def test_oracle_scores_full_and_noop_nothing(tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path)
         shared.events.journal.close()
 
     asyncio.run(main())
-    groups = read_groups(shared.events.journal.path)
+    groups = list(Recording(shared.events.journal.path))
     assert [group.task_id for group in groups] == ["sum-0"]
     ended = [event.trajectory for event in read_journal(shared.events.journal.path) if hasattr(event, "trajectory")]
     assert [(t.task_id, t.outcome, t.reward) for t in ended] == [
@@ -201,7 +200,7 @@ def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_po
 
     with pytest.raises(EngineUnavailable, match="groups in a row"):
         asyncio.run(main())
-    finished = read_groups(shared.events.journal.path)
+    finished = list(Recording(shared.events.journal.path))
     assert 3 <= len(finished) < 50
     assert all(t.reward is None and t.blame is Blame.ENGINE for group in finished for t in group.trajectories)
 
@@ -266,7 +265,7 @@ def test_where_no_next_task_can_be_had_what_is_under_way_comes_to_its_end(tmp_pa
     shared = services(tmp_path)
     with pytest.raises(ConfigError, match="row 2"):
         run(Breaking(), shared, concurrency=3)
-    assert [len(group.scored) for group in read_groups(shared.events.journal.path)] == [2, 2]
+    assert [len(group.scored) for group in Recording(shared.events.journal.path)] == [2, 2]
 
 
 def test_settings_that_cannot_work_end_the_run_and_name_the_task_that_showed_it(tmp_path: Path) -> None:
@@ -304,18 +303,11 @@ def gone_on(env: Sums, folder: Path, kept: Mapping[str, Mapping[int, Trajectory]
         shared.events.journal.close()
 
     asyncio.run(main())
-    finished = read_finished(begun(shared.events.journal.path)).ended
+    finished = read_finished(shared.events.journal.path).ended
     assert [[t.index for t in group.trajectories] for group in handed] == [
         [t.index for t in finished[group.number].trajectories] for group in handed
     ]
     return handed
-
-
-def begun(journal: Path) -> Path:
-    """The journal with the first line that a command gives it."""
-    start = msgspec.json.encode(RunStarted(run_id="r", env="sums", model="oracle", seed=0)) + b"\n"
-    journal.write_bytes(start + journal.read_bytes())
-    return journal
 
 
 class Unprepared(Sums):
@@ -327,7 +319,7 @@ class Unprepared(Sums):
 
 def test_what_a_group_has_stays_where_the_rest_of_it_cannot_be_prepared(tmp_path: Path) -> None:
     run(Sums(1), services(tmp_path, group_size=1))
-    (half,) = gone_on(Unprepared(1), tmp_path, read_finished(begun(tmp_path / "journal.jsonl")).rollouts, group_size=2)
+    (half,) = gone_on(Unprepared(1), tmp_path, read_finished(tmp_path / "journal.jsonl").rollouts, group_size=2)
     assert "no slot for" in half.error
     assert [t.reward for t in half.trajectories] == [1.0]
     assert "reward 1 " in describe(half)
@@ -336,7 +328,7 @@ def test_what_a_group_has_stays_where_the_rest_of_it_cannot_be_prepared(tmp_path
 
 def test_a_group_that_lacks_no_rollout_is_not_prepared_again(tmp_path: Path) -> None:
     run(Sums(1), services(tmp_path, group_size=2))
-    kept = read_finished(begun(tmp_path / "journal.jsonl")).rollouts
+    kept = read_finished(tmp_path / "journal.jsonl").rollouts
     as_they_ended = {name: dict(sorted(each.items(), reverse=True)) for name, each in kept.items()}
     (whole,) = gone_on(Unprepared(1), tmp_path, as_they_ended, group_size=2)
     assert (whole.error, [(t.index, t.reward) for t in whole.trajectories]) == ("", [(0, 1.0), (1, 1.0)])

@@ -14,7 +14,8 @@ from toy import Sums, changed, services, sum_task
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Outcome, Task
 from palaestra.rollouts.events import AttemptDiscarded, GroupEnded, GroupStarted, RolloutEnded, RunStarted
-from palaestra.rollouts.journal.journal import Journal, read_groups
+from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Beside, Group, Trajectory
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.schedule import numbered, read_timings, slowest_first
@@ -77,7 +78,7 @@ def test_the_records_of_a_run_do_not_depend_on_the_order(tmp_path: Path) -> None
 
         await Runner(Noting(4), shared, timings=timings).run()
         shared.events.journal.close()
-        groups = read_groups(shared.events.journal.path)
+        groups = list(Recording(shared.events.journal.path))
         for trajectory in (each for group in groups for each in group.trajectories):
             trajectory.beside = Beside()
         return begun, groups
@@ -124,7 +125,7 @@ def test_what_an_earlier_part_finished_is_handed_on_before_anything_is_rolled_ou
     """So a run that is gone on with, and killed, leaves no smaller data set than it had."""
     first = services(tmp_path / "first")
     asyncio.run(Runner(Sums(3), first).run())
-    ended = {group.number: group for group in read_groups(first.events.journal.path)}
+    ended = {group.number: group for group in Recording(first.events.journal.path)}
     handed: list[int] = []
 
     class Killed(Sums):

@@ -30,15 +30,15 @@ from palaestra.inference.engine import (
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.inference.token_exact.replies import ReplyReader
-from palaestra.rollouts.events import Handlers, ReplyReceived, RolloutEnded, RunStarted, TokensSpent, TurnTaken
-from palaestra.rollouts.export.atif.convert import AtifExporter, atif_document
+from palaestra.rollouts.events import Handlers, ReplyReceived, RolloutEnded, TokensSpent, TurnTaken
+from palaestra.rollouts.export.atif import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.export.html import PageBudget, inside
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter
 from palaestra.rollouts.export.token_rows import exported_rows
-from palaestra.rollouts.journal.journal import read_groups, read_journal
+from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import RunVerdict, verify_run
 from palaestra.rollouts.observe.status import RunReader
@@ -163,14 +163,13 @@ def roll_out(
     async def scenario() -> None:
         middleware = Middleware(chat=(playback.chat,)) if playback is not None else Middleware()
         shared = changed(services(folder, group_size=1), engine=engine, middleware=middleware)
-        shared.events.journal.append(RunStarted(at=0.0, run_id="run", env="sums", model="exact", seed=0))
         with GroupsFile(folder / "groups.jsonl", env="sums", model="exact") as groups:
             await Runner(env or Delegating(), shared, on_group=groups.add).run()
         shared.events.journal.close()
 
     folder.mkdir(exist_ok=True)
     asyncio.run(scenario())
-    return [one for group in read_groups(folder / "journal.jsonl") for one in group.trajectories]
+    return [one for group in Recording(folder / "journal.jsonl") for one in group.trajectories]
 
 
 def verified(folder: Path) -> RunVerdict:
@@ -262,7 +261,7 @@ def test_a_run_with_sub_agents_is_played_again(tmp_path: Path) -> None:
     assert replayed.messages == recorded.messages
     assert [each.messages for each in replayed.subagents] == [each.messages for each in recorded.subagents]
     comparison = Comparison()
-    comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
+    comparison.add(*(next(iter(list(Recording(tmp_path / name / "journal.jsonl")))) for name in ("first", "second")))
     assert (comparison.ok, comparison.rate) == (True, 1.0)
 
 
@@ -280,7 +279,7 @@ def test_what_a_sub_agent_sees_is_compared_too(tmp_path: Path) -> None:
     (replayed,) = roll_out(tmp_path / "second", Chatting(), Wrong(), playback)
     assert replayed.messages == recorded.messages, "a sub-agent says what it said"
     comparison = Comparison()
-    comparison.add(*(next(iter(read_groups(tmp_path / name / "journal.jsonl"))) for name in ("first", "second")))
+    comparison.add(*(next(iter(list(Recording(tmp_path / name / "journal.jsonl")))) for name in ("first", "second")))
     assert (comparison.ok, comparison.observations, comparison.equal) == (False, 4, 2)
     assert [(each.subagent, each.turn) for each in comparison.differences] == [(1, 1)]
 
@@ -401,7 +400,7 @@ def test_cut_after_any_line_no_reply_of_an_agent_or_a_sub_agent_is_paid_twice(
         assert (reader.settled.cost or 0) + told.tokens == sum(spent), "what --max-cost goes by"
         places.append(twice)
     for each in places:
-        ((now,),) = (group.trajectories for group in read_groups(each / "journal.jsonl"))
+        ((now,),) = (group.trajectories for group in Recording(each / "journal.jsonl"))
         assert now.messages == was.messages
         assert [one.messages for one in now.subagents] == [one.messages for one in was.subagents]
         assert sorted(row.tokens for row in now.rows) == sorted(row.tokens for row in was.rows)
@@ -524,7 +523,7 @@ def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> N
         "sub-agent 2, started in turn 1",
     ]
     assert [call.name for entry in entries for call in entry.calls] == ["add", "add"]
-    group = next(iter(read_groups(tmp_path / "journal.jsonl")))
+    group = next(iter(list(Recording(tmp_path / "journal.jsonl"))))
     for exporter in (OpenAIExporter(), ShareGPTExporter(), AtifExporter()):
         report = exporter.export([group], io.BytesIO(), ExportMeta(everything=True))
         assert report.remarks["without the conversations of its sub-agents"] == 1

@@ -14,7 +14,7 @@ from palaestra.core.types import JSON, Score, Task, ToolStep
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.events import JournalEvent, MemoryEvent, Subscriber
+from palaestra.rollouts.events import JournalEvent, MemoryEvent, RunStarted, Subscriber
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.rollout import Rollout
@@ -115,12 +115,20 @@ class Sums(Environment):
         return Score(await self._score(rollout))
 
 
+def started(path: Path) -> Journal:
+    """A journal that has its first line."""
+    journal = Journal(path)
+    if not path.stat().st_size:
+        journal.append(RunStarted(run_id="r", env="e", model="m", seed=0))
+    return journal
+
+
 def services(folder: Path, *, policy: str = "oracle", group_size: int = 2, infra_retries: int = 0) -> RunContext:
     """What the groups of a run share, with a scripted policy and no slots. The caller closes the journal."""
     return RunContext(
         engine=ServerGroup([APIServerConfig(server_type="scripted", model_name=policy)]),
         workspaces=Workspaces(NoSlots()),
-        events=EventStream(Journal(folder / "journal.jsonl")),
+        events=EventStream(started(folder / "journal.jsonl")),
         settings=RunSettings(group_size=group_size, infra_retries=infra_retries),
     )
 

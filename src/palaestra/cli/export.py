@@ -124,9 +124,9 @@ def _filled(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Pat
 def _progress(recording: Recording) -> Iterator[Iterable[Group]]:
     """The groups, with a bar on stderr where somebody is looking."""
     if not sys.stderr.isatty():
-        yield recording.groups()
+        yield recording
         return
-    with click.progressbar(recording.groups(), length=recording.finished, label="groups", file=sys.stderr) as groups:
+    with click.progressbar(recording, length=recording.finished, label="groups", file=sys.stderr) as groups:
         yield groups
 
 

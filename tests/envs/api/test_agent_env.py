@@ -25,7 +25,8 @@ from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.events import ReplyReceived
 from palaestra.rollouts.export.token_rows import exported_rows
 from palaestra.rollouts.grading.exec_tool import ExecTool
-from palaestra.rollouts.journal.journal import read_groups, read_journal
+from palaestra.rollouts.journal.journal import read_journal
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 from palaestra.testing.fake_engine import ToyEngine
@@ -276,7 +277,7 @@ def test_sub_agents_write_their_calls_as_the_agent_does_and_their_tokens_are_tra
     (journal,) = tmp_path.glob("runs/*/*/journal*")
     verdict = verify_run(journal, tmp_path / "groups.jsonl")
     assert (verdict.violation, verdict.turns, verdict.segments, verdict.reasons) == ("", 8, 4, {"subagent": 2})
-    (one, two) = [each for group in read_groups(journal) for each in group.trajectories]
+    (one, two) = [each for group in Recording(journal) for each in group.trajectories]
     assert (one.reward, two.reward) == (1.0, 1.0)
     assert '"summary": "I found it."' in json.loads(one.messages[3]["content"][15:-16])["output"]
     (work,) = one.subagents
@@ -300,7 +301,7 @@ def test_sub_agents_write_their_calls_as_the_agent_does_and_their_tokens_are_tra
 def test_the_row_of_an_agent_with_sub_agents_is_its_own(folder: Path, tmp_path: Path) -> None:
     exact_lines(Looking, folder, tmp_path, [GIVES, LOOKS, TELLS, "Copied."], *DELEGATE)
     (journal,) = tmp_path.glob("runs/*/*/journal*")
-    one, _ = [each for group in read_groups(journal) for each in group.trajectories]
+    one, _ = [each for group in Recording(journal) for each in group.trajectories]
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.decode(one.detail["trained"]) == f"{GIVES}<|im_end|>Copied.<|im_end|>"
     assert one.latest_row is not None
@@ -323,12 +324,12 @@ def test_one_that_was_cut_off_while_its_sub_agent_worked_goes_on(tmp_path: Path,
 
     assert asyncio.run(part(said)) == 4
     (journal,) = tmp_path.glob("runs/*/*/journal*")
-    (was,) = [each for group in read_groups(journal) for each in group.trajectories]
+    (was,) = [each for group in Recording(journal) for each in group.trajectories]
     lines = journal.read_bytes().splitlines(keepends=True)
     places = [place for place, event in enumerate(read_journal(journal), 1) if isinstance(event, ReplyReceived)]
     journal.write_bytes(b"".join(lines[: places[heard - 1]]))
     assert asyncio.run(part(said[heard:], "--resume", str(journal.parent))) == 4 - heard
-    (now,) = [each for group in read_groups(journal) for each in group.trajectories]
+    (now,) = [each for group in Recording(journal) for each in group.trajectories]
     assert (now.messages, now.subagents[0].messages) == (was.messages, was.subagents[0].messages)
 
 

@@ -13,7 +13,7 @@ from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Outcome
 from palaestra.envs.config.fields import HeldOutConfig
-from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
 
 pytestmark = pytest.mark.slots
@@ -163,7 +163,7 @@ def test_items_may_be_evaluated_all_at_once(tmp_path: Path, monkeypatch: pytest.
     samples = [json.loads(line)["id"] for line in Path("evals/samples.jsonl").read_text().splitlines()]
     assert samples == ["alpha", "alpha", "beta", "beta", "gamma", "gamma"]
     (journal,) = Path().glob("runs/*/*/journal.jsonl")
-    assert [group.task_id for group in read_groups(journal)] == ["alpha", "beta", "gamma"]
+    assert [group.task_id for group in Recording(journal)] == ["alpha", "beta", "gamma"]
 
 
 def test_an_evaluation_whose_rollouts_were_cut_short_has_no_figures_before_it_goes_on(
@@ -175,7 +175,7 @@ def test_an_evaluation_whose_rollouts_were_cut_short_has_no_figures_before_it_go
     said = ("eval", "words_env.py", "--policy", "oracle", "--env.data_dir_to_save_evals", "evals", *prices)
     assert palaestra(*said, "--concurrency", "3", "--max-cost", "0.000001") == 3
     (run,) = Path().glob("runs/*/*")
-    ended = [each.outcome for group in read_groups(run / "journal.jsonl") for each in group.trajectories]
+    ended = [each.outcome for group in Recording(run / "journal.jsonl") for each in group.trajectories]
     assert ended.count(Outcome.CANCELLED) > 0
     assert len(ended) == 6
     assert not Path("evals").exists()

@@ -16,7 +16,7 @@ from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.events import RunStarted
-from palaestra.rollouts.export.atif.convert import AtifExporter
+from palaestra.rollouts.export.atif import AtifExporter
 from palaestra.rollouts.export.exporter import Exporter
 from palaestra.rollouts.export.token_rows import RowsExporter
 from palaestra.rollouts.journal.reader import Recording, open_recording
@@ -63,7 +63,7 @@ def recorded(folder: Path) -> tuple[Recording, int]:
 
 def exported(exporter: Exporter, recording: Recording) -> list[dict[str, JSON]]:
     out = io.BytesIO()
-    exporter.export(recording.groups(), out, recording.meta)
+    exporter.export(recording, out, recording.meta)
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 

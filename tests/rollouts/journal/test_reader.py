@@ -1,14 +1,14 @@
-"""A run read back one group at a time is the run that `read_groups` reads at once."""
+"""A run is read back one group at a time."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from recorded import broken, sky, write_run
 
 from palaestra.core.errors import ConfigError
-from palaestra.rollouts.journal.journal import read_groups
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.records import Group
 
@@ -21,25 +21,30 @@ def bare(number: int) -> Group:
 def test_the_same_groups_in_item_order_whatever_ended_first(order: tuple[int, ...], tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", sky(), broken(), order=order)
     recording = open_recording(folder)
-    assert list(recording.groups()) == read_groups(folder / "journal.jsonl") == [sky(), broken()]
+    assert list(recording) == list(recording) == [sky(), broken()]
     assert (recording.finished, recording.unfinished) == (2, 0)
     assert (recording.meta.run_id, recording.meta.env, recording.meta.seed) == ("run-1", "weather", 7)
 
 
-def test_every_prefix_of_a_journal_gives_what_the_journals_reader_gives(tmp_path: Path) -> None:
-    journal = write_run(tmp_path / "run", bare(0), sky(), bare(2), order=(2, 0, 1)) / "journal.jsonl"
-    whole = journal.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    for length in range(len(lines[0]), len(whole) + 1, 97):
+def test_every_prefix_of_a_journal_gives_the_groups_that_end_in_it(tmp_path: Path) -> None:
+    journal = write_run(tmp_path / "run", sky(), bare(1), bare(2), order=(2, 0, 1)) / "journal.jsonl"
+    whole, groups = journal.read_bytes(), list(Recording(journal))
+    ends, offset = {}, 0
+    for line in whole.splitlines(keepends=True):
+        offset += len(line)
+        if b'"event":"group_end"' in line:
+            ends[json.loads(line)["number"]] = offset - 1  # a line without its newline counts
+    assert list(ends) == [2, 0, 1]
+    for length in range(whole.index(b"\n"), len(whole) + 1, 97):
         journal.write_bytes(whole[:length])
-        assert list(Recording(journal).groups()) == read_groups(journal)
+        assert list(Recording(journal)) == [group for group in groups if ends[group.number] <= length]
 
 
 def test_groups_that_had_not_ended_are_counted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", bare(0), bare(1), bare(2), order=(1,), ended=False)
     recording = open_recording(folder)
     assert (recording.finished, recording.unfinished) == (1, 2)
-    assert [group.number for group in recording.groups()] == [1]
+    assert [group.number for group in recording] == [1]
 
 
 def test_a_group_that_was_taken_up_again_is_none_of_the_finished(tmp_path: Path) -> None:
@@ -48,12 +53,12 @@ def test_a_group_that_was_taken_up_again_is_none_of_the_finished(tmp_path: Path)
     journal.write_bytes(journal.read_bytes() + again)
     recording = Recording(journal)
     assert (recording.finished, recording.unfinished) == (1, 1)
-    assert list(recording.numbers) == [group.number for group in recording.groups()]
+    assert list(recording.numbers) == [group.number for group in recording]
 
 
 def test_a_group_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     journal = write_run(tmp_path / "run", bare(0), sky()) / "journal.jsonl"
-    stream = Recording(journal).groups()
+    stream = iter(Recording(journal))
     assert next(stream).number == 0
     with journal.open("r+b") as file:
         place = file.read().index(b"two calls")

@@ -23,7 +23,8 @@ from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.events import GroupStarted, RolloutEnded, RunEnded, RunResumed
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.journal.journal import read_groups, read_journal
+from palaestra.rollouts.journal.journal import read_journal
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import RunVerdict, verify_run
 from palaestra.rollouts.records import TokenRow, Trajectory
 from palaestra.rollouts.rollout import Rollout
@@ -77,7 +78,7 @@ def roll_out(folder: Path, env: Sums | None = None, engine: Engine | None = None
         shared.events.journal.close()
 
     asyncio.run(scenario())
-    return [one for group in read_groups(folder / "journal.jsonl") for one in group.trajectories]
+    return [one for group in Recording(folder / "journal.jsonl") for one in group.trajectories]
 
 
 def verified(folder: Path) -> RunVerdict:

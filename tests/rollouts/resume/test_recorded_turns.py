@@ -32,11 +32,11 @@ from palaestra.rollouts.events import (
     AttemptDiscarded,
     RolloutResumed,
     RunResumed,
-    RunStarted,
     Subscriber,
     TurnTaken,
 )
-from palaestra.rollouts.journal.journal import Journal, read_groups, read_journal
+from palaestra.rollouts.journal.journal import Journal, read_journal
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.records import Beside, Group
@@ -143,9 +143,7 @@ def part(
     """One part of a run, in the journal of a folder; the groups that have ended by then."""
     finished = read_finished(path / "journal.jsonl") if begun else None
     shared: RunContext = changed(services(path), *subscribers, engine=engine, **settings)
-    if finished is None:
-        shared.events.journal.append(RunStarted(run_id="r", env="e", model="m", seed=0))
-    else:
+    if finished is not None:
         shared.events.journal.append(RunResumed(schema=JOURNAL_SCHEMA))
         shared = changed(shared, rollouts=finished.rollouts, cut_off=finished.cut_off, ended=finished.ended)
 
@@ -156,7 +154,7 @@ def part(
             shared.events.journal.close()
 
     asyncio.run(main())
-    return timeless(read_groups(path / "journal.jsonl"))
+    return timeless(list(Recording(path / "journal.jsonl")))
 
 
 def timeless(groups: list[Group]) -> list[Group]:
@@ -192,7 +190,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def test_cut_after_any_line_it_comes_out_the_same_and_no_answer_is_paid_twice(whole: Path, tmp_path: Path) -> None:
-    expected = timeless(read_groups(whole / "journal.jsonl"))
+    expected = timeless(list(Recording(whole / "journal.jsonl")))
     lines = (whole / "journal.jsonl").read_bytes().count(b"\n")
     for place in range(1, lines + 1, 2):
         folder = tmp_path / f"cut-{place}"
@@ -223,7 +221,7 @@ def test_what_is_under_way_costs_before_it_ends(whole: Path, tmp_path: Path) -> 
 
 
 def test_cut_twice_it_comes_out_the_same(whole: Path, tmp_path: Path) -> None:
-    expected = timeless(read_groups(whole / "journal.jsonl"))
+    expected = timeless(list(Recording(whole / "journal.jsonl")))
     once = tmp_path / "once"
     cut(whole, once, middle(whole))
     before = middle(whole)
@@ -319,7 +317,7 @@ def test_a_question_beside_the_conversation_begins_anew(whole: Path, tmp_path: P
 
 
 def test_what_the_model_server_cut_off_goes_on(whole: Path, tmp_path: Path) -> None:
-    expected = timeless(read_groups(whole / "journal.jsonl"))
+    expected = timeless(list(Recording(whole / "journal.jsonl")))
     failed = part(tmp_path / "a", Steps(), Counting(dies=9))
     assert {each.blame for group in failed for each in group.trajectories} >= {Blame.ENGINE}
     spent = RunReader(tmp_path / "a/journal.jsonl").read().cost
@@ -332,7 +330,7 @@ def test_what_the_model_server_cut_off_goes_on(whole: Path, tmp_path: Path) -> N
 
 
 def test_a_journal_of_the_first_form_begins_its_rollouts_anew(whole: Path, tmp_path: Path) -> None:
-    expected = timeless(read_groups(whole / "journal.jsonl"))
+    expected = timeless(list(Recording(whole / "journal.jsonl")))
     cut(whole, tmp_path / "old", middle(whole))
     journal = tmp_path / "old/journal.jsonl"
     journal.write_bytes(journal.read_bytes().replace(JOURNAL_SCHEMA.encode(), FIRST_SCHEMA.encode()))

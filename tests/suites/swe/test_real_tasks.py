@@ -23,7 +23,7 @@ from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.journal.journal import read_groups
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.swe import apply_diff, unified_diff
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
@@ -85,7 +85,7 @@ def rolled_out(built: Built, folder: Path, tasks: Path, policy: str, *flags: str
     parsed = line.parse(["process", "--policy", policy, *common, groups, *flags])
     assert isinstance(parsed, Parsed)
     report = asyncio.run(run(form_of(SweSmithOracleEnv), parsed, root=folder / "runs", stream=io.StringIO()))
-    return read_groups(report.journal)
+    return list(Recording(report.journal))
 
 
 def play(built: Built, folder: Path, row: Row, policy: str) -> Trajectory:

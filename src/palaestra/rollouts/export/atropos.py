@@ -19,15 +19,17 @@ import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from palaestra.core.io.durable_files import writing
 from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger import TokenRow
-from palaestra.rollouts.export.exporter import UNSCORED, ExportMeta, ExportReport, outcome_fields
 from palaestra.rollouts.records import Group, Trajectory
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 
 GROUP_LINE_SCHEMA = "palaestra.atropos_group/1"
 
@@ -145,6 +147,18 @@ def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
         "turns": len(trajectory.turns),
         "rows": (len(trajectory.row_sizes) or 1) if trajectory.scored else 0,
         "tool_errors": len(trajectory.tool_errors),
+    }
+
+
+def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
+    """How a rollout ended, under the names of our record."""
+    return {
+        "outcome": trajectory.outcome.value,
+        "reward": trajectory.reward,
+        "blame": trajectory.blame.value if trajectory.blame else None,
+        "error": trajectory.error,
+        "metrics": trajectory.metrics,
+        "detail": trajectory.detail,
     }
 
 
@@ -293,6 +307,8 @@ class AtroposExporter:
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
         """Write the lines."""
+        from palaestra.rollouts.export.exporter import UNSCORED, ExportReport  # a run that exports nothing skips it
+
         report = ExportReport()
         settings = meta.config.get("env")
         settings = settings if isinstance(settings, Mapping) else {}

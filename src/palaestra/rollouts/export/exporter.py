@@ -101,18 +101,6 @@ def omissions(trajectory: Trajectory) -> list[str]:
     return remarks
 
 
-def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
-    """How a rollout ended, under the names of our record."""
-    return {
-        "outcome": trajectory.outcome.value,
-        "reward": trajectory.reward,
-        "blame": trajectory.blame.value if trajectory.blame else None,
-        "error": trajectory.error,
-        "metrics": trajectory.metrics,
-        "detail": trajectory.detail,
-    }
-
-
 FORMATS = {
     "atropos": (
         "palaestra.rollouts.export.atropos:AtroposExporter",
@@ -120,7 +108,7 @@ FORMATS = {
     ),
     "openai": ("palaestra.rollouts.export.openai:OpenAIExporter", "messages and tools, as chat trainers read"),
     "sharegpt": ("palaestra.rollouts.export.sharegpt:ShareGPTExporter", "from/value turns with tags, in Hermes form"),
-    "atif": ("palaestra.rollouts.export.atif.convert:AtifExporter", "ATIF v1.7 trajectories, one per line"),
+    "atif": ("palaestra.rollouts.export.atif:AtifExporter", "ATIF v1.7 trajectories, one per line"),
     "rows": ("palaestra.rollouts.export.token_rows:RowsExporter", "exact tokens for reinforcement learning"),
     "table": ("palaestra.rollouts.export.table:TableExporter", "one line per task: rewards and outcomes (CSV)"),
     "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table, to paste into a page"),

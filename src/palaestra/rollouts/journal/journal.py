@@ -27,16 +27,12 @@ from palaestra.rollouts.events import (
     FIRST_SCHEMA,
     JOURNAL_SCHEMA,
     AnyJournalEvent,
-    GroupEnded,
-    GroupStarted,
     JournalEvent,
     MemoryEvent,
     Note,
-    RolloutEnded,
     RunStarted,
     Subscriber,
 )
-from palaestra.rollouts.records import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -233,30 +229,6 @@ def check_schema(schema: str, path: Path) -> None:
         raise ConfigError(
             f"{path} is a journal in the format {schema!r}; this version reads {JOURNAL_SCHEMA!r} and older"
         )
-
-
-def read_groups(path: Path) -> list[Group]:
-    """The finished groups of a journal, in item order, with their trajectories."""
-    groups: dict[str, Group] = {}
-    rollouts: dict[str, dict[int, Trajectory]] = {}
-    ended: dict[int, Group] = {}
-    for event in read_journal(path):
-        match event:
-            case GroupStarted(group=group):
-                groups[group.group_id] = group
-                rollouts.setdefault(group.group_id, {})
-                ended.pop(group.number, None)
-            case RolloutEnded(trajectory=trajectory):
-                rollouts[trajectory.group_id][trajectory.index] = trajectory
-            case GroupEnded(group_id=group_id, number=number, error=error):
-                groups[group_id].error = error
-                ended[number] = groups[group_id]
-            case _:
-                pass
-    for group in ended.values():
-        of_group = rollouts[group.group_id]
-        group.trajectories = [of_group[index] for index in sorted(of_group)]
-    return [ended[number] for number in sorted(ended)]
 
 
 def without_secrets(values: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -1,8 +1,7 @@
-"""A run read back from its folder, one group at a time, however long it was.
+"""Reads the groups of a run back from its journal.
 
-Not the journal's own reader: `read_groups` gives the same groups, all at once. It keeps: a group is in memory only
-while it is looked at; groups come in item order although the journal has them interleaved; what a killed run had not
-finished is counted, not shown.
+Groups come in item order although the journal has them interleaved, and only one at a time is in memory. Groups that a
+killed run had not finished are counted and left out.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ class _Part(msgspec.Struct):
 
 
 class _Head(msgspec.Struct):
-    """As much of a line as tells where it belongs."""
+    """The fields of a line that the index needs."""
 
     event: str = ""
-    schema: str = ""
     group_id: str = ""
     number: int = 0
     group: _Part | None = None
@@ -42,7 +40,7 @@ class _Head(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Place:
-    """Where the lines of a group begin in the file."""
+    """The offsets of a group's lines in the file."""
 
     started: int
     rollouts: dict[int, int] = field(default_factory=dict)
@@ -55,7 +53,7 @@ _events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournal
 
 
 class Recording:
-    """The journal of one run, indexed. Reading it again is cheap; a run that still goes on is seen as of now."""
+    """An index of one run's journal, as it was when this was made. Iterate over it as often as needed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,19 +64,15 @@ class Recording:
 
     @property
     def finished(self) -> int:
-        """How many groups `groups` gives."""
+        """The number of finished groups."""
         return sum(place.ended is not None for place in self._places.values())
 
     @property
     def unfinished(self) -> int:
-        """How many groups had begun and not ended when the journal was read."""
+        """The number of groups that had started and not ended."""
         return len(self._places) - self.finished
 
     def __iter__(self) -> Iterator[Group]:
-        """The same as `groups`: a recording can be gone through as often as one likes."""
-        return self.groups()
-
-    def groups(self) -> Iterator[Group]:
         """The finished groups, in item order, each with its trajectories in index order."""
         finished = [place for place in self._places.values() if place.ended is not None]
         with self.path.open("rb") as file:
@@ -86,7 +80,7 @@ class Recording:
                 yield self._group(file, place)
 
     def tools(self) -> list[dict[str, JSON]]:
-        """The schemas that the models of the group saw that began first; none where no group had begun."""
+        """The tool schemas of the group that started first; empty without a group."""
         if not self._places:
             return []
         with self.path.open("rb") as file:
@@ -95,7 +89,7 @@ class Recording:
         return started.group.tools
 
     def group(self, group_id: str) -> Group | None:
-        """One finished group; None where there is none of this id."""
+        """The finished group with this id, or None."""
         place = self._places.get(group_id)
         if place is None or place.ended is None:
             return None
@@ -103,7 +97,7 @@ class Recording:
             return self._group(file, place)
 
     def numbered(self, number: int) -> Group | None:
-        """The finished group of the task with this number; None where there is none."""
+        """The finished group of the task with this number, or None."""
         return self.group(self._numbers.get(number, ""))
 
     @property
@@ -113,11 +107,11 @@ class Recording:
 
     @property
     def last(self) -> int:
-        """The highest number of a finished group; -1 where there is none."""
+        """The highest number of a finished group, or -1."""
         return max(self._numbers, default=-1)
 
     def _index(self) -> None:
-        """Note where every line is. A torn last line is left out; damage anywhere else raises `ConfigError`."""
+        """Index every line but a torn last one. Raises `ConfigError` for damage anywhere else."""
         place, torn = 0, (0, "")
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -138,7 +132,7 @@ class Recording:
             self.meta = _meta(line, self.path)
         elif head.event == "resume":
             resumed = _events.decode(line)
-            if isinstance(resumed, RunResumed) and resumed.config:  # what a run was extended by counts for all of it
+            if isinstance(resumed, RunResumed) and resumed.config:  # a run that was extended
                 self.meta = replace(self.meta, config=resumed.config)
         elif head.event == "group" and head.group:
             before = self._places.get(head.group.group_id)
@@ -187,12 +181,12 @@ def _meta(line: bytes, path: Path) -> ExportMeta:
 
 
 def open_recording(folder: Path) -> Recording:
-    """The recording of a run folder, or of a journal. Raises `ConfigError` that says what is missing."""
+    """The recording of a run folder or a journal. Raises `ConfigError` if there is none."""
     return Recording(journal_of(folder))
 
 
 def journal_of(folder: Path) -> Path:
-    """The journal of a run folder, or the journal that is named itself. Raises `ConfigError`."""
+    """The journal in a run folder, or `folder` itself if it is a journal. Raises `ConfigError`."""
     path = folder / JOURNAL_NAME if folder.is_dir() else folder
     if path.is_file():
         return path
@@ -202,7 +196,7 @@ def journal_of(folder: Path) -> Path:
 
 
 def _latest(folder: Path) -> str:
-    """The run that was probably meant: the latest below `folder`."""
+    """A hint for an error message: the latest run below `folder`."""
     found = [
         *folder.glob(f"*/{JOURNAL_NAME}"),
         *folder.glob(f"*/*/{JOURNAL_NAME}"),

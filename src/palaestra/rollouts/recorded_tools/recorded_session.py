@@ -11,59 +11,28 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.recorded_tools.recording_file import RecordedCall
 from palaestra.tools.runtime.runtime import CheckedCall, Next
-from palaestra.tools.tool import Tool, ToolOutcome, ToolReply
+from palaestra.tools.tool import ToolOutcome, ToolReply
 
 Ask: TypeAlias = Callable[[], Awaitable[ToolOutcome]]
 """Runs the call itself. The tool's mistakes and failures are outcomes too."""
 
 
-class Answers(Protocol):
-    """Where a run's replies come from."""
-
-    async def reply(self, call: KeyedCall, ask: Ask) -> ToolOutcome:
-        """The reply to one call. Raises `InfraError`."""
-        ...
-
-
-class KeyedCall:
-    """A call with its key: the `n`th call of that key in its rollout, from 0."""
-
-    __slots__ = ("arguments", "key", "n", "rollout", "session", "tool")
-
-    def __init__(self, rollout: str, tool: Tool, arguments: Mapping[str, JSON], key: str, n: int) -> None:
-        self.rollout = rollout
-        self.tool = tool.name
-        self.session = tool.world_session
-        self.arguments = arguments
-        self.key = key
-        self.n = n
-
-    def recorded(self, reply: ToolReply) -> RecordedCall:
-        """The line that records the call."""
-        return RecordedCall(
-            rollout=self.rollout,
-            tool=self.tool,
-            arguments=dict(self.arguments),
-            key=self.key,
-            n=self.n,
-            session=self.session,
-            failed=failed(reply),
-            reply=reply,
-        )
+Policy: TypeAlias = Callable[[RecordedCall, Ask], Awaitable[ToolOutcome]]
+"""Answers one call, which has no reply yet. Raises `InfraError`."""
 
 
 class RolloutWorld:
     """A `ToolMiddleware` that gives the calls of one rollout their keys. Each conversation counts its own calls."""
 
-    def __init__(self, rollout: str, answers: Answers, *, replayed: bool = False) -> None:
+    def __init__(self, rollout: str, policy: Policy, *, replayed: bool = False) -> None:
         self.rollout = rollout
         self.replayed = replayed
-        self._answers = answers
+        self._policy = policy
         self._made: Counter[tuple[str, str]] = Counter()
         self._sessions: dict[tuple[str, str], str] = {}
 
@@ -80,7 +49,16 @@ class RolloutWorld:
         n = self._made[call.conversation, key]
         self._made[call.conversation, key] += 1
         name = f"{self.rollout}:{call.conversation}" if call.conversation else self.rollout
-        return await self._answers.reply(KeyedCall(name, tool, call.arguments, key, n), lambda: then(call))
+        keyed = RecordedCall(
+            rollout=name,
+            tool=tool.name,
+            arguments=dict(call.arguments),
+            key=key,
+            n=n,
+            session=tool.world_session,
+            reply=None,
+        )
+        return await self._policy(keyed, lambda: then(call))
 
 
 def call_key(tool: str, what: JSON, after: str = "") -> str:

@@ -1,12 +1,13 @@
-"""The format `atif`: one ATIF-v1.7 document per line, for everything that reads agent trajectories; and the way back.
+"""The format `atif`: one ATIF-v1.7 document per line, for programs that read agent trajectories.
 
 A message becomes a step, and a tool's result part of the step that called it. Steps of the model's own turns have
 `metrics`, with the sampled token ids if the engine gave them; earlier replies, which were part of the prompt, are
 marked as copied context, so that they are not trained on.
 
-Invariants: every document passes the checks of `schema`; our own values are under the key `palaestra` of an `extra` and
-nowhere else; `messages_of` gives the messages back as recorded (None content as empty text, thinking as
-`reasoning_content`), and, from documents of others, everything that an OpenAI message can hold.
+Source: the Agent Trajectory Interchange Format, RFC 0001 of the Harbor project and its published models (0.25).
+
+Invariants: our own values are under the key `palaestra` of an `extra` and nowhere else; with them the messages can be
+restored as recorded (None content as empty text, thinking as `reasoning_content`).
 """
 
 from __future__ import annotations
@@ -14,36 +15,16 @@ from __future__ import annotations
 import json
 import math
 import mimetypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
+from palaestra.core.types import JSON
 from palaestra.inference.ledger import record_rows
-from palaestra.rollouts.export.atif.schema import (
-    IMAGE_TYPES,
-    WRITE_VERSION,
-    AtifAgent,
-    AtifPart,
-    AtifResult,
-    AtifSource,
-    AtifStep,
-    AtifToolCall,
-    Content,
-    Document,
-    Extra,
-    FinalMetrics,
-    Metrics,
-    Observation,
-    check,
-    read_document,
-)
-from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions, outcome_fields
+from palaestra.rollouts.export.atropos import encode_line, outcome_fields
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
 from palaestra.rollouts.export.messages import (
     ChatMessage,
     MessageCall,
@@ -54,6 +35,99 @@ from palaestra.rollouts.export.messages import (
 )
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.records import Group, Trajectory
+
+WRITE_VERSION = "ATIF-v1.7"
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+Extra = dict[str, JSON]
+
+
+class _Record(msgspec.Struct, omit_defaults=True):
+    """A part of a document, with the fields of the format that this program uses; fields not set are not written."""
+
+
+class AtifSource(_Record):
+    """Where an image is."""
+
+    media_type: str
+    path: str
+
+
+class AtifPart(_Record):
+    """A part of a message: a text, or an image by reference."""
+
+    type: str
+    text: str | None = None
+    source: AtifSource | None = None
+
+
+Content = str | list[AtifPart]
+
+
+class AtifToolCall(_Record):
+    tool_call_id: str
+    function_name: str
+    arguments: dict[str, JSON]
+    extra: Extra | None = None
+
+
+class AtifResult(_Record, kw_only=True):
+    source_call_id: str | None = None
+    content: Content
+    extra: Extra | None = None
+
+
+class Observation(_Record):
+    results: list[AtifResult]
+
+
+class Metrics(_Record):
+    """Of one step. `completion_token_ids[T]` and `logprobs[T]` are the sampled ones."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    completion_token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    extra: Extra | None = None
+
+
+class AtifStep(_Record):
+    step_id: int
+    source: str
+    message: Content
+    reasoning_content: str | None = None
+    tool_calls: list[AtifToolCall] | None = None
+    observation: Observation | None = None
+    metrics: Metrics | None = None
+    is_copied_context: bool | None = None
+    llm_call_count: int | None = None
+    extra: Extra | None = None
+
+
+class AtifAgent(_Record):
+    name: str
+    version: str
+    model_name: str | None = None
+    tool_definitions: list[dict[str, JSON]] | None = None
+
+
+class FinalMetrics(_Record):
+    total_prompt_tokens: int | None = None
+    total_completion_tokens: int | None = None
+    total_steps: int | None = None
+
+
+class Document(_Record):
+    """One trajectory."""
+
+    schema_version: str
+    session_id: str
+    trajectory_id: str
+    agent: AtifAgent
+    steps: list[AtifStep]
+    final_metrics: FinalMetrics
+    extra: Extra
+
 
 OURS = "palaestra"
 """The key, in any `extra`, of this program's values."""
@@ -85,7 +159,7 @@ class AtifExporter:
 def atif_document(
     trajectory: Trajectory, tools: Sequence[Mapping[str, JSON]], meta: ExportMeta
 ) -> tuple[Document, set[str]]:
-    """The checked document of one rollout, and remarks on what it cannot express."""
+    """The document of one rollout, and remarks on the parts that it cannot express."""
     conversation = chat_messages(trajectory.messages)
     steps = _Steps(trajectory)
     for message, turn in zip(conversation, own_turns(conversation, len(trajectory.turns)), strict=True):
@@ -108,7 +182,6 @@ def atif_document(
         ),
         extra={OURS: _facts(trajectory, meta)},
     )
-    check(document)
     return document, {*steps.remarks, *remarks_on(conversation), *omissions(trajectory)}
 
 
@@ -254,33 +327,6 @@ def _ours(values: Extra) -> Extra | None:
     return {OURS: values} if values else None
 
 
-def read_atif(path: Path) -> Iterator[Document]:
-    """The documents of a file: one (`.json`), or one per line (`.jsonl`). Raises `ConfigError` with the line."""
-    if path.suffix != ".jsonl":
-        yield _read(path.read_bytes(), str(path))
-        return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _read(line, f"{path}, line {number}")
-
-
-def messages_of(document: Document) -> list[Message]:
-    """The conversation in the OpenAI shape. `document.agent.tool_definitions` are its tools."""
-    messages: list[Message] = []
-    for step in document.steps:
-        ours = _values_of(step.extra)
-        if not ours.get("only_results"):
-            messages.append(_message(step, ours))
-        messages += [_result_message(result, step) for result in (step.observation.results if step.observation else ())]
-    return messages
-
-
-def facts_of(document: Document) -> Mapping[str, JSON]:
-    """This program's facts about the rollout: reward, outcome, task and more. Empty for documents of others."""
-    return _values_of(document.extra)
-
-
 def arguments_text(arguments: Mapping[str, JSON]) -> str:
     """The text of arguments of which only the object is known, as read back from a document."""
     try:
@@ -288,61 +334,3 @@ def arguments_text(arguments: Mapping[str, JSON]) -> str:
     except UnicodeEncodeError:
         return ""
     return json.dumps(stored, ensure_ascii=False)
-
-
-def _read(raw: bytes, where: str) -> Document:
-    try:
-        return read_document(raw)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _message(step: AtifStep, ours: Mapping[str, JSON]) -> Message:
-    role = "assistant" if step.source == "agent" else step.source
-    message: Message = {"role": role, "content": _message_content(step.message)}
-    if step.reasoning_content:
-        message["reasoning_content"] = step.reasoning_content
-    if step.tool_calls:
-        message["tool_calls"] = [_message_call(call) for call in step.tool_calls]
-    message |= ours.get("fields", {})
-    return message
-
-
-def _message_call(call: AtifToolCall) -> dict[str, JSON]:
-    written = _values_of(call.extra).get("arguments")
-    arguments = written if isinstance(written, str) else json.dumps(call.arguments, ensure_ascii=False)
-    return {
-        "id": call.tool_call_id,
-        "type": "function",
-        "function": {"name": call.function_name, "arguments": arguments},
-    }
-
-
-def _result_message(result: AtifResult, step: AtifStep) -> Message:
-    """A tool's answer. One without a call is the next user message."""
-    ours, content = _values_of(result.extra), _message_content(result.content if result.content is not None else "")
-    call_id = result.source_call_id or ours.get("tool_call_id")
-    calls = step.tool_calls or []
-    if call_id is None and len(calls) == 1 and step.observation is not None and len(step.observation.results) == 1:
-        call_id = calls[0].tool_call_id
-    if call_id is None and ours.get("role") != "tool":
-        return {"role": "user", "content": content}
-    named = {} if call_id is None else {"tool_call_id": call_id}
-    return {"role": "tool", **named, "content": content, **ours.get("fields", {})}
-
-
-def _message_content(content: Content) -> JSON:
-    return content if isinstance(content, str) else [_message_part(part) for part in content]
-
-
-def _message_part(part: AtifPart) -> dict[str, JSON]:
-    if part.source is None:
-        return {"type": "text", "text": part.text or ""}
-    if part.type == "image":
-        return {"type": "image_url", "image_url": {"url": part.source.path}}
-    return {"type": "audio_url", "audio_url": {"url": part.source.path}}
-
-
-def _values_of(extra: Extra | None) -> Mapping[str, JSON]:
-    found = (extra or {}).get(OURS)
-    return found if isinstance(found, Mapping) else {}
