@@ -88,7 +88,7 @@ def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path: Path) -> None:
     assert not repair(path)
     assert read_finished(path).run.env == "e"
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match="no run to go on with"):
+    with pytest.raises(ConfigError, match="no run to resume"):
         read_finished(path)
 
 

@@ -130,5 +130,5 @@ def test_a_journal_that_lacks_lines_is_no_run_to_go_on_with(tmp_path: Path) -> N
     write(path, [0])
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(line for line in lines if b'"event":"group"' not in line))
-    with pytest.raises(ConfigError, match=r"j.jsonl: lines are missing: it tells of group 'g0' before"):
+    with pytest.raises(ConfigError, match=r"j.jsonl: lines are missing: .*'g0'"):
         read_finished(path)

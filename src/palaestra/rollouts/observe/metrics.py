@@ -1,8 +1,7 @@
-"""A run in numbers: `Figures`, which groups are added to one by one, and `summarise` for any set of them.
+"""The metrics of a run: `Figures`, to which groups are added one by one, and `summarise` for a set of them.
 
-Not for judging a model: an evaluation with intervals is another matter. Invariants: a number that nothing was measured
-for is left out (an empty run has no mean reward, and it is not 0); what is kept of a rollout is a few numbers, so that
-a long run's figures cost next to nothing.
+A metric without a measurement is left out: an empty run has no mean reward, rather than 0. A few numbers are kept for
+each rollout, so that a long run needs little memory.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from palaestra.rollouts.observe.intervals import clustered_rate_interval, mean_interval, rate_interval
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.records import Beside, Group, Trajectory
 
 
 def _numbers() -> array[float]:
@@ -75,13 +73,14 @@ class Figures:
             self._metrics[name].append(float(value))
 
     def numbers(self) -> dict[str, float]:
-        """`reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts, but
-        those with `_with_unscored`, which count the others as 0; `reward/std` is the population's. `outcomes/<name>`
-        and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals,
-        `groups_prepared` had a workspace prepared, of which `groups_from_store` found it prepared on this machine,
-        `stage/<name>/p50` and `p95` seconds, and `metric/<name>` the mean over the rollouts that report it. `…/low`
-        and `…/high` are a 95 % interval; those of `reward/*` and `percent_correct` take the rollouts of one group as
-        alike.
+        """The metrics by name.
+
+        `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; with
+        `_with_unscored` the others count as 0; `reward/std` is the population's. `outcomes/<name>` and `blame/<name>`
+        are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals. `groups_prepared` had a
+        workspace prepared, `groups_from_store` of them from the store of this machine. `stage/<name>/p50` and `p95`
+        are seconds, `metric/<name>` is the mean over the rollouts that report it. `…/low` and `…/high` are a 95 %
+        interval; for `reward/*` and `percent_correct` it is clustered by group.
         """
         seconds = {
             f"stage/{stage}/{name}": quantile(self._seconds[stage], q)
@@ -96,7 +95,7 @@ class Figures:
 
     @property
     def outcomes(self) -> Counter[str]:
-        """How many rollouts ended how."""
+        """The number of rollouts by outcome."""
         return self._outcomes
 
     def _counts(self) -> dict[str, float]:
@@ -154,16 +153,8 @@ _TOTALS = (
 )
 
 
-class Timed(Protocol):
-    """What is known of a rollout's times, as `Beside` has it."""
-
-    duration_s: float
-    stages: dict[str, float]
-    turn_s: list[tuple[float, float]]
-
-
-def stage_seconds(beside: Timed) -> Iterator[tuple[str, float]]:
-    """The seconds of a rollout by stage: those that it recorded, all its model calls, and the whole of it."""
+def stage_seconds(beside: Beside) -> Iterator[tuple[str, float]]:
+    """The seconds of a rollout by stage: its recorded stages, all its model calls, and the whole rollout."""
     if beside.turn_s:
         yield "model", sum(model_s for model_s, _ in beside.turn_s)
     yield from beside.stages.items()
@@ -172,7 +163,7 @@ def stage_seconds(beside: Timed) -> Iterator[tuple[str, float]]:
 
 
 def summarise(groups: Iterable[Group]) -> dict[str, float]:
-    """The figures of these groups, which are taken one at a time; `Figures.numbers` says what they mean."""
+    """The metrics of these groups, see `Figures.numbers`."""
     figures = Figures()
     for group in groups:
         figures.add(group)

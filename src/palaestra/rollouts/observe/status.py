@@ -1,7 +1,7 @@
-"""How a run stands, read from its folder by any process, while it goes on or afterwards: `RunReader`.
+"""`RunReader`: the status of a running or finished run, read from its folder by any process.
 
-The journal says what has happened, `status.json` at which stages the rest is (see `inflight`). Not for the texts of a
-run: an export gives those. Invariants: nothing is locked or written; reading again reads what has been added since.
+Finished work is in the journal; the stages of rollouts in flight are in `status.json` (see `status_file`). Nothing is
+locked or written. Reading again reads only the lines added since.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
+from palaestra.rollouts.records import Beside
 from palaestra.rollouts.resume.state import CUT_OFF
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
@@ -31,7 +32,7 @@ RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How many of all, the share, and its 95 % interval."""
+    """A count, its share of all, and the 95 % interval of the share."""
 
     count: int
     share: float
@@ -45,7 +46,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long rollouts were at a stage, over `count` of them: seconds in all, the median and the 95 % quantile."""
+    """The time that `count` rollouts spent at a stage: total, median and 95 % quantile in seconds."""
 
     count: int
     total_s: float
@@ -59,17 +60,18 @@ class Latency:
 
 @dataclass(slots=True)
 class RunStatus:
-    """A run at a moment. `state` is running, killed, the reason with which it ended, or elsewhere (another host has
-    it, and this one cannot tell). `in_flight` is by stage; of a run that was killed, what was. `prepared` workspaces
-    were made ready for groups, `from_store` of them were found prepared on the machine.
+    """The status of a run at one moment.
 
-    `blame` is over the rollouts that ended. `mean_reward` is over the scored ones, `mean_with_unscored` counts those
-    without a reward as 0, `full` is the share of scored rollouts with a reward of 1 or more, and `…_interval` the 95 %
-    interval of a mean, where there are groups enough for one. Tokens and `cost` count discarded attempts and what is in
-    flight too, up to its last turn (and, in a turn that gives work to sub-agents, its last reply); `stages` count
-    discarded attempts. `cost` is None where no prices were given; `unpriced_tokens` were used
-    in parts of the run that had none, and are not in it. `taken_up` rollouts went on where a kill had cut them
-    off; those `begun_anew` could not, by reason.
+    `state` is running, killed, the reason for which the run ended, or elsewhere (it runs on another host, and this one
+    cannot check it). `in_flight` is by stage. `prepared` workspaces were made for groups, `from_store` of them were
+    found prepared on the machine.
+
+    `blame` counts finished rollouts. `mean_reward` is over the scored ones; in `mean_with_unscored` the others count as
+    0; `full` is the share of scored rollouts with a reward of 1 or more. `…_interval` is the 95 % interval of a mean,
+    None for too few groups. Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn
+    or sub-agent's reply; `stages` include discarded attempts. `cost` is None without prices, and leaves out the
+    `unpriced_tokens` of parts of the run without prices. `taken_up` rollouts continued after a kill; those `begun_anew`
+    could not, by reason.
     """
 
     run_id: str = ""
@@ -107,7 +109,7 @@ class RunStatus:
 
     @property
     def resumed(self) -> str:
-        """What became of the rollouts that had been cut off, in words; the empty string where there were none."""
+        """A sentence on the rollouts that were cut off and resumed; empty if there are none."""
         if not self.taken_up and not self.begun_anew:
             return ""
         text = f"{self.taken_up} rollouts went on where they had been cut off"
@@ -120,15 +122,8 @@ class RunStatus:
         return plain
 
 
-class _Beside(msgspec.Struct):
-    started_at: float = 0.0
-    duration_s: float = 0.0
-    stages: dict[str, float] = {}
-    turn_s: list[tuple[float, float]] = []
-
-
 class _Rollout(msgspec.Struct):
-    """What is counted of a rollout. The rest of its line is passed over."""
+    """The fields of a rollout's record that are counted."""
 
     rollout_id: str
     group_id: str
@@ -138,7 +133,7 @@ class _Rollout(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
-    beside: _Beside = msgspec.field(default_factory=_Beside)
+    beside: Beside = msgspec.field(default_factory=Beside)
 
 
 class _Group(msgspec.Struct):
@@ -148,7 +143,7 @@ class _Group(msgspec.Struct):
 
 
 class _Ended(NamedTuple):
-    """What is kept of a rollout."""
+    """The result of a finished rollout."""
 
     outcome: str
     reward: float | None
@@ -157,7 +152,7 @@ class _Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Paid:
-    """Tokens read and written, and their cost, where that is known; `unpriced` are those of which it is not."""
+    """Tokens read and written, and the cost if it is known; `unpriced` are the tokens without a known cost."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -178,7 +173,7 @@ class _Paid:
         return self.prompt_tokens + self.completion_tokens
 
     def spent(self, prices: Prices | None) -> float:
-        """The cost; what was used where nobody said a price counts by these."""
+        """The cost, with `prices` for the tokens that had no price."""
         return (self.cost or 0.0) + (prices.cost(*self.unpriced) if prices is not None else 0.0)
 
     def add(self, other: _Paid, times: int = 1) -> None:
@@ -192,17 +187,17 @@ class _Paid:
 
 @dataclass(slots=True)
 class _Flying(_Paid):
-    """What a rollout in flight has come to. `own` is its reply in a turn that has not ended."""
+    """The usage of a rollout in flight. `own` is its reply in a turn that has not ended."""
 
     own: _Paid | None = None
 
     def take(self, line: _Line) -> None:
-        """Count a turn, or a reply in one."""
+        """Count a turn or a reply."""
         paid = _Paid.used(*line.tokens, line.cost)
         if line.event == "reply" and not line.branch:
             self.own = paid
             return
-        if line.recalled:  # it stood there as a reply
+        if line.recalled:  # it was counted as a reply
             paid = self.own or _Paid()
         if line.event == "messages":
             self.own = None
@@ -235,7 +230,7 @@ _LINES = msgspec.json.Decoder(_Line)
 
 
 class RunReader:
-    """Reads the run of one journal, as often as one likes."""
+    """Reads one run; `read` may be called again."""
 
     def __init__(self, journal: Path) -> None:
         self.folder = journal.parent
@@ -250,12 +245,12 @@ class RunReader:
         self._cut_off: dict[str, list[_Paid]] = {}
         self._flying: defaultdict[str, _Flying] = defaultdict(_Flying)
         self.settled = _Paid()
-        """What the attempts that have a record used."""
+        """The usage of attempts that have a record."""
         self.paid: set[tuple[str, float]] = set()
-        """Every attempt that ended, by its rollout's id and its start."""
+        """Every attempt that ended, as rollout id and start."""
 
     def read(self) -> RunStatus:
-        """How the run stands now. Raises `ConfigError` for a damaged journal."""
+        """The status now. Raises `ConfigError` for a damaged journal."""
         with self.journal.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -304,11 +299,11 @@ class RunReader:
         status = self._status
         self._signs.pop(rollout.rollout_id, None)
         key = rollout.rollout_id, rollout.beside.started_at
-        if key not in self.paid:  # a resumed run writes down again what it keeps
+        if key not in self.paid:  # a resumed run records the rollouts that it keeps again
             self.paid.add(key)
             status.discarded += not kept
             paid, flown = _Paid.by(rollout), self._flying.pop(rollout.rollout_id, _Flying())
-            if flown.tokens > paid.tokens:  # replies that could not be used after a kill were paid all the same
+            if flown.tokens > paid.tokens:  # replies that were lost in a kill cost too
                 paid = flown
             self.settled.add(paid)
             if kept and rollout.blame in CUT_OFF:
@@ -320,7 +315,7 @@ class RunReader:
             self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = ended
 
     def _taken_up(self, line: _Line) -> None:
-        """What a rollout that goes on had cost is in its record when it ends, not in that of the part before."""
+        """Move the cost of a continued rollout from its old record, since the new one will contain it."""
         status = self._status
         before = self._cut_off.pop(line.rollout_id, [])
         if line.anew:
@@ -357,7 +352,7 @@ class RunReader:
         return status
 
     def _count(self, status: RunStatus) -> None:
-        """What was used, by what has a record and by what has none yet."""
+        """Add up the usage of finished attempts and those in flight."""
         paid = _Paid()
         for each in (self.settled, *self._flying.values()):
             paid.add(each)
@@ -367,7 +362,7 @@ class RunReader:
         status.cost, status.unpriced_tokens = paid.cost, sum(paid.unpriced)
 
     def _in_flight(self, status: RunStatus) -> None:
-        """What is in flight, from who wrote last; from the journal alone where nobody says."""
+        """Take the stages from `status.json`; without it, only the names of rollouts are known, from the journal."""
         found = read_stages(self.folder)
         if self._ended:
             status.state, status.in_flight, status.oldest = self._ended, {}, []
@@ -381,7 +376,7 @@ class RunReader:
 
 
 def _size(path: Path) -> int:
-    """What a file takes on the disk; nothing for one that is gone by now."""
+    """The disk usage of a file; 0 if it is gone."""
     try:
         return path.stat().st_blocks * 512 if path.is_file() else 0
     except OSError:

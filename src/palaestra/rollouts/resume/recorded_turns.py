@@ -1,13 +1,11 @@
-"""The recorded turns of a rollout that was cut off, given back one after the other.
+"""Resumes a rollout by executing its recorded turns again, with the recorded replies of the model.
 
-No state of the rollout is stored. Its environment sets it up, the one loop runs it and its tools work in a fresh slot,
-as they did before; only the model is not asked while its answers are in the journal. So counters, budgets and files
-come out as they were, and the ledger has the same tokens. `replay.py` replays whole runs.
+The rollout runs as usual, in a fresh slot, but the model is not asked while its replies are in the journal. So files,
+counters and budgets come out as they were, and the ledger has the same tokens. `replay.py` replays whole runs.
 
-No recorded model call is made again, and the model is shown what it was shown, word for word. If the workspace cannot
-reproduce that, `failed` says why and the rollout starts again: it never continues from a past that it did not have. An
-observation may differ in times of day, durations and the order of lines, and stays as recorded. Process ids, random
-names and commit ids must be the same, because the agent may name them later.
+The model sees the recorded conversation, word for word. If the workspace cannot reproduce an observation, `failed` has
+the reason and the rollout starts again. An observation may differ in times of day, durations and the order of lines,
+and stays as recorded. Process ids, random names and commit ids must be the same, because the agent may use them later.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class RecordedTurns:
         self.evidence = ""
         self.cut_off = cut_off
         self.journalled = journalled
-        """Whether the journal still counts these turns; False once an attempt with them was discarded."""
+        """False once an attempt with these turns was discarded."""
         self.turns = sum(event.turn > 0 for event in cut_off.events)
         started = max(place for place, event in enumerate(cut_off.events) if not event.turn)
         self.seconds = sum(sum(event.seconds) for event in cut_off.events[started:])
@@ -88,12 +86,12 @@ class RecordedTurns:
 
     @property
     def caught_up(self) -> bool:
-        """Whether every recorded turn has been given back. Replies of the turn that was cut off may still be left."""
+        """Whether every recorded turn has been used. Replies of the turn that was cut off may be left."""
         return self._at == len(self._events)
 
     @property
     def replaying(self) -> bool:
-        """Whether the rollout still does what it did before it was cut off."""
+        """Whether recorded turns or replies are left."""
         return not self.caught_up or any(self._sampled.values()) or any(self._replies.values())
 
     def fail(self, reason: Mismatch, evidence: str = "") -> CannotResume:
@@ -103,7 +101,7 @@ class RecordedTurns:
         return CannotResume(f"{self.failed}: {self.evidence}" if self.evidence else str(self.failed))
 
     def pieces(self, sent: int) -> list[Piece] | None:
-        """What was sampled after the prompt with this checksum; None once everything is given back.
+        """The tokens sampled after the prompt with this checksum, or None once every turn has been used.
 
         Raises `CannotResume` for a prompt that is not recorded.
         """
@@ -116,21 +114,21 @@ class RecordedTurns:
         raise self.fail(Mismatch.QUESTION)
 
     def was_given(self, sampled: SampledTurn) -> bool:
-        """Whether these tokens came from the record, and were not sampled now. To be asked once for each."""
+        """Whether these tokens came from the record. Call it once for each."""
         sent = sampled.pieces[0].sent
         given = self._given[sent] > 0
         self._given[sent] -= given
         return given
 
     def pending_reply(self, branch: int, messages: Sequence[Message]) -> ChatCompletion | None:
-        """The reply to this conversation in the turn that was cut off; None if it is not recorded."""
+        """The recorded reply to this conversation in the turn that was cut off, or None."""
         if self.failed is not None or not self._replies:
             return None
         waiting = self._replies.get((branch, checksum(messages)))
         return _completion(waiting.popleft()) if waiting else None
 
     def reply(self, messages: Sequence[Message]) -> ChatCompletion | None:
-        """The recorded reply to this conversation; None once everything is given back.
+        """The recorded reply to this conversation, or None once every turn has been used.
 
         Raises `CannotResume` for a conversation that is not the recorded one.
         """
@@ -143,15 +141,12 @@ class RecordedTurns:
         return _completion(event)
 
     async def answer(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Chat middleware: the recorded reply, or the server's once everything is given back."""
+        """Chat middleware: the recorded reply, or the server's once every turn has been used."""
         recorded = self.reply(call.messages)
         return await ask(call) if recorded is None else recorded
 
     def expected_observation(self, name: str, arguments: Mapping[str, JSON]) -> str | None:
-        """The recorded answer to this call; None if there is none.
-
-        Asked when a call starts. Calls start in the order in which they were made, also those that run together.
-        """
+        """The recorded answer to this call, or None. Calls, parallel ones too, ask in the order of their start."""
         same = [call for call in self._calls if call.name == name]
         call = next((call for call in same if _decoded(call.arguments) == arguments), same[0] if same else None)
         if call is None:
@@ -160,7 +155,7 @@ class RecordedTurns:
         return call.observed
 
     def match_observation(self, expected: str, text: str) -> str:
-        """What the model is shown of a call that gave `text`: the recorded answer. Raises `CannotResume`."""
+        """The recorded answer, which the model sees for a call that gave `text`. Raises `CannotResume`."""
         if text == expected or classify(expected, text, asked="") in HARMLESS:
             return expected
         was, now = first_difference(expected, text)
@@ -214,12 +209,12 @@ def _calls(messages: Sequence[Message]) -> list[_RecordedCall]:
 
 
 def _same(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:
-    """Whether these are the recorded messages, which come back from the journal as plain JSON."""
+    """Whether these are the recorded messages, which the journal has as plain JSON."""
     return list(messages) == list(recorded) or _decoded(msgspec.json.encode(messages)) == list(recorded)
 
 
 def _ordered(sampled: Sequence[SampledTurn]) -> list[bytes]:
-    """What was sampled in a turn, sorted: sub-agents that work at the same time sample in any order."""
+    """The samples of a turn, sorted, since concurrent sub-agents sample in any order."""
     return sorted(msgspec.json.encode(each) for each in sampled)
 
 

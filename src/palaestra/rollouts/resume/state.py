@@ -1,8 +1,7 @@
-"""What a run that was killed had come to, so that going on with it repeats none of it.
+"""The work that an earlier part of a run has done, read from its journal, so that a resumed run repeats none of it.
 
-A group that ended is taken as it is. Of a group that was under way, the rollouts that ended are kept and only the
-missing ones are rolled out. A rollout that the end of the run or the model server cut off counts as missing; what was
-written down of it is its `CutOff`, after which it can be taken up again (`recall`).
+A finished group is taken as it is. Of an unfinished group the finished rollouts are kept. A rollout that the end of the
+run or the model server cut off counts as missing; its recorded turns are a `CutOff`, from which it can continue.
 """
 
 from __future__ import annotations
@@ -33,14 +32,16 @@ from palaestra.rollouts.records import Beside, Group, Trajectory
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
 
 CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
-"""Whose failures say nothing about a rollout: it is rolled out again."""
+"""A rollout that failed for one of these reasons is rolled out again."""
 
 
 @dataclass(slots=True)
 class CutOff:
-    """A rollout that was under way: its turns, and the tools it had. `replies` are those written down in turns that
-    gave work away, each with its turn's place among the events. `ended` is the record that it was given when it was cut
-    off; None where nobody had the time."""
+    """An unfinished rollout: its turns and the hash of its tools.
+
+    `replies` are those recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is the
+    record of the cut-off rollout, or None if the run was killed before it was written.
+    """
 
     tools_hash: str
     events: list[TurnTaken] = field(default_factory=list)
@@ -48,7 +49,7 @@ class CutOff:
     ended: Trajectory | None = None
 
     def add(self, event: TurnTaken) -> None:
-        """One more turn. One that was taken before, and whose end was not known, is replaced."""
+        """Add a turn. It replaces an earlier attempt at the same turn and all after that."""
         while event.turn and self.events and self.events[-1].turn >= event.turn:
             self.events.pop()
         self.replies = [(min(place, len(self.events)), reply) for place, reply in self.replies]
@@ -61,11 +62,11 @@ class CutOff:
 
     def paid(self) -> list[tuple[int, int]]:
         """The tokens read and written of each reply of the model."""
-        beside = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
-        return [event.tokens for event in self.events] + [reply.tokens for reply in beside]
+        others = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
+        return [event.tokens for event in self.events] + [reply.tokens for reply in others]
 
     def record(self, rollout_id: str, group: Group, index: int, prices: Prices | None) -> Trajectory:
-        """The record of what is not gone on with: what was said, and what it had cost."""
+        """The record of an attempt that is not continued, with its messages and its cost."""
         prompt_tokens, completion_tokens = map(sum, zip(*self.paid(), strict=True))
         return Trajectory(
             rollout_id=rollout_id,
@@ -86,9 +87,11 @@ class CutOff:
 
 @dataclass(slots=True)
 class EarlierWork:
-    """The work of a run so far. `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
-    `asked` has what each group's rollouts were asked, as a checksum by group id, and `tasks` each task's id by its
-    number."""
+    """The work of a run so far: `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
+
+    `asked` has a checksum of each group's prompt by group id, `tasks` each task's id by its number. `run` is None for a
+    new run.
+    """
 
     run: RunStarted | None = None
     ended: dict[int, Group] = field(default_factory=dict)
@@ -99,20 +102,19 @@ class EarlierWork:
 
 
 def read_finished(path: Path) -> EarlierWork:
-    """Read a journal. Raises `ConfigError` when there is nothing to go on with."""
-    reader: _Reader | None = None
-    for event in read_journal(path):
-        if reader is not None:
-            try:
-                reader.take(event)
-            except KeyError as group:
-                raise ConfigError(f"{path}: lines are missing: it tells of group {group} before it begins") from None
-        elif isinstance(event, RunStarted):
-            reader = _Reader(event)
-        else:
-            raise ConfigError(f"{path} does not begin with a run")
-    if reader is None:
-        raise ConfigError(f"{path} holds no run to go on with")
+    """Read a journal. Raises `ConfigError` if it does not begin with a run, or lines are missing."""
+    events = read_journal(path)
+    run = next(events, None)
+    if run is None:
+        raise ConfigError(f"{path} is empty, so there is no run to resume")
+    if not isinstance(run, RunStarted):
+        raise ConfigError(f"{path} does not begin with a run")
+    reader = _Reader(run)
+    try:
+        for event in events:
+            reader.take(event)
+    except KeyError as group:
+        raise ConfigError(f"{path}: lines are missing: there is no start of group {group}") from None
     return reader.settled()
 
 
@@ -120,83 +122,79 @@ class _Reader:
     """Follows the events of one run."""
 
     def __init__(self, run: RunStarted) -> None:
-        self._finished = EarlierWork(run)
+        self._work = EarlierWork(run)
         self._begun: dict[str, Group] = {}
         self._schema = run.schema
 
     def take(self, event: AnyJournalEvent) -> None:
-        finished, cut_off = self._finished, self._finished.cut_off
+        work, cut_off = self._work, self._work.cut_off
         match event:
             case RunResumed(schema=schema):
                 if self._schema != JOURNAL_SCHEMA:
-                    cut_off.clear()  # that form says too little of a turn
+                    cut_off.clear()  # turns in the older format lack fields
                 self._schema = schema
             case GroupStarted(group=group):
                 self._begun[group.group_id] = group
-                finished.asked[group.group_id] = group.asked
-                finished.tasks[group.number] = group.task_id
-                finished.rollouts.setdefault(group.group_id, {})
-                finished.ended.pop(group.number, None)
-            case TurnTaken():
-                self._turn(event)
+                work.asked[group.group_id] = group.asked
+                work.tasks[group.number] = group.task_id
+                work.rollouts.setdefault(group.group_id, {})
+                work.ended.pop(group.number, None)
+            case TurnTaken(rollout_id=rollout_id, turn=turn):
+                begun = self._begun.get(rollout_id.rpartition("/")[0])
+                if rollout_id not in cut_off and turn == 0 and begun is not None:
+                    cut_off[rollout_id] = CutOff(begun.tools_hash)
+                if rollout_id in cut_off:
+                    cut_off[rollout_id].add(event)
             case ReplyReceived(rollout_id=rollout_id) if rollout_id in cut_off:
                 cut_off[rollout_id].replies.append((len(cut_off[rollout_id].events), event))
             case RolloutResumed(rollout_id=rollout_id, anew=anew):
                 if anew:
                     cut_off.pop(rollout_id, None)
                 elif rollout_id in cut_off:
-                    cut_off[rollout_id].ended = None  # what it had cost is now part of what goes on
+                    cut_off[rollout_id].ended = None  # its cost is now part of the continued rollout
             case AttemptDiscarded(trajectory=trajectory):
                 cut_off.pop(trajectory.rollout_id, None)
             case RolloutEnded(trajectory=trajectory):
-                finished.rollouts[trajectory.group_id][trajectory.index] = trajectory
+                work.rollouts[trajectory.group_id][trajectory.index] = trajectory
                 if trajectory.blame not in CUT_OFF:
                     cut_off.pop(trajectory.rollout_id, None)
                 elif trajectory.rollout_id in cut_off:
                     cut_off[trajectory.rollout_id].ended = trajectory
             case GroupEnded(group_id=group_id, number=number, error=error):
                 self._begun[group_id].error = error
-                finished.ended[number] = self._begun[group_id]
+                work.ended[number] = self._begun[group_id]
             case _:
                 pass
 
-    def _turn(self, event: TurnTaken) -> None:
-        group = self._begun.get(event.rollout_id.rpartition("/")[0])
-        known = self._finished.cut_off.get(event.rollout_id)
-        if known is None and event.turn == 0 and group is not None:
-            known = self._finished.cut_off[event.rollout_id] = CutOff(group.tools_hash)
-        if known is not None:
-            known.add(event)
-
     def settled(self) -> EarlierWork:
-        """What is left when what was cut off is dropped; a group that lost a rollout by that has not ended."""
-        finished = self._finished
-        for number, group in list(finished.ended.items()):
-            rollouts = finished.rollouts[group.group_id]
+        """The work without the rollouts that were cut off; a group that has one of them has not ended."""
+        work = self._work
+        for number, group in list(work.ended.items()):
+            rollouts = work.rollouts[group.group_id]
             if any(trajectory.blame in CUT_OFF for trajectory in rollouts.values()):
-                del finished.ended[number]
+                del work.ended[number]
             else:
                 group.trajectories = [rollouts[index] for index in sorted(rollouts)]
-        finished.rollouts = {
+        work.rollouts = {
             group_id: {index: each for index, each in rollouts.items() if each.blame not in CUT_OFF}
-            for group_id, rollouts in finished.rollouts.items()
+            for group_id, rollouts in work.rollouts.items()
         }
         if self._schema != JOURNAL_SCHEMA:
-            finished.cut_off.clear()
-        for cut_off in finished.cut_off.values():
+            work.cut_off.clear()
+        for cut_off in work.cut_off.values():
             if _in_the_middle(cut_off.events[-1]):
                 cut_off.events.pop()
-        return finished
+        return work
 
 
 def _in_the_middle(event: TurnTaken) -> bool:
-    """Whether a turn was cut off in one of its calls, which are text in the conversations of some agents."""
+    """Whether a turn was cut off during a call. The marker is searched in text: some agents write calls as text."""
     return any(_NOT_FINISHED in str(message.get("content")) for message in event.messages)
 
 
 def repair(path: Path) -> bool:
-    """Cut off a last line that is torn, as a kill in the middle of a write leaves it, or damaged. True when there was
-    one. What is appended after it could not be read again."""
+    """Remove a torn or damaged last line, since lines appended after it could not be read. Returns whether there was
+    one."""
     with path.open("r+b") as file:
         size, last = 0, b"\n"
         for line in file:
