@@ -173,7 +173,7 @@ class Had:
     ],
 )
 def test_what_a_check_meets_before_its_own_code_is_as_it_was(path: str, gone: bool) -> None:
-    found = asyncio.run(planted([Change(path, "file")], "/workspace", Had()))
+    found = asyncio.run(planted([Change(path, "file")], "/workspace", Had().names))
     assert found == ((path,) if gone else ())
 
 
@@ -186,13 +186,15 @@ def test_a_directory_counts_where_it_hides_what_was_there() -> None:
         Change("/bin", "dir", opaque=True),
         Change("/usr/bin/python3", "deleted"),
     ]
-    found = asyncio.run(planted(changes, "/workspace", Had()))
+    found = asyncio.run(planted(changes, "/workspace", Had().names))
     assert found == ("/bin", "/usr/bin/python3", "/usr/lib", "/usr/lib/git-core")
 
 
 def test_a_program_that_a_task_is_about_can_be_kept() -> None:
-    assert asyncio.run(planted([Change("/usr/bin/git", "file")], "/", Had(), kept=["git"])) == ()
+    assert asyncio.run(planted([Change("/usr/bin/git", "file")], "/", Had().names, kept=["git"])) == ()
 
 
 def test_a_workspace_that_is_the_whole_root_hides_no_start_up_file() -> None:
-    assert asyncio.run(planted([Change("/app/sitecustomize.py", "file")], "/", Had())) == ("/app/sitecustomize.py",)
+    assert asyncio.run(planted([Change("/app/sitecustomize.py", "file")], "/", Had().names)) == (
+        "/app/sitecustomize.py",
+    )

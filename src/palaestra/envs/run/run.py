@@ -220,9 +220,9 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     """The limits of a run. What an earlier part of it cost counts; how its rollouts ended does not."""
     spent, counted = 0.0, set()
     if output.resumes:
-        reader = RunReader(output.folder.journal)
-        reader.read()
-        spent, counted = reader.settled.spent(prices(config)), reader.paid  # what is in flight counts when it continues
+        output.status.read()
+        spent = output.status.settled.spent(prices(config))  # what is in flight counts when it continues
+        counted = set(output.status.paid)
     return RunLimits(
         max_infra_rate=config.max_infra_rate,
         max_cost=config.max_cost,

@@ -121,6 +121,7 @@ class RunOutput:
         self.earlier = earlier or EarlierWork()
         self.resumed = ""
         self.settings = settings
+        self.status = RunReader(folder.journal)
         self._figures = Figures()
         self._started_at = time.time()
 
@@ -152,7 +153,7 @@ class RunOutput:
             "run": str(self.folder.path),
         }
         if self.resumes:
-            self.resumed = RunReader(self.folder.journal).read().resumed
+            self.resumed = self.status.read().resumed  # read at the start: only new lines are left
             meta |= {"resumed": self.resumed} if self.resumed else {}
         try:
             write_report(self.report, Recording(self.folder.journal), meta, self._figures)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -268,44 +269,6 @@ def as_json(value: JSON, indent: int | None = None) -> str:
 _STAGES = ("acquire", "setup", "model", "tool", "seal", "grade")
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutView:
-    """One rollout for the template. `strip` holds (stage, seconds, left, width), the last two in percent."""
-
-    anchor: str
-    record: Trajectory
-    entries: list[ShownMessage]
-    error: Block | None
-    strip: list[tuple[str, float, float, float]]
-    metrics: list[tuple[str, str]]
-    detail: Fields
-    facts: list[tuple[str, str]]
-
-    @property
-    def turn_notes(self) -> list[str]:
-        """The cost of each turn, in order."""
-        seconds = self.record.beside.turn_s
-        notes = []
-        for place, turn in enumerate(self.record.turns):
-            parts = [turn.finish_reason or "", f"{turn.prompt_tokens:,} → {turn.completion_tokens:,} tokens"]
-            if place < len(seconds):
-                parts += [f"model {duration(seconds[place][0])}", f"tools {duration(seconds[place][1])}"]
-            notes.append(" · ".join(filter(None, parts)))
-        return notes
-
-
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """One task with its rollouts. `cut_short`: the page was full before it."""
-
-    record: Group
-    rollouts: list[RolloutView]
-    error: Block | None
-    tools: list[tuple[str, str, Block]]
-    mean: float | None
-    cut_short: bool
-
-
 def write_report(
     path: Path, groups: Iterable[Group], meta: Mapping[str, JSON], figures: Figures, page: PageBudget | None = None
 ) -> None:
@@ -333,34 +296,48 @@ def write_report(
         file.writelines(piece.encode() for piece in pieces)
 
 
-def _group_view(group: Group, page: PageBudget) -> GroupView:
+def _group_view(group: Group, page: PageBudget) -> dict[str, Any]:
+    """One task with its rollouts, for the template. `cut_short`: the page was full before it."""
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
-    full = page.full
-    return GroupView(
-        record=group,
-        rollouts=[_rollout_view(group, trajectory, page) for trajectory in group.trajectories],
-        error=page.block(group.error) if group.error else None,
-        tools=[_tool(tool, page) for tool in group.tools],
-        mean=sum(rewards) / len(rewards) if rewards else None,
-        cut_short=full,
-    )
+    return {
+        "record": group,
+        "cut_short": page.full,
+        "rollouts": [_rollout_view(group, trajectory, page) for trajectory in group.trajectories],
+        "error": page.block(group.error) if group.error else None,
+        "tools": [_tool(tool, page) for tool in group.tools],
+        "mean": sum(rewards) / len(rewards) if rewards else None,
+    }
 
 
-def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> RolloutView:
-    return RolloutView(
-        anchor=f"r{group.number}-{trajectory.index}",
-        record=trajectory,
-        entries=[*conversation(trajectory.messages, page, len(trajectory.turns)), *inside(trajectory, page)],
-        error=page.block(trajectory.error) if trajectory.error else None,
-        strip=_strip(trajectory.beside.stages),
-        metrics=[(printable(name), f"{value:g}") for name, value in trajectory.metrics.items()],
-        detail=page.fields(trajectory.detail),
-        facts=_facts(trajectory),
-    )
+def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> dict[str, Any]:
+    """One rollout, for the template."""
+    return {
+        "anchor": f"r{group.number}-{trajectory.index}",
+        "record": trajectory,
+        "entries": [*conversation(trajectory.messages, page, len(trajectory.turns)), *inside(trajectory, page)],
+        "error": page.block(trajectory.error) if trajectory.error else None,
+        "strip": _strip(trajectory.beside.stages),
+        "metrics": [(printable(name), f"{value:g}") for name, value in trajectory.metrics.items()],
+        "detail": page.fields(trajectory.detail),
+        "facts": _facts(trajectory),
+        "turn_notes": _turn_notes(trajectory),
+    }
+
+
+def _turn_notes(trajectory: Trajectory) -> list[str]:
+    """The cost of each turn, in order."""
+    seconds = trajectory.beside.turn_s
+    notes = []
+    for place, turn in enumerate(trajectory.turns):
+        parts = [turn.finish_reason or "", f"{turn.prompt_tokens:,} → {turn.completion_tokens:,} tokens"]
+        if place < len(seconds):
+            parts += [f"model {duration(seconds[place][0])}", f"tools {duration(seconds[place][1])}"]
+        notes.append(" · ".join(filter(None, parts)))
+    return notes
 
 
 def _strip(stages: Mapping[str, float]) -> list[tuple[str, float, float, float]]:
-    """The time of each stage. Waiting for other rollouts is not among the stages."""
+    """(stage, seconds, left, width) of each stage, the last two in percent."""
     known = [stage for stage in _STAGES if stage in stages]
     names = [*known, *(stage for stage in stages if stage not in _STAGES)]
     total = sum(max(0.0, stages[name]) for name in names) or 1.0

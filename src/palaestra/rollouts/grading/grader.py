@@ -1,9 +1,9 @@
-"""The view in which a score is computed.
+"""The view of the agent's work on which a score is computed.
 
-Sealed, by default (invariant R2): every process of the agent is dead, its change is an immutable layer, and the check
-runs in a fresh slot over that layer. What would change how the check's own programs start is left out of the view
-(`plants`); an environment may leave out more, so that pristine tests show through. A task that says `grading="live"` is
-checked in the agent's own slot, for work that is a running service.
+By default it is sealed (invariant R2): all processes of the agent are dead, its changes are an immutable layer, and the
+check runs in a fresh slot over that layer, without the changes that would decide any check (`tampering.py`) and those
+that an environment leaves out. A task with `grading="live"`, for work that is a running service, is checked in the
+agent's own slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError
-from palaestra.rollouts.grading.tampering import CACHE, SlotRoot, library_directories, link, planted, suspects
+from palaestra.rollouts.grading.tampering import CACHE, library_directories, link, names_in, planted, suspects
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.registry.build import unrestricted
@@ -42,16 +42,16 @@ class Grading:
         rollout.closers.append(self.aclose)
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
-        """The agent's sealed work; None where the agent never had a slot. Only the first call's `view` counts."""
+        """The agent's sealed work, or None if it never had a slot. Only the first call's `view` counts."""
         if self.live:
-            raise GraderError(f"task {self.rollout.task.id} is graded live: there is nothing sealed to look at")
+            raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
             if not self._seal_done:
-                self._seal_done = True  # also where that fails: the agent's work is lost then
+                self._seal_done = True  # also on failure: the agent's work is lost then
                 try:
                     with self._troubled():
                         self._sealed = await self.rollout.seal(view)
-                except asyncio.CancelledError:  # by a time limit of the check's own, say, which may then ask again
+                except asyncio.CancelledError:  # such as a time limit of the check, which may ask again
                     self._trouble = SandboxError(f"sealing the work of {self.rollout.rollout_id} was cut off")
                     raise
                 if self._sealed is not None:
@@ -62,7 +62,7 @@ class Grading:
 
     @contextmanager
     def _troubled(self) -> Iterator[None]:
-        """Note what the world did to the check, since its author may go on as if nothing had happened."""
+        """Keep the first infrastructure failure, since the check's code may catch and ignore it."""
         try:
             yield
         except InfraError as error:
@@ -70,17 +70,17 @@ class Grading:
             raise
 
     def settle(self) -> None:
-        """What had to be looked at live has been: the agent's slot may end, and the rest is checked sealed."""
+        """End the live part of a check: the agent's slot may end, and the rest is checked sealed."""
         self.live, self._shown = False, None
 
     async def changes(self) -> Sequence[Change]:
-        """What the agent changed, from the sealed layer."""
+        """The agent's changes, from the sealed layer."""
         sealed = await self.seal()
         return [] if sealed is None else await self.pool.changes(sealed)
 
     async def slot(self, view: View | None = None) -> Slot:
-        """The grading slot. `view` says what of the agent's change it shows, by default all but plants; only the first
-        call's counts. It has a directory to start in, whatever the agent has made of that."""
+        """The grading slot, with a workspace directory in any case. `view` selects the agent's changes to show, by
+        default all but planted ones; only the first call's counts."""
         with self._troubled():
             if self.live:
                 self._shown = await self.rollout.sandbox()
@@ -98,23 +98,23 @@ class Grading:
                 return self._slot
 
     async def check_sound(self) -> None:
-        """Raises the `InfraError` that kept the check from looking at the work, whatever it made of that: a hook that
-        catches every error would turn a slot that died into a score."""
+        """Raises the `InfraError` that the check met, since a hook that catches every error would turn a dead slot into
+        a score."""
         if self._trouble is not None:
             raise self._trouble
         if self._shown is not None:
             await self._shown.stat("/")
 
     async def planted(self, workspace: str = WORKSPACE, kept: Collection[str] = ()) -> tuple[str, ...]:
-        """What of the agent's change would decide any check; `kept` are programs that the task may change."""
+        """The paths of the changes that would decide any check; `kept` are programs that the task may change."""
         changes = await self.changes()
         if not suspects(changes, workspace):
             return ()
         before = await self.rollout.lease(f"{self.rollout.rollout_id}:before", self.spec, self.rollout.snapshot)
         try:
-            root = SlotRoot(before)
-            found = await planted(changes, workspace, root, kept)
-            self._libraries = await library_directories(root) if CACHE in found else None
+            names = names_in(before)
+            found = await planted(changes, workspace, names, kept)
+            self._libraries = await library_directories(names) if CACHE in found else None
         finally:
             await self.pool.release(before)
         return found
@@ -132,7 +132,7 @@ class Grading:
         return narrowed
 
     def tools(self, timeout_s: float) -> ToolRuntime:
-        """All tools, pointing at the grading slot: what `exec_tool` and `ToolContext` call."""
+        """All tools, in the grading slot, for `exec_tool` and `ToolContext`."""
         made = ToolRuntime(
             unrestricted(self.rollout.kit.registry),
             self.slot,
@@ -145,7 +145,7 @@ class Grading:
         return made
 
     async def hand_back(self) -> None:
-        """Give the grading slot back, and let the rollout go on from what it showed. Its layers stay until `aclose`."""
+        """Release the grading slot and let the rollout continue from its view. Its layers stay until `aclose`."""
         slot, self._slot, self._shown = self._slot, None, None
         if slot is not None:
             await self.pool.release(slot)
@@ -153,7 +153,7 @@ class Grading:
             self.rollout.continue_from(self._made[-1])
 
     async def aclose(self) -> None:
-        """End what the check's tools hold, release the grading slot, drop the layers made for it. Idempotent."""
+        """Close the check's tools, release the grading slot and drop its layers. Idempotent."""
         while self._tools:
             await self._tools.pop().aclose()
         slot, self._slot = self._slot, None
@@ -164,7 +164,7 @@ class Grading:
 
 
 async def _start_somewhere(slot: Slot) -> None:
-    """An empty workspace where the agent has left none: that its work is gone must not look like a broken check."""
+    """Make an empty workspace if the agent removed it: deleted work must not look like a broken check."""
     try:
         found = await slot.stat(f"{WORKSPACE}/.")
     except InfraError:

@@ -1,36 +1,35 @@
-"""What of an agent's change would decide its own grade, whatever the check: what runs before the check's own code does.
+"""Finds the agent's changes that would decide its own grade, because they run before the check's own code does.
 
-A check starts programs of the root that the agent could change as root. So what they are and what they load is shown as
-it stood before the agent came: programs that checks use, the loader's files and every library of the root, the standard
-library of Python, what Python runs when it starts, and pytest where the root has it. What the root had not stays, since
-a task may be about installing it, unless the loader or an interpreter would take it in place of what the root has.
+A check starts programs that the agent could change as root. So these are graded as they were before the agent: programs
+that checks use, the loader's files and all libraries of the root, Python's standard library and start-up files, and an
+installed pytest. Files that the root did not have stay, since a task may be about installing them, unless the loader or
+an interpreter would prefer them to a file of the root.
 
-Invariant: the path decides, whatever characters it has, and whether the root had it before; never the content. Not
-covered: a program or package that a task has installed and a check trusts, and packages of interpreters other than
-Python; an environment whose check runs code of the workspace must keep the two apart (`suites/swe/run_tests.py` does).
-Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`; the names that the POSIX utilities and the shells have on
-every system.
+Invariant: only the path decides, and whether the root had it; never the content. Not covered: a program or package that
+a task has installed and a check trusts, and packages of interpreters other than Python. An environment whose check runs
+code of the workspace must keep the two apart (`suites/swe/run_tests.py` does).
+Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`; the POSIX utilities and shells for the names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import TypeAlias
 
 from palaestra.core.errors import InfraError
 from palaestra.sandbox.slot import Change, Slot
 
 CACHE = "/etc/ld.so.cache"
-"""Where the loader of the GNU C library looks a name up first."""
+"""The cache in which the loader of the GNU C library looks up a name first."""
 
 LOADER = re.compile(
     r"/etc/(?:ld\.so\.(?:preload|cache|conf|conf\.d(?:/.*)?)|ld-musl-[^/]*\.path|nsswitch\.conf|ssl/openssl\.cnf"
     r"|perl(?:/.*)?)|.*/gconv/.*",
     re.DOTALL,
 )
-"""Which libraries every program loads, from where, and those that ask for a user, a cipher or a charset."""
+"""Files that choose the libraries of every program, or of those that look up a user, a cipher or a charset."""
 
 PROGRAM_DIRECTORIES = frozenset(
     {"/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/root/bin", "/root/.local/bin"}
@@ -43,19 +42,19 @@ kill ls md5sum mkdir mktemp mv od printf ps pwd readlink rm sed seq sh sha256sum
 touch tr true uname uniq wc which xargs
 """
 PROGRAMS = frozenset(_NAMES.split())
-"""Programs that every root has. A task installs others."""
+"""Programs that every root has."""
 
 _TOOL_NAMES = """
 base64 busybox chown comm coreutils curl file gawk git gunzip gzip jq ldconfig ln mawk openssl perl pgrep py.test pytest
 python python2 python3 realpath rmdir setpriv sha1sum sha512sum sqlite3 su sudo tar uv uvx wget whoami xxd
 """
 TOOLS = frozenset(_TOOL_NAMES.split())
-"""What checks use besides where the root has it; a task may install one that is missing."""
+"""Further programs that checks use; protected only if the root has them, since a task may install one."""
 
 _VERSIONED = re.compile(r"(?:python|perl)\d[\d.]*")
 
 _OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+", re.DOTALL)
-"""Where a root has what its programs load and start."""
+"""Files that the programs of a root load or start."""
 
 _LOCAL = re.compile(r"/usr/local/lib(?:32|64)?/.+", re.DOTALL)
 _SHARED = re.compile(r"lib.+\.so(?:\..*)?|ld-.*\.so(?:\..*)?", re.DOTALL)
@@ -64,14 +63,14 @@ _SEARCHED = re.compile(
     r"(?:/(?:glibc-hwcaps|tls|haswell|avx512_1|x86_64)(?:/.*)?)?",
     re.DOTALL,
 )
-"""A directory that the loader searches by itself, and those below it that it takes first on some machines."""
+"""A default directory of the loader, and those below it that it prefers on some machines."""
 
 _MULTIARCH = re.compile(r"[\w]+-linux-\w+")
 _SYSTEM = frozenset(
     {"/etc", "/usr", "/usr/local", "/usr/local/lib", "/usr/libexec", "/etc/alternatives", "/usr/share"}
     | {f"{at}/lib{kind}" for at in ("", "/usr") for kind in ("", "32", "64", "x32")}
 ) | {each for each in PROGRAM_DIRECTORIES if not each.startswith("/root")}
-"""Directories that the paths above lead through: one that is replaced is as good as everything in it."""
+"""Directories above protected paths: replacing one replaces everything in it."""
 
 _STANDARD = re.compile(
     r"(/(?:usr/(?:local/)?)?lib(?:32|64)?/python3\.\d+)/(?!site-packages/|dist-packages/)(.+)", re.DOTALL
@@ -79,12 +78,12 @@ _STANDARD = re.compile(
 _PYTHON = re.compile(r"/(?:site-packages|dist-packages|python3?(?:\.\d+)?)/")
 _SITE = re.compile(r"(.*/(?:site-packages|dist-packages))/([^/]+).*", re.DOTALL)
 _PACKAGES = re.compile(r"/(?:site-packages|dist-packages|node_modules|gems|site-library)/")
-"""Where users install what a task asks for."""
+"""Directories into which users install packages."""
 
 _STARTS = frozenset({"sitecustomize", "usercustomize"})
 _HOME_OF_PYTHON = re.compile(r"(?:/|/usr|/usr/local|/root|/root/\.local)?(?:/s?bin)?/(?:pyvenv\.cfg|pybuilddir\.txt)")
 _BEFORE_STANDARD = re.compile(r".*/lib(?:32|64)?/python\d+\.zip|.*/s?bin/lib(?:32|64)?/python.*", re.DOTALL)
-"""What Python takes for its standard library, or for what says where that is, before it comes to the real one."""
+"""Places in which Python looks for its standard library before the real one."""
 
 _HOOKS = frozenset({"_distutils_hack", "apport", "apport_python_hook"})
 """Packages that start-up files of distributions import."""
@@ -92,54 +91,47 @@ _HOOKS = frozenset({"_distutils_hack", "apport", "apport_python_hook"})
 _TESTING = frozenset(
     {"_pytest", "exceptiongroup", "iniconfig", "packaging", "pluggy", "py", "pygments", "pytest", "tomli"}
 )
-"""pytest, and what it imports before the tests."""
+"""pytest and the packages that it imports before the tests."""
 
 
-class Pristine(Protocol):
-    """The root as it stood before the agent came."""
-
-    async def names(self, directory: str) -> frozenset[str]:
-        """What a directory holds; nothing where there is none."""
-        ...
+Names: TypeAlias = Callable[[str], Awaitable[frozenset[str]]]
+"""The names in a directory of the root as it was before the agent; empty for a missing directory."""
 
 
-class SlotRoot:
-    """The root of a slot that nobody has worked in."""
+def names_in(slot: Slot) -> Names:
+    """The directories of an unused slot, each listed once."""
+    known: dict[str, frozenset[str]] = {}
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-        self._names: dict[str, frozenset[str]] = {}
+    async def names(directory: str) -> frozenset[str]:
+        if directory not in known:
+            try:
+                entries = await slot.list_dir(directory)
+            except InfraError:
+                raise
+            except OSError:
+                entries = []
+            known[directory] = frozenset(entry.path.rpartition("/")[2] for entry in entries)
+        return known[directory]
 
-    async def names(self, directory: str) -> frozenset[str]:
-        if directory not in self._names:
-            self._names[directory] = await self._listed(directory)
-        return self._names[directory]
-
-    async def _listed(self, directory: str) -> frozenset[str]:
-        try:
-            return frozenset(entry.path.rpartition("/")[2] for entry in await self._slot.list_dir(directory))
-        except InfraError:
-            raise
-        except OSError:
-            return frozenset()
+    return names
 
 
 def suspects(changes: Sequence[Change], workspace: str) -> list[Change]:
-    """The changes that can be plants at all: where there is none, nobody needs to look at the root as it was."""
+    """The changes that may have to be left out. If there are none, the original root need not be read."""
     return [change for change in changes if _is_suspect(change, str(PurePosixPath("/", change.path)), workspace)]
 
 
 async def planted(
-    changes: Sequence[Change], workspace: str, before: Pristine, kept: Collection[str] = ()
+    changes: Sequence[Change], workspace: str, names: Names, kept: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The changed paths to leave out, sorted, as they stand in `changes`; never programs whose names are in `kept`."""
-    rule = _Rule(before, workspace, frozenset(kept))
+    """The paths of `changes` to leave out of the graded view, sorted; never programs whose names are in `kept`."""
+    rule = _Rule(names, workspace, frozenset(kept))
     return tuple(sorted([change.path for change in suspects(changes, workspace) if await rule.leaves_out(change)]))
 
 
 def _is_suspect(change: Change, path: str, workspace: str) -> bool:
     if change.kind == "dir" and not change.opaque:
-        return False  # what is in it is judged by itself
+        return False  # its entries are changes of their own
     if path in _SYSTEM or path.rpartition("/")[0] in (*PROGRAM_DIRECTORIES, _LINKS):
         return True
     patterns = (LOADER, _OWN, _LOCAL, _BEFORE_STANDARD, _HOME_OF_PYTHON)
@@ -152,12 +144,12 @@ def _in_site(path: str) -> bool:
 
 
 def _distribution(name: str) -> str:
-    """The package that a file or directory of a site directory belongs to."""
+    """The package of a file or directory in a site directory."""
     return re.split(r"[-.]", name, maxsplit=1)[0].lower()
 
 
 def _starts_python(path: str, workspace: str) -> bool:
-    """Whether a Python that finds the file outside of the workspace runs it when it starts."""
+    """Whether Python runs this file, outside of the workspace, when it starts."""
     whole = PurePosixPath(path)
     inside = workspace != "/" and whole.is_relative_to(workspace) and ".local" not in whole.parts
     if inside:
@@ -169,10 +161,10 @@ def _starts_python(path: str, workspace: str) -> bool:
 
 
 class _Rule:
-    """Which suspect is left out, by what the root had."""
+    """Decides which suspects are left out."""
 
-    def __init__(self, before: Pristine, workspace: str, kept: frozenset[str]) -> None:
-        self._before = before
+    def __init__(self, names: Names, workspace: str, kept: frozenset[str]) -> None:
+        self._names = names
         self._workspace = workspace
         self._kept = kept
 
@@ -199,15 +191,15 @@ class _Rule:
 
     async def _has(self, path: str) -> bool:
         folder, _, name = path.rpartition("/")
-        return name in await self._before.names(folder or "/")
+        return name in await self._names(folder or "/")
 
     async def _is_tool(self, name: str) -> bool:
         if name not in TOOLS and _VERSIONED.fullmatch(name) is None:
             return False
-        return any([name in await self._before.names(each) for each in sorted(PROGRAM_DIRECTORIES)])
+        return any([name in await self._names(each) for each in sorted(PROGRAM_DIRECTORIES)])
 
     async def _shadows_library(self, path: str, name: str) -> bool:
-        """Whether it stands where the loader would take it for a library that the root has."""
+        """Whether the loader would load it in place of a library of the root."""
         if await self._has(path):
             return True
         match = _SEARCHED.fullmatch(path.rpartition("/")[0])
@@ -215,14 +207,11 @@ class _Rule:
             return False
         local = match[1].startswith("/usr/local/")
         if local and match[0] == match[1] and not any(each.startswith("ld-musl") for each in await self._names("/lib")):
-            return False  # the cache that is made for the check names the root's own directories first
-        return any([name in await self._names(each) for each in await library_directories(self._before)])
-
-    async def _names(self, directory: str) -> frozenset[str]:
-        return await self._before.names(directory)
+            return False  # the check's loader cache lists the root's own directories first
+        return any([name in await self._names(each) for each in await library_directories(self._names)])
 
     async def _shadows_module(self, path: str) -> bool:
-        """Whether Python would find it in place of a module of the standard library that the root has."""
+        """Whether Python would import it in place of a module of the root's standard library."""
         match = _STANDARD.fullmatch(path)
         assert match is not None
         place, parts = match[1], match[2].split("/")
@@ -238,7 +227,7 @@ class _Rule:
         return False
 
     async def _has_package(self, path: str) -> bool:
-        """Whether the root has the package of a path in a site directory, there or in another."""
+        """Whether the root has the package of this path, in this or another site directory."""
         match = _SITE.fullmatch(path)
         assert match is not None
         found = set(await self._names(match[1]))
@@ -252,17 +241,17 @@ class _Rule:
         return package in had and (package in _HOOKS or "_pytest" in had)
 
 
-async def library_directories(before: Pristine) -> list[str]:
-    """The directories of libraries that the root has, those of one architecture first."""
+async def library_directories(names: Names) -> list[str]:
+    """The library directories of the root, those of one architecture first."""
     plain = [f"{at}/lib{kind}" for at in ("", "/usr") for kind in ("", "64", "32", "x32")]
-    own = [f"{at}/{name}" for at in plain for name in sorted(await before.names(at)) if _MULTIARCH.fullmatch(name)]
-    return [*own, *[each for each in plain if await before.names(each)]]
+    own = [f"{at}/{name}" for at in plain for name in sorted(await names(at)) if _MULTIARCH.fullmatch(name)]
+    return [*own, *[each for each in plain if await names(each)]]
 
 
 async def link(slot: Slot, directories: Sequence[str]) -> None:
-    """Make the loader's cache anew for a check, so that new libraries are found, after those in the root's directories.
+    """Rebuild the loader's cache for a check, so that new libraries are found, after those of the root.
 
-    Where the root has no `ldconfig`, or another loader, its cache stays as it was.
+    A root without `ldconfig`, or with another loader, keeps its cache.
     """
     conf = "/tmp/.palaestra-ld.so.conf"  # noqa: S108  in the slot
     await slot.write_text(conf, "\n".join([*directories, "include /etc/ld.so.conf", ""]))
