@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NoReturn
 
 import fastjsonschema
@@ -20,7 +20,6 @@ from palaestra.core.types import JSON
 from palaestra.tools.tool import ToolMistake, ToolSchema
 
 _CACHED_SCHEMAS = 512
-_CACHED_OBJECTS = 64
 _SHOWN_CHARS = 120
 _MOST_OPTIONS = 12
 
@@ -139,34 +138,18 @@ class ArgumentSchema:
         return f"Expected: {', '.join(parts)}."
 
 
-_by_identity: OrderedDict[int, tuple[object, ArgumentSchema]] = OrderedDict()
-_by_content: OrderedDict[str, ArgumentSchema] = OrderedDict()
-
-
 def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
-    """The compiled form of a tool's schema, from a bounded cache.
+    """The compiled form of a tool's schema, from a bounded cache. Raises `ConfigError` for an invalid schema.
 
-    `schema` is an OpenAI function schema, its `function` part, the parameters alone, or a `ToolSchema`. Do not change
-    it after its first use: the cache compares identity first. Raises `ConfigError` for an invalid schema.
+    `schema` is an OpenAI function schema, its `function` part, the parameters alone, or a `ToolSchema`.
     """
-    held = _by_identity.get(id(schema))
-    if held is not None and held[0] is schema:
-        return held[1]
     parameters = _parameters(schema)
-    key = json.dumps(parameters, sort_keys=True, default=str)
-    found = _by_content.get(key)
-    if found is None:
-        found = ArgumentSchema(parameters)
-        _remember(_by_content, key, found, _CACHED_SCHEMAS)
-    # Holding the schema keeps its id from being reused. Few, because every rollout may bring its own copy.
-    _remember(_by_identity, id(schema), (schema, found), _CACHED_OBJECTS)
-    return found
+    return _compiled(json.dumps({name: parameters[name] for name in sorted(parameters)}, default=str))
 
 
-def _remember(cache: OrderedDict[JSON, JSON], key: object, value: object, most: int) -> None:
-    cache[key] = value
-    while len(cache) > most:
-        cache.popitem(last=False)
+@lru_cache(_CACHED_SCHEMAS)
+def _compiled(parameters: str) -> ArgumentSchema:
+    return ArgumentSchema(json.loads(parameters))
 
 
 def _parameters(schema: Mapping[str, JSON] | ToolSchema) -> Mapping[str, JSON]:

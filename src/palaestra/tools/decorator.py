@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypedDict, Unpack, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -46,16 +46,11 @@ _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Raises|Yields|
 _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Documented:
-    """The description of a tool and of its parameters."""
+def _documented(called: str, docstring: str | None, parameters: Collection[str]) -> tuple[str, dict[str, str]]:
+    """The descriptions of a tool and of its parameters.
 
-    summary: str
-    parameters: dict[str, str] = field(default_factory=dict)
-
-
-def documented(called: str, docstring: str | None, parameters: Collection[str]) -> Documented:
-    """Read a docstring. Raises `ConfigError` if there is none, or if it describes an unknown parameter."""
+    Raises `ConfigError` if the docstring is missing or describes an unknown parameter.
+    """
     lines = inspect.cleandoc(docstring or "").splitlines()
     starts = [number for number, line in enumerate(lines) if _SECTION.match(line)]
     summary = _joined(lines[: starts[0]] if starts else lines)
@@ -70,7 +65,7 @@ def documented(called: str, docstring: str | None, parameters: Collection[str]) 
             raise ConfigError(
                 f"tool {called}: its docstring describes {name!r}, which is not a parameter.{nearest(name, parameters)}"
             )
-    return Documented(summary, told)
+    return summary, told
 
 
 def _entries(lines: list[str]) -> dict[str, str]:
@@ -149,43 +144,38 @@ class TypedTool(Tool):
         return {alias: getattr(checked, name) for name, alias in _aliases(self.arguments)}
 
 
+class ToolOptions(TypedDict, total=False):
+    """Attributes of `Tool`, and `missing`, which returns why the tool cannot be used here, or None."""
+
+    missing: Callable[[], str | None]
+    toolset: str
+    parallel_safe: bool
+    touches_world: bool
+    world_session: str
+
+
 @overload
 def tool(function: UserFunction, /) -> TypedTool: ...
 @overload
 def tool(
-    *,
-    name: str | None = None,
-    toolset: str = "custom",
-    parallel_safe: bool = False,
-    external: bool = False,
-    missing: Callable[[], str | None] | None = None,
-    touches_world: bool = False,
-    world_session: str = "",
+    *, name: str | None = None, external: bool = False, **options: Unpack[ToolOptions]
 ) -> Callable[[UserFunction], TypedTool]: ...
 def tool(
     function: UserFunction | None = None,
     /,
     *,
     name: str | None = None,
-    toolset: str = "custom",
-    parallel_safe: bool = False,
     external: bool = False,
-    missing: Callable[[], str | None] | None = None,
-    touches_world: bool = False,
-    world_session: str = "",
+    **options: Unpack[ToolOptions],
 ) -> TypedTool | Callable[[UserFunction], TypedTool]:
-    """Make a tool of a typed function. `missing` returns why it cannot be used here, or None.
+    """Make a tool of a typed function; `name` replaces the function's.
 
-    `touches_world` and `world_session` are those of `Tool`. An `external` tool needs no slot, and runs at a tool server
-    if there is one. Raises `ConfigError` for a function without docstring or annotations, whose types have no JSON
-    schema, or that is external and asks for the sandbox.
+    An `external` tool needs no slot, and runs at a tool server if there is one. Raises `ConfigError` for a function
+    without docstring or annotations, whose types have no JSON schema, or that is external and asks for the sandbox.
     """
 
     def make(given: UserFunction) -> TypedTool:
-        made = declare(
-            given, name=name, toolset=toolset, parallel_safe=parallel_safe, external=external, missing=missing
-        )
-        made = replace(made, touches_world=touches_world, world_session=world_session)
+        made = declare(given, name=name, external=external, **options)
         if "task" in made.context.values():
             raise ConfigError(f"tool {made.name} asks for the task, which only an environment's own tools can have")
         return made
@@ -194,13 +184,7 @@ def tool(
 
 
 def declare(
-    function: UserFunction,
-    *,
-    name: str | None = None,
-    toolset: str = "custom",
-    parallel_safe: bool = False,
-    external: bool = False,
-    missing: Callable[[], str | None] | None = None,
+    function: UserFunction, *, name: str | None = None, external: bool = False, **options: Unpack[ToolOptions]
 ) -> TypedTool:
     """`tool`, for a function that may also ask for the task."""
     called = name or str(getattr(function, "__name__", "tool"))
@@ -208,19 +192,17 @@ def declare(
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:
         raise ConfigError(f"tool {called}: its annotations cannot be read: {error}") from error
-    told = documented(called, inspect.getdoc(function), set(parameters))
+    summary, told = _documented(called, inspect.getdoc(function), set(parameters))
     context = {each.name: what for each in parameters.values() if (what := _context_of(each)) is not None}
     if external and "sandbox" in context.values():
         raise ConfigError(f"tool {called} is external, so there is no sandbox that it could ask for")
     arguments = _arguments(called, [each for each in parameters.values() if each.name not in context], told)
     return TypedTool(
         function=function,
-        schema=replace(_schema(called, told.summary, arguments), external=external),
+        schema=replace(_schema(called, summary, arguments), external=external),
         arguments=arguments,
         context=context,
-        toolset=toolset,
-        parallel_safe=parallel_safe,
-        missing=missing or (lambda: None),
+        **options,
     )
 
 
@@ -241,7 +223,7 @@ def _context_of(parameter: inspect.Parameter) -> str | None:
     return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)
 
 
-def _arguments(called: str, parameters: list[inspect.Parameter], told: Documented) -> type[BaseModel]:
+def _arguments(called: str, parameters: list[inspect.Parameter], told: Mapping[str, str]) -> type[BaseModel]:
     """The pydantic model of the arguments. Its fields are numbered: a parameter may be called `schema` or `_x`."""
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
@@ -250,8 +232,8 @@ def _arguments(called: str, parameters: list[inspect.Parameter], told: Documente
         if parameter.annotation is inspect.Parameter.empty:
             raise ConfigError(f"tool {called}: its parameter {parameter.name!r} has no type; annotate it")
         more: dict[str, Any] = {"alias": parameter.name}
-        if parameter.name in told.parameters:
-            more["description"] = told.parameters[parameter.name]
+        if parameter.name in told:
+            more["description"] = told[parameter.name]
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[f"a{number}"] = (parameter.annotation, Field(default, **more))
     try:

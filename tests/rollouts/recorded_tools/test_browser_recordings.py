@@ -43,13 +43,13 @@ class Shop(HermesAgentBaseEnv):
         said = [message["content"] for message in result.messages if message["role"] == "tool"]
         assert "/opened" in said[1], said
         browser = self.shared.get(SharedBrowser)
-        first = browser.home
+        first = browser.running
         assert "error" in ctx.browser_snapshot()
         assert ctx.browser_navigate(f"http://{{SITE}}/opened")["title"] == "Opened"
         assert "Welcome in" in ctx.browser_snapshot()["snapshot"]
         assert (await ctx.browser_navigate_async(f"http://{{SITE}}/"))["title"] == "Door"
         assert 'link "Open"' in (await ctx.browser_snapshot_async())["snapshot"]
-        assert browser.home == first  # the agents' browser
+        assert browser.running is first  # the agents' browser
         assert "not open" in ctx.browser_navigate("http://127.0.0.1:1/")["error"]
         ctx.cleanup()
         assert "browser_navigate" in ctx.browser_snapshot()["error"]

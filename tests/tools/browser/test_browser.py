@@ -173,8 +173,8 @@ def test_private_addresses_and_metadata_are_out_of_reach_by_every_way(visiting: 
         assert "leads to http://169.254.169.254/" in led["error"]
         await visitor.go("/outside")
         browser = visitor.shared.get(SharedBrowser)
-        assert browser.proxy is not None
-        while (why := browser.proxy.why("169.254.170.2", 80)) is None:
+        assert browser.running is not None
+        while (why := browser.running.proxy.why("169.254.170.2", 80)) is None:
             assert (await visitor.call("console", expression="1"))["success"]
         assert "never reached" in why
 

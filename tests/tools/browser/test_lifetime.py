@@ -108,13 +108,13 @@ def test_contexts_are_limited_and_a_dead_browser_is_replaced(visiting: Visiting)
             first = own.get(SharedBrowser)
             with pytest.raises(ToolUnavailable, match="raise browser_max_contexts"):
                 await first.lease(ToolSettings(browser_wait_s=0.05))
-            assert first.home is not None
-            home = first.home
+            assert first.running is not None
+            home = first.running.home
             os.kill(_browser_pid(home), signal.SIGKILL)
             with pytest.raises(ToolUnavailable, match="browser has died"):
                 await _until_it_raises(alone)
             assert (await alone.go("/about"))["title"] == "About"
-            assert first.home != home
+            assert first.running.home != home
             assert not home.exists()
         finally:
             await alone.tools.aclose()
@@ -127,16 +127,17 @@ def test_pages_close_with_the_rollout(visiting: Visiting) -> None:
     async def visit(visitor: Visitor) -> None:
         await visitor.go("/")
         browser = visitor.shared.get(SharedBrowser)
-        before = browser.contexts
+        assert browser.running is not None
+        before = len(browser.running.browser.contexts)
         other = Visitor(visitor.site, visitor.shared)
         call = asyncio.ensure_future(other.call("navigate", url=f"{visitor.site.url}/silent"))
         await visitor.site.silent.wait()
-        assert browser.contexts == before + 1
+        assert len(browser.running.browser.contexts) == before + 1
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         await other.tools.aclose()
-        assert browser.contexts == before
+        assert len(browser.running.browser.contexts) == before
 
     visiting(visit)
 
@@ -156,8 +157,9 @@ def test_the_site_is_reached_from_nowhere_else_than_through_the_proxy(visiting: 
 
     async def visit(visitor: Visitor) -> None:
         await visitor.go("/")
-        proxy = visitor.shared.get(SharedBrowser).proxy
-        assert proxy is not None
+        running = visitor.shared.get(SharedBrowser).running
+        assert running is not None
+        proxy = running.proxy
         host, _, port = proxy.address.removeprefix("http://").partition(":")
         for key in ("", "Proxy-Authorization: Basic YnJvd3Nlcjp3cm9uZw==\r\n"):
             reader, writer = await asyncio.open_connection(host, int(port))

@@ -72,8 +72,8 @@ def test_what_is_no_path_is_told_by_every_tool(at_desk: AtDesk, name: str) -> No
             return str(reply["error"])
 
         await desk.slot.execute("ln -s loop loop; mkfifo pipe")
-        assert (await error("x" * 300)).endswith("… is no path that can be used: File name too long")
-        assert await error("loop/x") == "loop/x is no path that can be used: Too many levels of symbolic links"
+        assert (await error("x" * 300)).endswith("… cannot be used: File name too long")
+        assert await error("loop/x") == "The path loop/x cannot be used: Too many levels of symbolic links"
         assert "encoded" in await error("\ud800")
         assert "a device, pipe or socket" in await error("pipe")
         assert "loop" in await error("loop")
@@ -104,7 +104,7 @@ def test_a_path_may_begin_at_home_as_in_a_command(at_desk: AtDesk) -> None:
 def test_a_link_to_nothing_and_text_that_no_file_can_hold(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         await desk.slot.execute("ln -s nowhere dangling")
-        assert await desk.call("read_file", path="dangling") == {"error": "dangling is a link to what does not exist"}
+        assert await desk.call("read_file", path="dangling") == {"error": "dangling is a link to a missing file"}
         assert "half of a surrogate pair" in (await desk.call("write_file", path="a", content="\ud800"))["error"]
         assert await desk.slot.stat("a") is None
 

@@ -170,8 +170,8 @@ async def answering(status: int, body: str) -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     ("status", "body", "error", "says"),
     [
-        (200, "<html>", ToolServerReplyError, "answered say with what is no result: '<html>'; is it a tool server"),
-        (200, '{"ok": 1}', ToolServerReplyError, "what is no result"),
+        (200, "<html>", ToolServerReplyError, "answered say with something other than a result: '<html>'"),
+        (200, '{"ok": 1}', ToolServerReplyError, "something other than a result"),
         (401, '{"detail": "who?"}', ToolServerRefused, "status 401: who?; set tool_server_token"),
         (404, "{}", ToolServerRefused, "status 404: '{}'; start it with that tool"),
         (500, '{"detail": "oh"}', ToolServerUnavailable, "status 500: oh"),

@@ -26,7 +26,7 @@ from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import ToolMistake, ToolRun
 
 if TYPE_CHECKING:
-    from playwright.async_api import ConsoleMessage, Dialog, Download, JSHandle, Locator, Page, Response, WebError
+    from playwright.async_api import Dialog, Download, JSHandle, Locator, Page, Response
 
 T = TypeVar("T")
 
@@ -275,8 +275,8 @@ class BrowserSession:
             self._lease = await self._shared.lease(settings)
             context = self._lease.context
             context.on("page", self._opened)
-            context.on("console", self._wrote)
-            context.on("weberror", self._failed)
+            context.on("console", lambda message: self.events.console(message.type, message.text))
+            context.on("weberror", lambda error: self.events.script_error(str(error.error)))
             context.on("dialog", self._asked)
         if not self._tabs:
             await self.ask(self._lease.context.new_page())
@@ -322,7 +322,7 @@ class BrowserSession:
         self._tabs.append(page)
         self._tab_came.set()
         page.on("close", self._closed)
-        page.on("crash", self._crashed)
+        page.on("crash", lambda crashed: self._broken.add(crashed))
         page.on("download", self._refused)
         if len(self._tabs) > MAX_TABS:
             self.events.note(f"more than {MAX_TABS} tabs: the oldest was closed")
@@ -333,15 +333,6 @@ class BrowserSession:
             self._tabs.remove(page)
         self._broken.discard(page)
         self._documents.pop(page, None)
-
-    def _crashed(self, page: Page) -> None:
-        self._broken.add(page)
-
-    def _wrote(self, message: ConsoleMessage) -> None:
-        self.events.console(message.type, message.text)
-
-    def _failed(self, error: WebError) -> None:
-        self.events.script_error(str(error.error))
 
     def _refused(self, download: Download) -> None:
         self.events.note(

@@ -92,11 +92,11 @@ class BrowserLease:
     """A context of the running browser."""
 
     context: BrowserContext
-    running: _Running
+    running: RunningBrowser
 
 
 @dataclass(slots=True)
-class _Running:
+class RunningBrowser:
     """One Chromium with its driver, proxy and files."""
 
     playwright: Playwright
@@ -120,32 +120,12 @@ class _Running:
 
 
 class SharedBrowser:
-    """Hands out contexts, at most `browser_max_contexts` of the first caller's settings."""
+    """Hands out contexts of the `running` browser, at most `browser_max_contexts` of the first caller's settings."""
 
     def __init__(self) -> None:
+        self.running: RunningBrowser | None = None
         self._starting = asyncio.Lock()
-        self._running: _Running | None = None
         self._turns: asyncio.Semaphore | None = None
-
-    @property
-    def way(self) -> launch.Way | None:
-        """How the browser was started, or None."""
-        return self._running.way if self._running is not None else None
-
-    @property
-    def proxy(self) -> BrowserProxy | None:
-        """The browser's proxy, or None."""
-        return self._running.proxy if self._running is not None else None
-
-    @property
-    def home(self) -> Path | None:
-        """The directory of the browser's files, or None."""
-        return self._running.home if self._running is not None else None
-
-    @property
-    def contexts(self) -> int:
-        """How many contexts are open."""
-        return len(self._running.browser.contexts) if self._running is not None else 0
 
     async def lease(self, settings: ToolSettings) -> BrowserLease:
         """A new context, to be returned with `give_back`. Raises `ToolUnavailable`."""
@@ -178,7 +158,7 @@ class SharedBrowser:
     async def aclose(self) -> None:
         """End the browser. Idempotent."""
         async with self._starting:
-            running, self._running = self._running, None
+            running, self.running = self.running, None
             if running is not None:
                 await asyncio.shield(running.aclose())
 
@@ -186,13 +166,13 @@ class SharedBrowser:
         from playwright.async_api import Error
 
         async with self._starting:
-            if self._running is not None and not self._running.browser.is_connected():
+            if self.running is not None and not self.running.browser.is_connected():
                 logger.warning("the browser has died; starting another")
-                dead, self._running = self._running, None
+                dead, self.running = self.running, None
                 await dead.aclose()
-            if self._running is None:
-                self._running = await _started(settings)
-            running = self._running
+            if self.running is None:
+                self.running = await _started(settings)
+            running = self.running
         making = asyncio.ensure_future(
             running.browser.new_context(
                 viewport={"width": WIDTH, "height": HEIGHT},
@@ -222,7 +202,7 @@ def _unwanted(making: asyncio.Future[BrowserContext]) -> None:
         closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-async def _started(settings: ToolSettings) -> _Running:
+async def _started(settings: ToolSettings) -> RunningBrowser:
     from playwright.async_api import async_playwright
 
     reason = await asyncio.to_thread(launch.problem, settings.browser_executable)
@@ -244,7 +224,7 @@ async def _started(settings: ToolSettings) -> _Running:
         shutil.rmtree(home, ignore_errors=True)
         os.close(lock)
         raise
-    return _Running(playwright, browser, way, proxy, home, lock)
+    return RunningBrowser(playwright, browser, way, proxy, home, lock)
 
 
 def new_home() -> tuple[Path, int]:

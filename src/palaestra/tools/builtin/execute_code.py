@@ -22,6 +22,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Process, Slot
 from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
+from palaestra.tools.builtin.text_files import as_mistake
 from palaestra.tools.programs.host_channel import (
     MAX_REQUEST_BYTES,
     MODULE,
@@ -140,7 +141,8 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         code, error = -1, f"The program was ended: its channel for calls carried {problem}."
     finally:
         await _clean_up(slot, folder, process)
-    output, more = await bounded(slot, _text(channel), _totals(channel))
+    output, kept = _output(channel)
+    output, more = await bounded(slot, output, kept)
     return {"output": output, "exit_code": code, "error": error, "tool_calls_made": calls.made, **more}
 
 
@@ -149,22 +151,14 @@ async def _write(slot: Slot, folder: str, code: str, run: ToolRun) -> None:
     callable_ones = [schema for schema in run.schemas() if schema.name not in NOT_FROM_PROGRAMS]
     supervisor = files("palaestra.tools.programs").joinpath("program_supervisor.py").read_text(encoding="utf-8")
     module = module_text(callable_ones)
-    try:
+    with as_mistake("Nothing was run: the program could not be written into the sandbox"):
         for name, text in (("program.py", code), (f"{MODULE}.py", module), ("supervisor.py", supervisor)):
             await slot.write_bytes(f"{folder}/{name}", text.encode("utf-8", "replace"))
-    except SandboxError:
-        raise
-    except OSError as error:
-        raise ToolMistake(f"The program could not be written into the sandbox: {error}; nothing was run") from None
 
 
 async def _start(slot: Slot, folder: str) -> Process:
-    try:
+    with as_mistake("Nothing was run: the program could not be started"):
         return await slot.spawn(_START.format(name=folder.removeprefix("/tmp/")), cwd=WORKSPACE)  # noqa: S108
-    except SandboxError:
-        raise
-    except OSError as error:
-        raise ToolMistake(f"The program could not be started: {error}; nothing was run") from None
 
 
 async def _own_end(process: Process) -> int:
@@ -175,20 +169,15 @@ async def _own_end(process: Process) -> int:
     return -1 if status.exit_code is None else status.exit_code
 
 
-def _text(channel: ProgramChannel | None) -> str:
+def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None]:
+    """The output, and its true size if it was not kept whole."""
     if channel is None:
-        return ""
+        return "", None
     head, tail = channel.output.parts()
     missing = channel.output.total - len(head) - len(tail)
     gap = f"\n… {missing} bytes left out …\n" if missing > 0 else ""
-    return (head + gap.encode() + tail).decode(errors="replace")
-
-
-def _totals(channel: ProgramChannel | None) -> dict[str, JSON] | None:
-    """The true size of output that was not kept whole."""
-    if channel is None or not channel.output.truncated:
-        return None
-    return {"output_total_bytes": channel.output.total}
+    total = {"output_total_bytes": channel.output.total} if channel.output.truncated else None
+    return (head + gap.encode() + tail).decode(errors="replace"), total
 
 
 async def _clean_up(slot: Slot, folder: str, process: Process | None) -> None:

@@ -124,12 +124,7 @@ async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], argu
     context = int(arguments.get("context", 0))
     last = offset - before + limit
     matches = await matching_lines(slot, query, files, context, last) if files else []
-    page = [
-        {"path": match.path, "line": match.line, "content": _cut(match.text)}
-        | ({"before": [*map(_cut, match.before)], "after": [*map(_cut, match.after)]} if context else {})
-        for match in matches[offset - before : last]
-    ]
-    return _reply("matches", page, sum(counts.values()), offset)
+    return _reply("matches", matches[offset - before : last], sum(counts.values()), offset)
 
 
 def _page(key: str, items: Sequence[JSON], arguments: Mapping[str, JSON]) -> dict[str, JSON]:
@@ -159,17 +154,6 @@ class SearchQuery:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """One matching line (counted from 1) with the lines around it."""
-
-    path: str
-    line: int
-    text: str
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-
-
 async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
     """Matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad pattern."""
     _check_pattern(query.pattern)
@@ -195,8 +179,8 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], context: int, most: int) -> list[Match]:
-    """The matching lines of these files, at most `most` per file, in order of path and line."""
+async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], context: int, most: int) -> list[JSON]:
+    """The matching lines of these files as the reply has them, at most `most` per file, in order of path and line."""
     engine = await _ripgrep(slot)
     argv = _rg(engine, query) if engine else _grep(query)
     options = ["--line-number", f"--context={context}", f"--max-count={most}", "--regexp", query.pattern, "--"]
@@ -220,12 +204,14 @@ async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
     return sorted(_shown(path) for path in result.output.split("\0")[:-1])
 
 
-def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Iterator[Match]:
+def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Iterator[JSON]:
     for number, (is_match, text) in sorted(lines.items()):
         if is_match:
-            before = tuple(lines[n][1] for n in range(number - context, number) if n in lines)
-            after = tuple(lines[n][1] for n in range(number + 1, number + context + 1) if n in lines)
-            yield Match(path, number, text, before, after)
+            match: dict[str, JSON] = {"path": path, "line": number, "content": _cut(text)}
+            if context:
+                match["before"] = [_cut(lines[n][1]) for n in range(number - context, number) if n in lines]
+                match["after"] = [_cut(lines[n][1]) for n in range(number + 1, number + context + 1) if n in lines]
+            yield match
 
 
 def _records(output: str) -> Iterator[tuple[str, str]]:

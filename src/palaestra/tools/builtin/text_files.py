@@ -6,10 +6,11 @@ edit changes nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import posixpath
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from palaestra.core.errors import InfraError
@@ -91,36 +92,35 @@ async def in_full(slot: Slot, path: str) -> str:
     return posixpath.normpath(posixpath.join(home.output or "/", path[2:]))
 
 
-async def file_info(slot: Slot, path: str) -> FileInfo | None:
-    """The file information of a path, links not followed, or None. Raises `ToolMistake` for an invalid path."""
-    _check_name(path)
+@contextlib.contextmanager
+def as_mistake(problem: str) -> Iterator[None]:
+    """Turn an `OSError` of a slot's call into a `ToolMistake` that begins with `problem`; an `InfraError` passes."""
     try:
-        return await slot.stat(path)
+        yield
     except InfraError:
         raise
     except OSError as error:
-        raise ToolMistake(f"{_short(path)} is no path that can be used: {reason(error)}") from error
+        raise ToolMistake(f"{problem}: {reason(error)}") from error
+
+
+async def file_info(slot: Slot, path: str) -> FileInfo | None:
+    """The file information of a path, links not followed, or None. Raises `ToolMistake` for an invalid path."""
+    _check_name(path)
+    with as_mistake(f"The path {_short(path)} cannot be used"):
+        return await slot.stat(path)
 
 
 async def write_file_bytes(slot: Slot, path: str, data: bytes, mode: int | None = None) -> None:
     """Write a file of the slot. Raises `ToolMistake` if that fails."""
     _check_name(path)
-    try:
+    with as_mistake(f"Cannot write {path}"):
         await slot.write_bytes(path, data, mode=mode)
-    except InfraError:
-        raise
-    except OSError as error:
-        raise ToolMistake(f"Cannot write {path}: {reason(error)}") from error
 
 
 async def remove_file(slot: Slot, path: str) -> None:
     """Remove a file of the slot. Raises `ToolMistake` if that fails."""
-    try:
+    with as_mistake(f"Cannot remove {path}"):
         await slot.remove(path)
-    except InfraError:
-        raise
-    except OSError as error:
-        raise ToolMistake(f"Cannot remove {path}: {reason(error)}") from error
 
 
 async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
@@ -131,16 +131,13 @@ async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_
         raise ToolMistake(f"{path} is {KINDS[info.kind]}, not a file")
     if info is not None and info.size > most_bytes:
         raise ToolMistake(f"{path} has {info.size} bytes; this tool opens at most {most_bytes}. Use the terminal")
-    try:
-        return await slot.read_bytes(path, max_bytes=most_bytes)
-    except InfraError:
-        raise
-    except FileNotFoundError:
-        if info is not None and info.kind == "symlink":
-            raise ToolMistake(f"{path} is a link to what does not exist") from None
-        raise await not_found(slot, path) from None
-    except OSError as error:
-        raise ToolMistake(f"Cannot read {path}: {reason(error)}") from error
+    with as_mistake(f"Cannot read {path}"):
+        try:
+            return await slot.read_bytes(path, max_bytes=most_bytes)
+        except FileNotFoundError:
+            if info is not None and info.kind == "symlink":
+                raise ToolMistake(f"{path} is a link to a missing file") from None
+            raise await not_found(slot, path) from None
 
 
 async def not_found(slot: Slot, path: str) -> ToolMistake:

@@ -12,13 +12,13 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
 
-from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.processes import process_output
 from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.sandbox.slot import TerminalSize
 from palaestra.sandbox.terminal.interactive_terminal import ScreenShot, Terminal
 from palaestra.tools import parameters
+from palaestra.tools.builtin.text_files import as_mistake
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 ROWS, COLUMNS = 40, 160
@@ -112,12 +112,8 @@ async def _start(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> Too
     slot = await run.slot()
     await _stop(pane, arguments, run)
     size = TerminalSize(arguments.get("pane_height", ROWS), arguments.get("pane_width", COLUMNS))
-    try:
+    with as_mistake("No terminal can be opened"):
         pane.terminal, pane.cursor = await Terminal.open(slot, size=size, env=_ENVIRONMENT), 0
-    except InfraError:
-        raise
-    except OSError as error:
-        raise ToolMistake(f"No terminal can be opened: {error}") from None
     await _command_ended(pane.terminal, 0, DEFAULT_MAX_WAIT_S)
     return _shown(await pane.terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=DEFAULT_MAX_WAIT_S))
 

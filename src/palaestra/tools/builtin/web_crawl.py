@@ -71,30 +71,27 @@ def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTo
 
     async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         fetcher = Fetcher(AddressPolicy(settings.web_allow), settings.lane())
-        crawler = Crawler(fetcher, int(arguments.get("limit", 10)), int(arguments.get("depth", 2)), time_s)
-        return _reply(await crawler.crawl(str(arguments["url"]), str(arguments.get("instructions") or "")), time_s)
+        crawl = _Crawl(fetcher, arguments)
+        over = False
+        try:
+            async with asyncio.timeout(time_s):
+                await crawl.run(str(arguments["url"]))
+        except TimeoutError:
+            over = True
+        return _reply(crawl, time_s if over else None)
 
     return FunctionTool(SCHEMA, run, "web_crawl", parallel_safe=True, missing=missing, touches_world=True)
 
 
-def _reply(crawled: Crawled, time_s: float) -> dict[str, JSON]:
-    """`results` as those of web_extract, `links_left` not followed, and a `note` if the time was over."""
-    results = [shown(page, 0, PAGE_CHARS, "read it whole with web_extract") for page in crawled.pages]
-    reply: dict[str, JSON] = {"results": results, "links_left": crawled.left}
-    if crawled.over:
-        reply["note"] = f"Not all that was asked for was read: {time_s:g} s were over"
+def _reply(crawl: _Crawl, over_s: float | None) -> dict[str, JSON]:
+    """`results` as those of web_extract, `links_left` not followed, and a `note` if the time of `over_s` was over."""
+    results = [shown(page, 0, PAGE_CHARS, "read it whole with web_extract") for page in crawl.pages]
+    reply: dict[str, JSON] = {"results": results, "links_left": crawl.left}
+    if over_s is not None:
+        reply["note"] = f"Not all that was asked for was read: {over_s:g} s were over"
     if all("error" in each for each in results):
         reply["error"] = "No page could be read; each result says why" if results else str(reply.get("note"))
     return reply
-
-
-@dataclass(slots=True)
-class Crawled:
-    """`pages` in the order they were read; `left` links were not followed; `over` if the time was over."""
-
-    pages: list[WebPage] = field(default_factory=list)
-    left: int = 0
-    over: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -108,27 +105,6 @@ class _Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Crawler:
-    """Reads a site with `fetcher`: at most `limit` pages, unreadable ones included, up to `depth` links away from the
-    first, in `time_s` seconds."""
-
-    fetcher: Fetcher
-    limit: int
-    depth: int
-    time_s: float
-
-    async def crawl(self, url: str, wanted: str = "") -> Crawled:
-        """Read from this page on; `wanted` is a text with words to look for in links."""
-        crawled = Crawled()
-        try:
-            async with asyncio.timeout(self.time_s):
-                await _Walk(self, crawled, _words(wanted)).go(url)
-        except TimeoutError:
-            crawled.over = True
-        return crawled
-
-
-@dataclass(frozen=True, slots=True)
 class _Visit:
     """The result of one link: the page, its address after redirects (None if it could not be fetched), and the address
     and words of each of its links."""
@@ -138,11 +114,19 @@ class _Visit:
     links: Sequence[tuple[str, str]] = ()
 
 
-class _Walk:
-    """One running crawl. A page is in the result once, whichever of its addresses links lead to."""
+class _Crawl:
+    """One crawl: at most `limit` pages, unreadable ones included, up to `depth` links away from the first.
 
-    def __init__(self, crawler: Crawler, crawled: Crawled, words: frozenset[str]) -> None:
-        self._crawler, self._crawled, self._words = crawler, crawled, words
+    `pages` are in the order they were read, each once, whichever of its addresses links lead to; `left` links were not
+    followed.
+    """
+
+    def __init__(self, fetcher: Fetcher, arguments: Mapping[str, JSON]) -> None:
+        self.pages: list[WebPage] = []
+        self.left = 0
+        self._fetcher = fetcher
+        self._limit, self._depth = int(arguments.get("limit", 10)), int(arguments.get("depth", 2))
+        self._words = _words(str(arguments.get("instructions") or ""))
         self._waiting: list[_Link] = []
         self._seen: set[str] = set()
         self._read: set[str] = set()
@@ -150,7 +134,7 @@ class _Walk:
         self._site: URL | None = None
         self._robots = RobotFileParser()
 
-    async def go(self, url: str) -> None:
+    async def run(self, url: str) -> None:
         """Start with the first page. Its address after redirects defines the site."""
         first = await self._visit(url)
         self._take(first)
@@ -158,8 +142,8 @@ class _Walk:
             return
         await self._ask_robots(self._site)
         self._note(first.links, 1)
-        while self._waiting and len(self._crawled.pages) < self._crawler.limit:
-            batch = self._next(min(AT_ONCE, self._crawler.limit - len(self._crawled.pages)))
+        while self._waiting and len(self.pages) < self._limit:
+            batch = self._next(min(AT_ONCE, self._limit - len(self.pages)))
             visits = await asyncio.gather(*(self._visit(link.url) for link in batch))
             for link, visit in zip(batch, visits, strict=True):
                 self._take(visit)
@@ -169,21 +153,21 @@ class _Walk:
         """The next links; those to a page that was read by another address are dropped."""
         self._waiting = sorted(link for link in self._waiting if link.url not in self._read)
         batch, self._waiting = self._waiting[:most], self._waiting[most:]
-        self._crawled.left = len(self._waiting)
+        self.left = len(self._waiting)
         return batch
 
     def _take(self, visit: _Visit) -> None:
         """Keep a page, unless it was read by another address."""
         if visit.place is None or visit.place not in self._read:
-            self._crawled.pages.append(visit.page)
+            self.pages.append(visit.page)
         if visit.place is not None:
             self._read.add(visit.place)
 
     async def _visit(self, url: str) -> _Visit:
         place = None
         try:
-            async with self._crawler.fetcher.lane:
-                fetched = await fetch(url, self._crawler.fetcher.policy)
+            async with self._fetcher.lane:
+                fetched = await fetch(url, self._fetcher.policy)
                 self._stay(URL(fetched.url))
                 place = _plain(URL(fetched.url))
                 return _Visit(await as_text(url, fetched), place, await asyncio.to_thread(_links, fetched))
@@ -199,20 +183,20 @@ class _Walk:
 
     def _note(self, links: Sequence[tuple[str, str]], depth: int) -> None:
         """Queue the links of a page that are to be read."""
-        for url, text in links if depth <= self._crawler.depth else ():
+        for url, text in links if depth <= self._depth else ():
             if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen | self._read:
                 continue
             self._seen.add(url)
             if self._robots.can_fetch(AGENT, url):
                 missing = len(self._words - _words(f"{text} {URL(url).path_qs}"))
                 self._waiting.append(_Link(depth, missing, len(self._seen), url))
-        self._crawled.left = len(self._waiting)
+        self.left = len(self._waiting)
 
     async def _ask_robots(self, site: URL) -> None:
         """A site without robots.txt, or that does not answer, allows everything."""
-        policy = self._crawler.fetcher.policy
+        address, policy = str(site.origin() / "robots.txt"), self._fetcher.policy
         try:
-            rules = await fetch(str(site.origin() / "robots.txt"), policy, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0)
+            rules = await fetch(address, policy, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0)
         except PageUnreadable:
             self._robots.parse([])
         else:

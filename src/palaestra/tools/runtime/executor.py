@@ -64,8 +64,7 @@ class ToolExecutorConfig(BaseModel):
     require_stateful_sandbox: bool = False
     """The same as `require_sandbox`: stateful shells live in the same slots."""
     tool_server_url: str | None = None
-    """Where external tools run: an address of `palaestra serve tools`, `inprocess` for a server without a socket, or
-    None for this process."""
+    """Where external tools run: an address of `palaestra serve tools`; None or `inprocess`: in this process."""
     tool_server_token: str | None = None
     """The bearer token of that server."""
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,25 @@ from palaestra.tools.runtime.function_calls import DEFAULT_TASK, default_session
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _of_session(
+    method: Callable[Concatenate[ProcessRegistry, str, P], Coroutine[object, object, Reply]],
+) -> Callable[Concatenate[SharedProcesses, str, P], Reply]:
+    """The same method for the registry that has the session."""
+
+    @functools.wraps(method)
+    def call(self: SharedProcesses, session_id: str, /, *args: P.args, **options: P.kwargs) -> Reply:
+        having = [(session.started_at, each) for each in living() if (session := each.get(session_id)) is not None]
+        if not having:
+            return not_found(session_id)
+        registry = max(having, key=lambda pair: pair[0])[1]  # of a run and its repetition, the later one
+        try:
+            return _wait(registry, functools.partial(method, registry, session_id, *args, **options), method.__name__)
+        except (SlotLost, StaleLease) as error:
+            return {"session_id": session_id, "status": "lost", "error": f"It ended with its slot: {error}."}
+
+    return call
 
 
 class SharedProcesses:
@@ -108,32 +127,19 @@ class SharedProcesses:
 
     def get(self, session_id: str) -> ProcessSession | None:
         """The session of that id, or None."""
-        found = self._find(session_id)
-        return None if found is None else found.get(session_id)
+        found = [session for each in living() if (session := each.get(session_id)) is not None]
+        return max(found, key=lambda session: session.started_at, default=None)
 
-    def poll(self, session_id: str, since: int | None = None) -> Reply:
-        """Its state, with the end of its output, or the output after the cursor `since`."""
-        return self._ask(ProcessRegistry.poll, session_id, since)
-
-    def read_log(self, session_id: str, offset: int = 0, limit: int = 200) -> Reply:
-        """Lines of its output: the last `limit` ones, or `limit` ones after `offset`."""
-        return self._ask(ProcessRegistry.read_log, session_id, offset, limit)
+    poll = _of_session(ProcessRegistry.poll)
+    read_log = _of_session(ProcessRegistry.read_log)
+    kill_process = _of_session(ProcessRegistry.kill_process)
+    write_stdin = _of_session(ProcessRegistry.write_stdin)
+    submit_stdin = _of_session(ProcessRegistry.submit_stdin)
+    _wait_for = _of_session(ProcessRegistry.wait)
 
     def wait(self, session_id: str, timeout: float | None = None) -> Reply:
         """Wait until it has ended, for `timeout` seconds, at most 180."""
-        return self._ask(ProcessRegistry.wait, session_id, timeout)
-
-    def kill_process(self, session_id: str) -> Reply:
-        """End it and all that it has started."""
-        return self._ask(ProcessRegistry.kill_process, session_id)
-
-    def write_stdin(self, session_id: str, data: str, *, end: bool = False) -> Reply:
-        """Write to its input as it is, and close that if this is the `end`."""
-        return self._ask(ProcessRegistry.write_stdin, session_id, data, end=end)
-
-    def submit_stdin(self, session_id: str, data: str, *, end: bool = False) -> Reply:
-        """Write a line to its input, and close that if this is the `end`."""
-        return self._ask(ProcessRegistry.submit_stdin, session_id, data, end=end)
+        return self._wait_for(session_id, timeout)
 
     def list_sessions(self, task_id: str | None = None) -> list[Reply]:
         """All sessions of the task, or all there are."""
@@ -159,26 +165,6 @@ class SharedProcesses:
         """End every process of the task, or all there are. Returns how many ran."""
         return sum(self._each(ProcessRegistry.kill_all, task_id))
 
-    def _find(self, session_id: str) -> ProcessRegistry | None:
-        """The registry that has the session; of several (a run and its repetition) the one that began last."""
-        having = [(session.started_at, each) for each in living() if (session := each.get(session_id)) is not None]
-        return max(having, key=lambda pair: pair[0])[1] if having else None
-
-    def _ask(
-        self,
-        method: Callable[Concatenate[ProcessRegistry, str, P], Coroutine[object, object, Reply]],
-        session_id: str,
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> Reply:
-        registry = self._find(session_id)
-        if registry is None:
-            return not_found(session_id)
-        try:
-            return _wait(registry, partial(method, registry, session_id, *args, **options), method.__name__)
-        except (SlotLost, StaleLease) as error:
-            return {"session_id": session_id, "status": "lost", "error": f"It ended with its slot: {error}."}
-
     def _each(
         self,
         method: Callable[Concatenate[ProcessRegistry, P], Coroutine[object, object, T]],
@@ -189,7 +175,7 @@ class SharedProcesses:
         answers = []
         for registry in living():
             with contextlib.suppress(SlotLost, StaleLease):
-                answers.append(_wait(registry, partial(method, registry, *args, **options), method.__name__))
+                answers.append(_wait(registry, functools.partial(method, registry, *args, **options), method.__name__))
         return answers
 
 

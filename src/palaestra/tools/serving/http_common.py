@@ -1,4 +1,4 @@
-"""HTTP shared by the tool server and the executor service: caller check, request bodies, and error replies.
+"""HTTP of the tool server and the executor service: the check of callers, request bodies, and error replies.
 
 Invariant: a token is compared in constant time and is in no message; every failure is a JSON object with `detail` and
 `error`, the name of its class.
@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from aiohttp import web
@@ -48,15 +47,6 @@ class RequestRefused(Exception):
         self.body: dict[str, JSON] = {"detail": detail, "error": error, **more}
 
 
-@dataclass(frozen=True, slots=True)
-class HttpReply:
-    """The reply to a request, over a socket or in this process."""
-
-    status: int
-    body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 def read(body: bytes, model: type[ModelT]) -> ModelT:
     """A request body. Raises `RequestRefused` with status 422."""
     try:
@@ -69,8 +59,8 @@ def read(body: bytes, model: type[ModelT]) -> ModelT:
 def check_caller(token: str | None, authorization: str | None, origin: str | None) -> None:
     """Raises `RequestRefused` with status 401 unless the header is `Bearer` and the token.
 
-    Without a token every program may call, but no web page (which sends its `origin`; 403): otherwise any site open in
-    a browser of this machine could run commands.
+    Without a token every program may call, but no web page (which sends its `origin`): any site that is open in a
+    browser of this machine could run commands.
     """
     if not token:
         if origin is not None:
@@ -80,27 +70,6 @@ def check_caller(token: str | None, authorization: str | None, origin: str | Non
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
         problem = "no bearer token was sent" if not given else "the bearer token is not the server's"
         raise RequestRefused(401, f"{problem}: send the header Authorization: Bearer TOKEN")
-
-
-async def respond(
-    handle: Handle, body: bytes, token: str | None, authorization: str | None, origin: str | None = None
-) -> HttpReply:
-    """The reply to a request: the result of `handle`, or its failure with a status."""
-    headers: dict[str, str] = {}
-    try:
-        check_caller(token, authorization, origin)
-        return HttpReply(200, encoded(await handle(body)))
-    except RequestRefused as refused:
-        status, value = refused.status, refused.body
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    except PalaestraError as error:
-        status, value = _status(error), {"detail": str(error), "error": type(error).__name__}
-        headers = {"Retry-After": "1"} if status == 503 else {}
-    except Exception as error:
-        logger.exception("a request failed")
-        status = 500
-        value = {"detail": f"{type(error).__name__}: {error}", "error": type(error).__name__}
-    return HttpReply(status, encoded(value), headers)
 
 
 def _status(error: PalaestraError) -> int:
@@ -121,7 +90,7 @@ def encoded(value: JSON) -> bytes:
 
 
 def application(token: str | None, gets: Mapping[str, Handle], posts: Mapping[str, Handle]) -> web.Application:
-    """An application that replies to these paths as `respond` does."""
+    """An application that replies to these paths with the result of their `Handle`, or its failure with a status."""
     app = web.Application(client_max_size=MOST_REQUEST_BYTES)
     for method, routes in (("GET", gets), ("POST", posts)):
         for path, handle in routes.items():
@@ -131,13 +100,23 @@ def application(token: str | None, gets: Mapping[str, Handle], posts: Mapping[st
 
 def _handler(handle: Handle, guarded: bool, token: str | None) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handler(request: web.Request) -> web.Response:
-        caller: tuple[str | None, str | None, str | None] = (None, None, None)
-        if guarded:
-            caller = (token, request.headers.get("Authorization"), request.headers.get("Origin"))
-        reply = await respond(handle, await request.read(), *caller)
-        return web.Response(
-            status=reply.status, body=reply.body, headers=reply.headers, content_type="application/json"
-        )
+        body = await request.read()
+        headers: dict[str, str] = {}
+        try:
+            if guarded:
+                check_caller(token, request.headers.get("Authorization"), request.headers.get("Origin"))
+            return web.Response(body=encoded(await handle(body)), content_type="application/json")
+        except RequestRefused as refused:
+            status, value = refused.status, refused.body
+            headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        except PalaestraError as error:
+            status, value = _status(error), {"detail": str(error), "error": type(error).__name__}
+            headers = {"Retry-After": "1"} if status == 503 else {}
+        except Exception as error:
+            logger.exception("a request failed")
+            status = 500
+            value = {"detail": f"{type(error).__name__}: {error}", "error": type(error).__name__}
+        return web.Response(status=status, body=encoded(value), headers=headers, content_type="application/json")
 
     return handler
 

@@ -3,8 +3,6 @@
 It serves the tools of its registry that are marked `external`: those that need no slot, such as a search with a key
 that only this machine has, or the tools of MCP servers. Each trajectory has its own tool state, dropped when it made no
 call for a while. The contract's `POST /execute`, and `GET /health`, `GET /tools` and `POST /release`.
-
-Invariant: a call over a socket and one in this process (`answer`) take the same way, and their bodies are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from palaestra.tools.call_text import result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.runtime.ttl import Leases
-from palaestra.tools.serving.http_common import HttpReply, RequestRefused, application, read, respond, running
+from palaestra.tools.serving.http_common import RequestRefused, application, read, running
 from palaestra.tools.serving.payloads import (
     ToolExecutorReleaseRequest,
     ToolServerExecuteRequest,
@@ -36,10 +34,7 @@ DEFAULT_LEASE_S = 3600.0
 
 
 class ToolServer:
-    """External tools by trajectory. `token` is what callers must send; None accepts every caller.
-
-    The tools of all trajectories share `shared`; without one the server has its own, and closes it.
-    """
+    """External tools by trajectory. Callers must send `token`; None accepts every caller."""
 
     def __init__(
         self,
@@ -48,25 +43,18 @@ class ToolServer:
         token: str | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         clock: Clock | None = None,
-        shared: States | None = None,
     ) -> None:
-        self._own = States()
-        self.tools = ToolRegistry((tool for tool in tools.tools() if tool.schema.external), shared=shared or self._own)
+        self._shared = States()
+        self.tools = ToolRegistry((tool for tool in tools.tools() if tool.schema.external), shared=self._shared)
         self.leases = Leases(lease_s, clock)
         self._token = token
         self._runtimes: dict[str, ToolRuntime] = {}
-        self._posts = {"/execute": self._execute, "/release": self._release}
         self.total_requests = self.total_errors = 0
-
-    async def answer(self, path: str, body: bytes, authorization: str | None = None) -> HttpReply:
-        """The reply to a POST of `/execute` or `/release`."""
-        return await respond(self._posts[path], body, self._token, authorization)
 
     def app(self) -> web.Application:
         """The routes."""
-        return application(
-            self._token, {"/": self._root, "/health": self._health, "/tools": self._definitions}, self._posts
-        )
+        gets = {"/": self._root, "/health": self._health, "/tools": self._definitions}
+        return application(self._token, gets, {"/execute": self._execute, "/release": self._release})
 
     @asynccontextmanager
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
@@ -82,7 +70,7 @@ class ToolServer:
         """Close the tool state of all trajectories. Idempotent."""
         while self._runtimes:
             await self.release(next(iter(self._runtimes)))
-        await self._own.aclose()
+        await self._shared.aclose()
 
     async def execute(self, request: ToolServerExecuteRequest) -> ToolServerResultPayload:
         """Run one call. Mistakes and failures of a tool are results.
