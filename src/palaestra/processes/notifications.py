@@ -1,9 +1,8 @@
 """Reports on watched sessions: lines that match, new output, the end.
 
-A session with a `Watch` has a follower, which waits at the slot and costs nothing while nothing happens. Its reports
-are bounded: lines that match within `MATCH_EVERY_S` of each other are counted and reported as one, and after
-`MAX_MATCHES` reports the patterns are no longer looked for. Output that came too fast to be searched is counted in the
-next report.
+A session with a `Watch` has a follower, which waits at the slot. Lines that match within `MATCH_EVERY_S` of each other
+are counted and reported as one, and the search ends after `MAX_MATCHES` reports. Output that came too fast to be
+searched is counted in the next report.
 
 Reports come with the next reply about the session, and in the registry's `Notifications`. Every queue is bounded and
 waits for no reader: the oldest entry is dropped.
@@ -34,7 +33,7 @@ _PIECE_BYTES, _LONGEST_WAIT_S, _MAX_LINE_CHARS = 128 << 10, 30.0, 10_000
 
 
 _WORDS = {"completion": "exited", "watch_match": "match"}
-"""What a model reads in place of the type."""
+"""The type as a model reads it, if it differs."""
 
 
 class Notifications:
@@ -149,7 +148,7 @@ class Follower:
         self._add("watch_match", line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
 
     def _not_reported(self) -> str:
-        """What was only counted since the last match."""
+        """The counts since the last match."""
         lines, lost, self._unreported, self._lost = self._unreported, self._lost, 0, 0
         parts = [f"{lines} more lines matched"] if lines else []
         if lost and self._watch.patterns:

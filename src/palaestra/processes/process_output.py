@@ -1,8 +1,7 @@
 """The output of a process as text, by cursor.
 
-A cursor is how many bytes of the output came before. Reading removes nothing: a reader that continues at the cursor of
-the last reply gets everything once, and bytes that were dropped in between are counted. A character or control sequence
-that is not complete is left for the next reading, so text never depends on where a reading ended.
+A cursor is a number of bytes. A reader that continues at the cursor of the last reply gets everything once; bytes that
+were dropped in between are counted. An incomplete character or control sequence is left for the next reading.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ LONGEST_CHARACTER = 4
 
 @dataclass(frozen=True, slots=True)
 class OutputText:
-    """Output from the cursor `start` to the cursor `end`.
-
-    `lost` bytes before `start` were asked for and are dropped. `more`: there was more when this was read.
-    """
+    """Output between two cursors. `lost` requested bytes before `start` were dropped; `more` output followed."""
 
     text: str
     start: int

@@ -1,14 +1,14 @@
 """`ProcessRegistry`: the background processes of tasks as sessions: started, found by id, listed, killed, recovered.
 
-Processes belong to their slot: they end with it at the latest, and are killed with their whole trees.
+Processes end with their slot, and are killed with their whole trees.
 
-Invariant: a caller that names a task reaches that task's sessions and no others. A signal goes to the process that the
-session was started for, or to none: slots know their processes by numbers of their own and hold each until its end.
+Invariant: a caller that names a task reaches that task's sessions and no others. A signal never reaches another process
+than the session's: slots have their own numbers of processes and hold each until its end.
 
 A checkpoint file lets a new registry find the processes that an old one left running in slots that stay. It is one JSON
-object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`, replaced as a whole whenever a session
-comes or goes, and not synced: processes do not outlive the machine either. A process is a session's only if slot,
-number, pid and start time are all the same; a slot server that was started again repeats numbers and pids.
+object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`, replaced as a whole, and not synced:
+processes do not outlive the machine either. A process is a session's only if slot, number, pid and start time are the
+same, because a restarted slot server repeats numbers and pids.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ _known_lock = threading.Lock()
 class ProcessRegistry:
     """Sessions by id. Methods that take `task_id` see that task's sessions; with None, for the owner, all.
 
-    `checkpoint_path` is the file for the next registry; `notifications` gets the reports on watched sessions. `loop` is
-    that of its sessions, None before the first.
+    `checkpoint_path` is the file for the next registry. `loop` is that of its sessions, None before the first.
     """
 
     def __init__(
@@ -109,10 +108,9 @@ class ProcessRegistry:
         use_pty: bool = False,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in a slot as a session of `task_id`.
+        """Start a command line in a slot as a session of `task_id`, and of the conversation `session_key`.
 
-        `session_key` names the conversation, by default the task. Cancelled, it leaves no process behind. Raises
-        BlockingIOError if too many processes of the task run, and what `Slot.spawn` raises.
+        Raises BlockingIOError if too many processes of the task run, and the errors of `Slot.spawn`.
         """
         await self._make_room(task_id)
         environment = {**_ENVIRONMENT, **(env or {})}
@@ -128,7 +126,7 @@ class ProcessRegistry:
         return session
 
     def get(self, session_id: str, task_id: str | None = None) -> ProcessSession | None:
-        """The session of that id; None if there is none, or it is another task's."""
+        """The session of that id; None if it is unknown or another task's."""
         session = self._sessions.get(session_id)
         return session if session is not None and task_id in (None, session.task_id) else None
 
@@ -151,12 +149,10 @@ class ProcessRegistry:
         return await self._do(session_id, task_id, ProcessSession.kill)
 
     async def write_stdin(self, session_id: str, data: str, *, end: bool = False, task_id: str | None = None) -> Reply:
-        """Write to its input; see `ProcessSession.write`. Lone surrogates become question marks."""
         text = data.encode(errors="replace")
         return await self._do(session_id, task_id, lambda session: session.write(text, end=end))
 
     async def submit_stdin(self, session_id: str, data: str, *, end: bool = False, task_id: str | None = None) -> Reply:
-        """Write a line to its input; see `ProcessSession.submit`. Lone surrogates become question marks."""
         text = data.encode(errors="replace")
         return await self._do(session_id, task_id, lambda session: session.submit(text, end=end))
 
@@ -172,12 +168,12 @@ class ProcessRegistry:
         return any(session.running for session in sessions)
 
     async def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Whether any process of that conversation runs, so that it must not be reset; older ones do not count."""
+        """Whether any process of that conversation runs, if it is no older than `max_age_s`."""
         running = [session for session in await self._refresh(None, session_key) if session.running]
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 
     def interrupt(self, *, task_id: str | None = None, session_key: str | None = None) -> int:
-        """End the waits for sessions of that task and that conversation; how many there were."""
+        """End the waits for sessions of that task and that conversation. Returns their number."""
         count = 0
         for session in self._of(task_id):
             if session_key in (None, session.session_key):
@@ -188,7 +184,7 @@ class ProcessRegistry:
         return count
 
     async def kill_all(self, task_id: str | None = None) -> int:
-        """End every running process of the task; how many. A slot that is gone has none."""
+        """End every running process of the task. Returns their number."""
 
         async def kill(session: ProcessSession) -> bool:
             try:
@@ -200,9 +196,9 @@ class ProcessRegistry:
         return sum(await asyncio.gather(*(kill(session) for session in self._of(task_id))))
 
     async def recover_from_checkpoint(self, slots: Iterable[Slot]) -> int:
-        """Add the sessions that a former registry left, as far as `slots` have their processes; how many that are.
+        """Add the sessions of the checkpoint; those whose process is not in `slots` are lost. Returns how many are not.
 
-        The others are added as lost, with the reason. Raises `ConfigError` for a file that cannot be read.
+        Raises `ConfigError` for a file that cannot be read.
         """
         if self._path is None:
             return 0
@@ -220,10 +216,8 @@ class ProcessRegistry:
             del self._sessions[session.id]
         self._save()
 
-    # Inside
-
     async def _started(self, spawning: Awaitable[Process]) -> _Started:
-        """The process and its status. If the caller is cancelled, the process is killed: it would have no session."""
+        """The process and its status. If the caller is cancelled, the process is killed."""
 
         async def start() -> _Started:
             process = await spawning
@@ -263,7 +257,7 @@ class ProcessRegistry:
         return (session for session in list(self._sessions.values()) if task_id in (None, session.task_id))
 
     def _new_id(self, task_id: str) -> str:
-        """Ids derive from the task and how many of it came before, so that equal runs have equal ids."""
+        """An id that derives from the task and its earlier sessions, so that equal runs have equal ids."""
         while True:
             self._numbers[task_id] += 1
             text = f"{task_id}\0{self._numbers[task_id]}"
@@ -278,7 +272,7 @@ class ProcessRegistry:
         return not_found(session_id) if session is None else await _reply(session, action)
 
     async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
-        """The sessions with their present status. A slot's end marks sessions as lost; for one task it is raised."""
+        """The sessions with their present status. Those of an ended slot are lost; for one task that is raised."""
         sessions = [session for session in self._of(task_id) if session_key in (None, session.session_key)]
 
         async def refresh(session: ProcessSession) -> None:
@@ -380,10 +374,10 @@ def _read(path: Path) -> list[dict[str, JSON]]:
 
 
 async def _recovered(record: dict[str, JSON], running: dict[str, dict[int, Process]]) -> ProcessSession:
-    """The session of a record, with its process if its slot still has it; otherwise `lost` says why not."""
+    """The session of a record, with its process if its slot still has it; else `lost` has the reason."""
     known, status = {name: record[name] for name in _KEPT}, ProcessStatus(**record["status"])
     watch = Watch(**{**record["watch"], "patterns": tuple(record["watch"]["patterns"])})
-    session = ProcessSession(**known, process=None, status=status, watch=watch, recovered=True)
+    session = ProcessSession(**known, process=None, status=status, watch=watch, detached=True)
     if session.lost:
         return session
     process = running.get(session.slot_id, {}).get(status.process_id)

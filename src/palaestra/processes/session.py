@@ -1,12 +1,10 @@
-"""A background process of a slot under an id that an agent can use, and what can be done with it.
+"""A background process of a slot as a session, which an agent uses by its id.
 
-A session belongs to a task; agents of other tasks can neither see nor use it. Everything about the process (output,
-exit code, input) stays with the slot, so a session costs the same whatever the process writes.
+The output, exit code and input stay with the slot, so a session costs the same whatever the process writes.
 
-Replies are objects of the contract's shapes. `status` is running or exited (of `poll`), exited, timeout or interrupted
-(of `wait`), killed or already_exited (of `kill`), ok (of `write`), error, and lost: the process cannot be reached any
-more. Times are seconds, sizes bytes unless the name says otherwise. Failures of the slot itself (`InfraError`) are
-raised.
+Replies have the contract's shapes. `status` is running or exited (of `poll`), exited, timeout or interrupted (of
+`wait`), killed or already_exited (of `kill`), ok (of `write`), error, and lost: the process cannot be reached any more.
+Failures of the slot itself (`InfraError`) are raised.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import ClassVar
 
 from palaestra.core.types import JSON
 from palaestra.processes import process_output
@@ -31,7 +30,7 @@ MAX_PROCESSES = 64
 """How many processes of one task may run at a time."""
 
 KILL_GRACE_S = 2.0
-"""How long a process may take to end itself before it is killed."""
+"""The time between SIGTERM and SIGKILL."""
 
 PREVIEW_CHARS, LISTED_CHARS, WAITED_CHARS = 1000, 200, 2000
 MAX_NEW_BYTES = 20_000
@@ -47,10 +46,9 @@ Reply = dict[str, JSON]
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What to report of a session without being asked.
+    """The reports on a session: output lines that contain one of `patterns`, new output every `interval_s`, its end.
 
-    `patterns`: output lines that contain one of these. `interval_s`: new output, so often. `on_exit`: its end.
-    `lifetime_s`: nothing, but the process is killed after so long. `address` is passed on with each report.
+    After `lifetime_s` the process is killed. `address` is passed on with each report.
     """
 
     patterns: tuple[str, ...] = ()
@@ -64,16 +62,16 @@ class Watch:
 
 
 class SessionLost(LookupError):
-    """A session whose process cannot be reached any more; the message says why."""
+    """The reason why the process of a session cannot be reached any more."""
 
 
 @dataclass(slots=True, eq=False)
 class ProcessSession:
     """One background process by its session id.
 
-    `session_key` names the conversation it was started from; `started_at` is in seconds since the epoch. `lost` is why
-    it cannot be reached any more, or empty. `status` is its last known status, `followed` the cursor up to which a
-    follower has read its output, `notices` the follower's newest reports.
+    `session_key` names the conversation that started it; `started_at` is in seconds since the epoch. `status` is the
+    last known one, `lost` the reason if the process cannot be reached, `detached` if a restart came between. A follower
+    has read the output up to the cursor `followed`; `notices` are its newest reports.
     """
 
     id: str
@@ -87,13 +85,14 @@ class ProcessSession:
     status: ProcessStatus
     watch: Watch = Watch()
     lost: str = ""
-    recovered: bool = False
+    detached: bool = False
     followed: int = 0
     waiting: set[asyncio.Future[None]] = field(default_factory=set)
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=8))
 
-    # The contract's names, as of the last known status. Pids are those of the sandbox; a `detached` session was found
-    # again after a restart; `watcher_interval` is in seconds, 0 for never.
+    pid_scope: ClassVar[str] = "sandbox"
+
+    # The contract's names; `watcher_interval` is in seconds, 0 for never.
 
     @property
     def pid(self) -> int:
@@ -106,14 +105,6 @@ class ProcessSession:
     @property
     def exit_code(self) -> int | None:
         return self.status.exit_code
-
-    @property
-    def detached(self) -> bool:
-        return self.recovered
-
-    @property
-    def pid_scope(self) -> str:
-        return "sandbox"
 
     @property
     def notify_on_complete(self) -> bool:
@@ -137,7 +128,7 @@ class ProcessSession:
 
     @property
     def running(self) -> bool:
-        """Whether it ran, and can be reached."""
+        """Whether it runs and can be reached."""
         return self.status.running and not self.lost
 
     @property
@@ -152,7 +143,7 @@ class ProcessSession:
         return self.process
 
     async def refresh(self) -> ProcessStatus:
-        """Its present status. Raises `SessionLost`, and what the slot raises."""
+        """Its present status. Raises `SessionLost`, and the slot's errors."""
         try:
             self.status = await self.reach().status()
         except ProcessLookupError:
@@ -175,7 +166,7 @@ class ProcessSession:
         else:
             reply |= await self._new_output(status, since)
         reply |= {"output_total_bytes": status.output_total_bytes, **_full_output(status)}
-        if self.recovered:
+        if self.detached:
             reply |= {"detached": True, "note": "Found again after a restart."}
         return reply | self._take_notices()
 
@@ -238,7 +229,7 @@ class ProcessSession:
         return {"session_id": self.id, "status": "ok", "bytes_written": len(data)}
 
     async def submit(self, data: bytes, *, end: bool = False) -> Reply:
-        """Write a line: with what the Enter key sends on a terminal, with a newline to a pipe."""
+        """Write a line, which ends as with the Enter key on a terminal, or with a newline."""
         return await self.write(data + (b"\r" if self.status.terminal else b"\n"), end=end)
 
     async def summary(self) -> Reply:
@@ -265,7 +256,7 @@ class ProcessSession:
         return reply
 
     async def _ended_or_interrupted(self, patience_s: float) -> bool:
-        """Wait for the end, for so long; whether an interrupt came first."""
+        """Wait for the end. Returns whether an interrupt came first."""
         interrupt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ending = asyncio.ensure_future(self.reach().wait(patience_s))
         either: list[asyncio.Future[JSON]] = [interrupt, ending]
@@ -282,7 +273,7 @@ class ProcessSession:
             await asyncio.gather(ending, return_exceptions=True)
 
     def _take_notices(self) -> Reply:
-        """What was reported of it since the last reply."""
+        """The reports since the last reply."""
         notices = list(self.notices)
         self.notices.clear()
         return {"notices": notices} if notices else {}

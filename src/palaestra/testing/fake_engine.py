@@ -11,11 +11,15 @@ import random
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
 from palaestra.inference.tokenizers import FastTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CHATML = (
     "{% if tools %}{{ '<|im_start|>system\n# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"
@@ -32,6 +36,26 @@ CHATML = (
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
+def train_bpe(texts: Iterable[str], size: int, special: Sequence[str], plain: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE with `size` ids, and single tokens for `special` marks (never text) and `plain` ones (text).
+
+    Raises `ConfigError` if the extra `tokens` is missing.
+    """
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise ConfigError("Training a tokenizer needs the extra 'tokens': pip install 'palaestra[tokens]'.") from None
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    return tokenizer
+
+
 def toy_tokenizer(
     texts: Iterable[str] = (),
     special: Sequence[str] = CHATML_TOKENS,
@@ -41,23 +65,8 @@ def toy_tokenizer(
     chat_template: str | None = CHATML,
     plain: Sequence[str] = (),
 ) -> FastTokenizer:
-    """A byte-level BPE of about `size` ids at most, trained on `texts`; it can encode any text.
-
-    `special` tokens are never text; `plain` ones are single tokens too, but text. `end` is the end-of-turn token.
-    """
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise ConfigError("The toy tokenizer needs the extra 'tokens': pip install 'palaestra[tokens]'.") from None
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    """A tokenizer as `train_bpe` makes it; it can encode any text. `end` is the end-of-turn token."""
+    tokenizer = train_bpe(texts, size, special, plain)
     return FastTokenizer(tokenizer, chat_template=chat_template, special={"eos_token": end}, source="toy")
 
 

@@ -21,11 +21,18 @@ from palaestra.inference.tokenizers import Tokenizer
 
 Reply = dict[str, JSON]
 
-_WIRE_ONLY = {"model", "prompt", "logprobs", "return_token_ids", "return_tokens_as_token_ids"} | {
-    "skip_special_tokens",
-    "add_special_tokens",
-}
-"""Fields of the wire that are not sampling settings."""
+_WIRE_ONLY = frozenset(
+    [
+        "model",
+        "prompt",
+        "logprobs",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "skip_special_tokens",
+        "add_special_tokens",
+    ]
+)
+"""Fields of a request that are not sampling settings."""
 
 
 class TokenLoopback:

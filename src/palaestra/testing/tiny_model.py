@@ -1,11 +1,8 @@
 """The tiny model: a folder with a Qwen3 model of random weights, its tokenizer and its chat template.
 
-It knows nothing, but it is a real model to everything that loads, samples and trains. With some steps of practice it
-writes well-formed tool calls most of the time, so that rollouts run tools and last several turns; its replies do not
-depend on the question. Invariant: the same seed, sizes and library versions give the same tokenizer and weights;
-nothing is downloaded.
-
-Extra: `train` (tokenizers, torch, transformers).
+With some steps of practice it writes well-formed tool calls most of the time, so that rollouts run tools and last
+several turns; its replies do not depend on the question. Invariant: the same seed, sizes and library versions give the
+same tokenizer and weights; nothing is downloaded. Extra: `train` (tokenizers, torch, transformers).
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.inference.engines.torch_decoder import quiet_loading
+from palaestra.testing.fake_engine import train_bpe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,18 +58,7 @@ _COMMANDS = (
 
 def train_tokenizer() -> Tokenizer:
     """A new byte-level tokenizer, the same each time. Takes a fraction of a second."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(training_text(), trainer)
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    return tokenizer
+    return train_bpe(training_text(), VOCABULARY, SPECIAL, TAGS)
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:

@@ -17,6 +17,7 @@ import fastjsonschema
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.tools.call_text import shortened
 from palaestra.tools.tool import ToolMistake, ToolSchema
 
 _CACHED_SCHEMAS = 512
@@ -81,9 +82,9 @@ class ArgumentSchema:
             if "\\ud" in raw or "\\uD" in raw:  # half of a surrogate pair cannot be encoded
                 json.dumps(value, ensure_ascii=False).encode()
         except json.JSONDecodeError as error:
-            where = f"line {error.lineno} column {error.colno}"
+            where, near = f"line {error.lineno} column {error.colno}", raw[max(0, error.pos - 30) : error.pos + 10]
             raise InvalidArguments(
-                f"Invalid JSON in arguments: {error.msg} at {where}, near {_near(raw, error.pos)}. "
+                f"Invalid JSON in arguments: {error.msg} at {where}, near {near!r}. "
                 "The call was not executed. Send the arguments again as one complete JSON object."
             ) from None
         except UnicodeEncodeError:
@@ -212,8 +213,7 @@ def _kind(value: JSON) -> str:
 
 
 def _show(value: JSON) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+    return shortened(json.dumps(value, ensure_ascii=False, default=str), _SHOWN_CHARS)
 
 
 def _is_json_of(wanted: object, text: str) -> bool:
@@ -225,8 +225,3 @@ def _is_json_of(wanted: object, text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return type(value) in _PYTHON_TYPES[wanted]
-
-
-def _near(raw: str, position: int) -> str:
-    start = max(0, position - 30)
-    return repr(raw[start : position + 10])

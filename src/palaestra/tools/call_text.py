@@ -1,8 +1,7 @@
 """Calls and results as text in a prompt: `ToolCall`, `ToolResult`, and the `<tool_call>` form.
 
-This is the one tagged form that environments written to the contract use directly; `inference/parsers` reads those of
-model families. Invariant (T6): a call is never silently dropped or repaired. A malformed one has an `error`, which is
-its answer. Ids derive from content and place, never from chance (D2).
+`inference/parsers` reads the forms of model families. Invariant (T6): a call is never silently dropped or repaired; a
+malformed one has an `error`, which is its answer. Ids derive from content and place, never from chance (D2).
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ToolResult:
-    """The result of a call. `metadata` is what the tool returned in addition, such as the exit code."""
+    """The result of a call. `metadata` are the reply's other keys, such as the exit code."""
 
     success: bool
     output: str = ""
@@ -122,6 +121,11 @@ def reply_of(result: ToolResult) -> dict[str, JSON] | str:
     return told
 
 
+def shortened(text: str, most: int) -> str:
+    """The first `most` characters of a text, with the number of those left out."""
+    return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} more characters]"
+
+
 def plain(value: object) -> JSON:
     """The value as JSON. Raises `ValueError` if it has no such form, such as an integer of more than 4300 digits."""
     told = to_jsonable_python(value)
@@ -145,7 +149,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _json_end(text: str, start: int) -> int:
-    """The end of the JSON that begins at `start`, or `start` if there is none. Reads no further than necessary."""
+    """The end of the JSON that begins at `start`, or `start` if that is not JSON. Reads no further than necessary."""
     size = 256
     while True:
         window = text[start : start + size]

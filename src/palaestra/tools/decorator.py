@@ -141,7 +141,7 @@ class TypedTool(Tool):
         except ValidationError as error:
             problems = (f"argument '{'.'.join(map(str, each['loc']))}': {each['msg']}" for each in error.errors())
             raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}.") from None
-        return {alias: getattr(checked, name) for name, alias in _aliases(self.arguments)}
+        return {info.alias or name: getattr(checked, name) for name, info in self.arguments.model_fields.items()}
 
 
 class ToolOptions(TypedDict, total=False):
@@ -240,10 +240,6 @@ def _arguments(called: str, parameters: list[inspect.Parameter], told: Mapping[s
         return create_model(called, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False), **fields)
     except PydanticUserError as error:
         raise ConfigError(f"tool {called}: {error.message}") from error
-
-
-def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
-    return [(name, info.alias or name) for name, info in model.model_fields.items()]
 
 
 def _schema(called: str, summary: str, arguments: type[BaseModel]) -> ToolSchema:

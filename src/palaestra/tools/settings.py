@@ -1,4 +1,4 @@
-"""Settings of tools: providers, keys, and what they may reach.
+"""Settings of tools: providers, keys, and reachable hosts.
 
 An environment's configuration includes them, so each field is also a flag, `--env.web_provider`. Keys come from there
 alone: no tool reads the process environment, and no model sees or sets any of this.

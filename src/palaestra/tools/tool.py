@@ -1,8 +1,7 @@
 """Tools: `ToolSchema`, `Tool`, the context of a running tool (`ToolRun`) and its answer (`ToolOutcome`).
 
-The built-in tools are `FunctionTool`s; users write typed functions (`decorator.py`) or, as the contract has it, a
-subclass of `Tool` with `schema` and `execute`. Invariant: a tool holds no state of a rollout; state that outlives a
-call is in the rollout's slot or in `ToolRun.state`.
+The built-in tools are `FunctionTool`s; users write typed functions (`decorator.py`) or subclass `Tool`. Invariant: a
+tool holds no state of a rollout; state that outlives a call is in the rollout's slot or in `ToolRun.state`.
 """
 
 from __future__ import annotations
@@ -79,13 +78,12 @@ class ToolSchema:
 
 
 ToolReply: TypeAlias = Mapping[str, JSON] | str
-"""What a tool's function returns: a dict becomes the JSON reply, a string is the reply as it is."""
+"""A dict becomes the JSON reply; a string is the reply as it is."""
 
 
 @dataclass(slots=True)
 class ToolOutcome:
-    """The answer to one tool call: the tool's `reply`, its `text` for the model (which UTF-8 can encode), and the
-    `error` of a tool that failed, or the empty string.
+    """The answer to one tool call: the tool's `reply`, its `text` for the model, and the `error` of a tool that failed.
 
     A command that ran and exited above zero has not failed: an `error` counts if `exit_code` is missing or negative.
     """
@@ -96,7 +94,6 @@ class ToolOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the tool failed."""
         return bool(self.error)
 
     @classmethod
@@ -115,10 +112,7 @@ class ToolOutcome:
 
 
 class States:
-    """Objects that outlive a call, one per type: for a rollout (`ToolRun.state`) or a run (`ToolRun.shared`).
-
-    Its creator calls `aclose`, which closes the objects that have an `aclose`, the newest first, each once.
-    """
+    """Objects that outlive a call, one per type: for a rollout (`ToolRun.state`) or a run (`ToolRun.shared`)."""
 
     def __init__(self) -> None:
         self._held: dict[type, object] = {}
@@ -132,7 +126,7 @@ class States:
         return found
 
     def find(self, kind: type[StateT]) -> StateT | None:
-        """The object of this type, or None if there is none yet."""
+        """The object of this type, or None before the first use."""
         found = self._held.get(kind)
         return found if isinstance(found, kind) else None
 
@@ -142,7 +136,7 @@ class States:
         self._lent.add(type(thing))
 
     async def aclose(self) -> None:
-        """Close everything, the newest first, and log what a close raises. Idempotent."""
+        """Close the objects that have an `aclose`, the newest first, and log errors. Idempotent."""
         while self._held:
             kind, thing = self._held.popitem()
             close = getattr(thing, "aclose", None)
@@ -157,8 +151,7 @@ class States:
 class ToolRun:
     """The context of a running tool: its task, its sandbox, objects that outlive the call, and the other tools.
 
-    This base class is for a call outside any task, without a sandbox and other tools; `ToolRuntime` is for a rollout.
-    Use it in an `async with`, or call `aclose`.
+    This base class, an async context manager, has no sandbox and no other tools; `ToolRuntime` is for a rollout.
     """
 
     def __init__(
@@ -175,21 +168,18 @@ class ToolRun:
         self._states = States()
 
     async def slot(self) -> Slot:
-        """The sandbox of the task, acquired on the first call. Raises `ToolMistake` if there is none."""
+        """The sandbox of the task, acquired on the first call. Raises `ToolMistake` outside of a rollout."""
         raise ToolMistake(
             "This tool works in a sandbox slot and there is none: call it through a rollout, a ToolExecutor or "
             "handle_function_call"
         )
 
     def state(self, kind: type[StateT]) -> StateT:
-        """The task's one object of this type, created without arguments on the first call.
-
-        If it has an `aclose`, that is awaited when the rollout ends.
-        """
+        """The task's one object of this type, created by the first call and closed (`aclose`) with the rollout."""
         return self._states.get(kind)
 
     def found_state(self, kind: type[StateT]) -> StateT | None:
-        """The task's object of this type, or None if no call has created it and nobody has shared one."""
+        """The task's object of this type, or None if it was neither created nor shared."""
         return self._states.find(kind)
 
     def share(self, thing: object) -> None:
@@ -202,7 +192,7 @@ class ToolRun:
 
     async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolOutcome:
         """Run another tool as if the model had called it. Raises `PalaestraError`."""
-        raise ToolMistake(f"There is no tool '{name}' to call: this is no rollout")
+        raise ToolMistake(f"There is no tool '{name}' to call: this call is outside of a rollout")
 
     async def aclose(self) -> None:
         """Close the objects of `state`. A later call creates new ones. Idempotent."""
@@ -218,10 +208,7 @@ class ToolRun:
 
 
 class ToolMistake(ValueError):
-    """An error that the model can act on; it reads the message as the reply's `error`.
-
-    `details` are further keys of that reply, such as the names of similar files.
-    """
+    """An error that the model can act on: the reply's `error`, with `details` as further keys of the reply."""
 
     def __init__(self, message: str, **details: JSON) -> None:
         super().__init__(message)
@@ -268,15 +255,14 @@ class Tool(ABC):
         except Exception as error:  # from the tool's author
             return f"is_available of {type(self).__name__} failed: {type(error).__name__}: {error}"
         available, reason = told if isinstance(told, tuple) else (told, None)
-        return None if available else reason or "it says that it is not available"
+        return None if available else reason or "its is_available returns False"
 
     def missing_in(self, *, replayed: bool) -> str | None:
         """`missing`, or None if the run is `replayed` and a recording answers for the tool."""
         return None if replayed and self.touches_world else self.missing()
 
     def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
-        """What decides the reply of a tool that touches the world: its arguments, and for example the hash of a file in
-        the slot that they name."""
+        """The cache key of a call of a tool that touches the world, such as its arguments with the hash of a file."""
         return given_arguments(arguments, run)
 
     def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[ToolReply]:

@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_counted_and_can_be_skipped_to() -> None:
 
 def test_long_names_are_cut_in_words() -> None:
     shown = _show(f'- button "{"x" * 900}" [ref=e1]', full=True)
-    assert "(700 more characters)" in shown.text
+    assert "[700 more characters]" in shown.text
     assert len(shown.text) < 300
 
 

@@ -26,8 +26,8 @@ def test_names_are_what_model_servers_take_and_differ() -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({}, "say either command"),
-        ({"command": "a", "url": "http://b"}, "say either command"),
+        ({}, "set either command"),
+        ({"command": "a", "url": "http://b"}, "set either command"),
         ({"command": "a", "headers": {"X": "1"}}, "headers means nothing"),
         ({"url": "http://b", "cwd": "/"}, "cwd means nothing"),
         ({"url": "http://b", "type": "stdio"}, "type stdio does not go with url"),

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from palaestra.tools.call_text import shortened
+
 # fmt: off
 USABLE = frozenset((
     "button", "checkbox", "combobox", "gridcell", "link", "listbox", "menuitem", "menuitemcheckbox", "menuitemradio",
@@ -176,22 +178,14 @@ def _inside(elements: Sequence[PageElement], place: int) -> Iterator[str]:
 
 
 def _line(element: PageElement, reference: str) -> str:
-    marks = [_MARKS.get(mark, mark) for mark in element.marks]
-    if element.role in USABLE:
-        marks = [mark for mark in marks if mark != "clickable"]
+    hidden = {"active", "cursor=pointer"} if element.role in USABLE else {"active"}
+    marks = [mark.replace("cursor=pointer", "clickable") for mark in element.marks if mark not in hidden]
     parts: Iterable[str] = (
         element.role,
-        f'"{_short(element.name, _LONGEST_NAME)}"' if element.name else "",
-        *(f"[{mark}]" for mark in marks if mark != "active"),
+        f'"{shortened(element.name, _LONGEST_NAME)}"' if element.name else "",
+        *(f"[{mark}]" for mark in marks),
         reference,
     )
     head = " ".join(part for part in parts if part)
-    text = _short(element.text, _LONGEST_TEXT)
+    text = shortened(element.text, _LONGEST_TEXT)
     return "  " * element.depth + "- " + (f"{head}: {text}" if head and text else head or text)
-
-
-_MARKS = {"cursor=pointer": "clickable"}
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"

@@ -1,4 +1,4 @@
-"""One rollout's browser: its context, its current page, element references, and what the pages did by themselves.
+"""One rollout's browser: its context, its current page, element references, and events of its pages.
 
 It is an object of `ToolRun.state`, so it closes when the rollout ends. The tools are in `builtin/browser.py`.
 
@@ -76,7 +76,7 @@ class PageEvents:
             self._unsaid += 1
 
     def take_notes(self) -> Sequence[str]:
-        """The notes for a reply. They are not kept any longer."""
+        """The notes for a reply, which are then forgotten."""
         notes, self._notes = self._notes, []
         if self._unsaid:
             notes.append(f"{self._unsaid} more things happened")
@@ -132,7 +132,7 @@ class BrowserSession:
         return self._lease is not None and not self._lease.running.browser.is_connected()
 
     async def check(self) -> None:
-        """Raises `ToolUnavailable`, once, if the browser has died with this rollout's pages."""
+        """Raises `ToolUnavailable`, once, if the browser has died."""
         if self._dead:
             await self.aclose()
             raise ToolUnavailable(_DIED)
@@ -170,7 +170,7 @@ class BrowserSession:
         return response.status
 
     async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
-        """The reply to the address; None if there is none, or if a script navigated elsewhere before it came."""
+        """The reply to the address; None without one, or if a script navigated elsewhere before it came."""
         page, limit_s = self.page, settings.browser_navigation_timeout_s
         for _ in range(3):
             try:

@@ -71,19 +71,16 @@ def problem(executable: str | None = None) -> str | None:
     from playwright.async_api import Page
 
     if not hasattr(Page, "aria_snapshot"):
-        return "this Playwright is too old to tell what a page holds: pip install -U playwright"
-    return None if usable(executable) else _failures(executable)
+        return "this Playwright is too old for page snapshots: pip install -U playwright"
+    if usable(executable) is not None:
+        return None
+    return "; ".join(f"{path} does not start: {_probe(path)}" for path in _candidates(executable)) or _NO_CHROMIUM
 
 
 @functools.cache
 def usable(executable: str | None = None) -> str | None:
     """The first Chromium that shows an empty page, or None. `executable` is the only candidate if given."""
     return next((path for path in _candidates(executable) if _probe(path) is None), None)
-
-
-def _failures(executable: str | None) -> str:
-    reasons = [f"{path} does not start: {_probe(path)}" for path in _candidates(executable)]
-    return "; ".join(reasons) if reasons else _NO_CHROMIUM
 
 
 def _candidates(executable: str | None) -> list[str]:

@@ -17,6 +17,7 @@ from palaestra.tools.browser import launch
 from palaestra.tools.browser.accessibility_tree import PageView
 from palaestra.tools.browser.browser_session import BrowserSession
 from palaestra.tools.builtin.vision import Image, look, vision_problem
+from palaestra.tools.call_text import shortened
 from palaestra.tools.parameters import choice, flag, integer, text
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -145,9 +146,8 @@ async def _console(call: _Call) -> dict[str, JSON]:
     if expression := call.arguments.get("expression"):
         value = await session.ask(session.page.evaluate(expression))
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        most = call.settings.browser_snapshot_chars
-        cut = f"… ({len(text) - most} more characters)" if len(text) > most else ""
-        result = text[:most] + cut if cut or isinstance(value, str) else json.loads(text)
+        shown = shortened(text, call.settings.browser_snapshot_chars)
+        result = shown if shown is not text or isinstance(value, str) else json.loads(text)
         return {"result": result, "result_type": _KINDS.get(type(value), "object")}
     if not session.started:
         raise ToolMistake("No page is open. Open one with browser_navigate")
@@ -160,7 +160,7 @@ async def _where(session: BrowserSession) -> dict[str, JSON]:
 
 
 def _view(shown: PageView, skipped: int) -> dict[str, JSON]:
-    """A snapshot; its text ends with what it lacks, so that a model cannot miss it."""
+    """A snapshot; its text ends with a note on omissions, so that a model cannot miss it."""
     lacks = []
     if shown.cut:
         lacks.append(f"{shown.cut} more lines: browser_snapshot with offset={shown.lines - shown.cut} goes on")

@@ -1,8 +1,7 @@
 """The `delegate_task` tool: work for sub-agents, which have a conversation of their own and report their result.
 
-Tools lie below the agent, and a sub-agent is one: the tool describes the work (`Assignment`), and whoever runs the
-agent shares a `Delegation` with its tools that has it done (`agent/subagents.py`). Of this conversation a sub-agent
-sees only its goal and context; it works in the same slot with the same files and background processes.
+The agent shares a `Delegation` with its tools, which does the work (`agent/subagents.py`). Of this conversation a
+sub-agent sees only its goal and context; it works in the same slot with the same files and background processes.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ async def _start(slot: Slot, folder: str) -> Process:
 
 
 async def _own_end(process: Process) -> int:
-    """The supervisor's own exit code, if it reported none. Raises `ToolMistake` if there is no Python."""
+    """The supervisor's own exit code, if it reported none. Raises `ToolMistake` without Python."""
     status = await process.wait()
     if status.exit_code == _NOT_FOUND and not status.output_total_bytes:
         raise ToolMistake("There is no python3 in this sandbox; nothing was run. Use the terminal")

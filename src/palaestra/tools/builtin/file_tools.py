@@ -1,6 +1,6 @@
 """The `read_file` and `write_file` tools, over the slot's file channel.
 
-Invariant: a reply is bounded and says how to get the rest; a write is whole or did not happen.
+Invariant: a reply is bounded and has a hint how to get the rest; a write is whole or did not happen.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Notes:
 
     def _path(self, target: str) -> Path:
         if self.folder is None:
-            raise ToolMistake("No notes are kept here: nobody has said where")
+            raise ToolMistake("No notes are kept here: no folder is set")
         return self.folder / f"{target}.md"
 
     @contextlib.contextmanager

@@ -197,7 +197,7 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
 
 
 async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
-    """Files and symlinks below `root`, sorted, without what is in `.git`."""
+    """Files and symlinks below `root`, sorted, without those in `.git`."""
     argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", "(", "-type", "f", "-o", "-type", "l", ")", "-print0"]
     result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
     _check(result)

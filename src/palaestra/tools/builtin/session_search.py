@@ -132,7 +132,7 @@ async def run_session_search(arguments: Mapping[str, JSON], run: ToolRun) -> Too
     """Search; the reply has the `results` and their `count`."""
     sessions = run.state(Sessions)
     if sessions.folder is None:
-        raise ToolMistake("No earlier conversations are kept here: nobody has said where")
+        raise ToolMistake("No earlier conversations are kept here: no folder is set")
     if not arguments["query"].strip():
         raise ToolMistake("query is empty; give words that were said")
     roles = {role.strip() for role in arguments.get("role_filter", "").split(",") if role.strip()}

@@ -25,7 +25,7 @@ _MAX_DOTS = 1000
 
 
 def check_syntax(path: str, text: str) -> str | None:
-    """ "ok", or what is wrong and where; None if files of this kind are not checked."""
+    """ "ok", or the first error with its place; None if files of this kind are not checked."""
     kind = posixpath.splitext(path)[1].lower()
     check = _CHECKS.get(kind)
     if check is None:

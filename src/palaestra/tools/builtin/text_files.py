@@ -17,6 +17,7 @@ from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, FileInfo, Slot
 from palaestra.tools import parameters
+from palaestra.tools.call_text import shortened
 from palaestra.tools.tool import ToolMistake
 
 MAX_TEXT_BYTES = 16 << 20
@@ -106,7 +107,7 @@ def as_mistake(problem: str) -> Iterator[None]:
 async def file_info(slot: Slot, path: str) -> FileInfo | None:
     """The file information of a path, links not followed, or None. Raises `ToolMistake` for an invalid path."""
     _check_name(path)
-    with as_mistake(f"The path {_short(path)} cannot be used"):
+    with as_mistake(f"The path {shortened(path, _SHOWN_CHARS)} cannot be used"):
         return await slot.stat(path)
 
 
@@ -156,10 +157,6 @@ async def not_found(slot: Slot, path: str) -> ToolMistake:
     similar = [posixpath.join(posixpath.dirname(path), by_folded[folded]) for folded in close]
     hint = f". Did you mean {', '.join(similar)}?" if similar else ""
     return ToolMistake(f"{path} does not exist{hint}", similar_files=similar)
-
-
-def _short(path: str) -> str:
-    return path if len(path) <= _SHOWN_CHARS else path[:_SHOWN_CHARS] + "…"
 
 
 def reason(error: OSError) -> str:

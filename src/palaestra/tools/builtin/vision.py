@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,13 @@ from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.web.fetch import PageUnreadable, fetch
 
-TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
-"""The types that chat servers take."""
+_MAGIC = {
+    "image/png": rb"\x89PNG\r\n\x1a\n",
+    "image/jpeg": rb"\xff\xd8\xff",
+    "image/gif": rb"GIF8[79]a",
+    "image/webp": rb"RIFF....WEBPVP",
+}
+"""The types that chat servers take, and how their data begins."""
 
 SCHEMA = ToolSchema(
     name="vision_analyze",
@@ -176,18 +182,10 @@ def _recognised(data: bytes, most_bytes: int, name: str) -> Image:
         raise ToolMistake(f"{name} is empty")
     kind = _kind(data)
     if kind is None:
-        raise ToolMistake(f"{name} is not an image of a known type ({', '.join(TYPES)}); it begins with {data[:12]!r}")
+        raise ToolMistake(f"{name} is not an image of a known type ({', '.join(_MAGIC)}); it begins with {data[:12]!r}")
     return Image(data, kind)
 
 
 def _kind(data: bytes) -> str | None:
     """The type by its magic bytes (https://mimesniff.spec.whatwg.org/#matching-an-image-type-pattern)."""
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "image/png"
-    if data.startswith(b"\xff\xd8\xff"):
-        return "image/jpeg"
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        return "image/gif"
-    if data[:4] == b"RIFF" and data[8:14] == b"WEBPVP":
-        return "image/webp"
-    return None
+    return next((kind for kind, pattern in _MAGIC.items() if re.match(pattern, data, re.DOTALL)), None)

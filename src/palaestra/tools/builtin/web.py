@@ -1,6 +1,6 @@
 """The `web_search` and `web_extract` tools. Names and parameters are the contract's.
 
-Invariant: a reply is bounded, reports what was cut and how to get it, and is never a summary.
+Invariant: a reply is bounded, reports a cut with a way to get the rest, and is never a summary.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from functools import partial
 
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
+from palaestra.tools.call_text import shortened
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
-from palaestra.tools.web.page_text import MAX_PAGE_CHARS, MAX_TITLE_CHARS, Fetcher, Screened, shortened, shown
+from palaestra.tools.web.page_text import MAX_PAGE_CHARS, MAX_TITLE_CHARS, Fetcher, Screened, shown
 from palaestra.tools.web.providers import (
     PageReader,
     Searcher,
@@ -63,7 +64,7 @@ EXTRACT_SCHEMA = ToolSchema(
 
 
 def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
-    """Both tools with these settings; a tool that lacks something reports what. Raises `ConfigError`."""
+    """Both tools with these settings. Raises `ConfigError`."""
     asked, read = choose_searcher(settings), choose_reader(settings)
 
     async def search(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:

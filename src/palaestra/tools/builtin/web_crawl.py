@@ -4,7 +4,7 @@ It is available on request only, because `web_search` and `web_extract` tell mor
 decide which links are followed first. Links are followed within the host. Pages are read by `page_text.py`, each from
 an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
 
-Invariants: a reply is bounded, and reports what was cut or left out. Equal sites give equal pages in the same order
+Invariants: a reply is bounded, and reports cuts and omissions. Equal sites give equal pages in the same order
 unless the time is over, which is reported. The nearest pages come first, and of them those whose links have most of the
 wanted words.
 """
@@ -62,7 +62,7 @@ SCHEMA = ToolSchema(
 
 
 def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTool:
-    """The tool with these settings; it reports what it lacks. Raises `ConfigError`."""
+    """The tool with these settings. Raises `ConfigError`."""
 
     def missing() -> str | None:
         if settings.web_extract_provider != "fetch":

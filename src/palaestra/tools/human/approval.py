@@ -5,7 +5,7 @@ assembled at run time, scripts, an interpreter's own calls, keys sent to `tmux` 
 unseen. If you do not trust an agent, give it a slot with nothing to lose.
 
 Without an `ask`, as in rollouts, every command runs. Invariant: a denied command is not run, and an approval holds for
-what the person was shown: this command, or for the session its kinds of danger.
+this command, or for the session for its kinds of danger.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def dangers(command: str) -> list[str]:
 
 @dataclass(slots=True)
 class Approvals:
-    """Asks on behalf of one agent, one question at a time; `allowed` is what was allowed for the session."""
+    """Asks on behalf of one agent, one question at a time; `allowed` are the dangers allowed for the session."""
 
     ask: Ask | None = None
     allowed: set[str] = field(default_factory=set)
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def refusal(self, command: str, task_id: str) -> str | None:
-        """Why the command must not run, or None."""
+        """The reason why the command must not run, or None."""
         if self.ask is None:
             return None
         async with self._asking:

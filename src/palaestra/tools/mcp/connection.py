@@ -1,10 +1,10 @@
 """One session with an MCP server: opened, used by concurrent calls, closed. The only user of the package `mcp`.
 
-A server that is a command runs on this machine, outside every slot, with the rights of whoever runs palaestra;
-`supervised_command.py` ends it with us, and `StderrTail` keeps the end of what it writes to stderr.
+A server that is a command runs on this machine, outside every slot, with the rights of this process;
+`supervised_command.py` ends it with us, and `StderrTail` keeps the end of its stderr.
 
-Invariant: a task of the session's own enters and leaves the package's scopes, so that a cancelled caller leaves no
-process behind; an error is a `ToolServerError` that names the server.
+Invariant: the session's own task enters and leaves the package's scopes, so that a cancelled caller leaves no process
+behind; an error is a `ToolServerError` that names the server.
 """
 
 from __future__ import annotations
@@ -174,8 +174,7 @@ class Connection:
     async def call(self, tool: str, arguments: Mapping[str, JSON]) -> CallToolResult:
         """One call. Cancelling it notifies the server.
 
-        Raises `TimeoutError` after the configured time, `ServerSaid` for an error that the server returns,
-        `NotCarriedOut` and `ToolServerUnavailable` if the session has ended.
+        Raises `TimeoutError`, `ServerSaid`, and `NotCarriedOut` or `ToolServerUnavailable` if the session has ended.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT

@@ -45,13 +45,13 @@ class MCPServerConfig(Settings):
     command: str | None = Field(default=None, description="The program to run; it speaks over stdin and stdout.")
     args: list[str] = Field(default_factory=list, description="Its arguments.")
     env: dict[str, str] = Field(
-        default_factory=dict, description="Its variables besides HOME, LOGNAME, PATH, SHELL, TERM and USER."
+        default_factory=dict, description="Its variables, in addition to HOME, LOGNAME, PATH, SHELL, TERM and USER."
     )
     cwd: str | None = Field(default=None, description="Where it starts; left out: where palaestra was started.")
     url: str | None = Field(default=None, description="The address of a server that runs already.")
     headers: dict[str, str] = Field(default_factory=dict, description="Headers of every request to that address.")
     type: Literal["stdio", "http", "streamable-http", "streamable_http"] | None = Field(
-        default=None, description="What other programs write; command or url says it already."
+        default=None, description="As other programs write it; command or url decides."
     )
     description: str = Field(default="", description="What the toolset is for; not shown to models.")
     enabled: bool = Field(default=True, description="Whether the server is used at all.")
@@ -72,7 +72,7 @@ class MCPServerConfig(Settings):
     @model_validator(mode="after")
     def _one_way_to_reach_it(self) -> Self:
         if (self.command is None) == (self.url is None):
-            raise ConfigError("say either command (a program to run) or url (a server that runs)")
+            raise ConfigError("set either command (a program to run) or url (a server that runs)")
         if self.type is not None and (self.type == "stdio") != (self.command is not None):
             raise ConfigError(f"type {self.type} does not go with {'command' if self.command else 'url'}")
         unused = ("headers",) if self.command else ("args", "env", "cwd")
@@ -127,7 +127,7 @@ class MCPServerConfig(Settings):
             if name in self._variables:
                 return self._variables[name]
             if default is None:
-                raise ConfigError(f"${{{name}}} has no value here: nobody handed over any variables")
+                raise ConfigError(f"${{{name}}} has no value here: no variables were handed over")
             return default
 
         return _VARIABLE.sub(value, text)

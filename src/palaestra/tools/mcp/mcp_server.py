@@ -1,8 +1,7 @@
-"""One MCP server of a run, over as many sessions as it takes, and its tools as tools of ours.
+"""One MCP server of a run and its tools, which are listed once, so all rollouts of a run have the same.
 
-Its tools are listed once, when it is first opened, so all rollouts of a run have the same. A session that has ended is
-reopened by the next call, once per call. Calls run concurrently over one session. A result becomes bounded text;
-images, sound and files are named with their type and size.
+Calls run concurrently over one session; a call reopens an ended session once. A result becomes bounded text; images,
+sound and files are named with their type and size.
 
 Invariant: a call that the server may have carried out is not sent again, unless the server declares it idempotent.
 """
@@ -99,7 +98,7 @@ class MCPServer:
         return await (await self._session(instead_of=connection)).call(known.name, arguments)
 
     async def _session(self, instead_of: Connection | None = None) -> Connection:
-        """The live session, opened if there is none but `instead_of`, which has just ended."""
+        """The live session, opened if necessary. `instead_of` has just ended."""
         from palaestra.tools.mcp.connection import Connection
 
         async with self._opening:
@@ -217,7 +216,7 @@ def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
 
 
 def _bounded(text: str, most_chars: int) -> str:
-    """The beginning and the end of a long text, with a line between that says how much is missing."""
+    """The beginning and the end of a long text, with the number of missing characters between."""
     if len(text) <= most_chars:
         return text
     head = most_chars // 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from palaestra.core.cancel_scope import Ending
 from palaestra.core.errors import InfraError, PalaestraError, ToolServerUnavailable
@@ -44,9 +44,8 @@ class MCPServers:
             name: config for name, config in configs.items() if config.used and toolset_of(name) not in without
         }
         self._forgiving = forgiving
-        self._recorded: Mapping[str, Sequence[FunctionTool]] | None = None
         self._servers: dict[str, MCPServer] = {}
-        self._problems: dict[str, str] = {}
+        self._installed: tuple[Installed, ...] = ()
 
     async def __aenter__(self) -> MCPServers:
         await self.open()
@@ -71,26 +70,26 @@ class MCPServers:
             owner = owner_of(schema.name, known)
             if owner is not None:
                 known[owner].append(recorded_tool(owner, schema))
-        servers._recorded = known
+        servers._installed = tuple(_installed(name, tools) for name, tools in known.items())
         return servers
 
     async def open(self) -> None:
         """Open all servers concurrently and list their tools. Raises the error of the first failed required one."""
-        if self._recorded is not None:
+        if self._installed:
             return
-        for name, config in self._configs.items():
-            self._servers[name] = MCPServer(name, config)
+        self._servers = {name: MCPServer(name, config) for name, config in self._configs.items()}
         ended = await asyncio.gather(*(server.open() for server in self._servers.values()), return_exceptions=True)
-        failed = {name: each for name, each in zip(self._servers, ended, strict=True) if each is not None}
-        for name, error in failed.items():
-            if not isinstance(error, PalaestraError) or (self._configs[name].required and not self._forgiving):
+        problems = dict(zip(self._servers, ended, strict=True))
+        for name, error in problems.items():
+            forgiven = isinstance(error, PalaestraError) and (self._forgiving or not self._configs[name].required)
+            if error is not None and not forgiven:
                 await self.aclose()
                 raise error
-            self._problems[name] = str(error)
+        self._installed = tuple(_installed(name, each.tools, problems[name]) for name, each in self._servers.items())
 
     async def aclose(self) -> None:
         """Close all servers. Idempotent."""
-        servers, self._servers = self._servers, {}
+        servers, self._servers, self._installed = self._servers, {}, ()
         await asyncio.gather(*(server.aclose() for server in servers.values()))
 
     def tools(self) -> list[FunctionTool]:
@@ -103,17 +102,15 @@ class MCPServers:
 
     def installed(self) -> tuple[Installed, ...]:
         """The servers' tools, in the form of installed packages."""
-        if self._recorded is not None:
-            recorded = self._recorded.items()
-            return tuple(Installed(toolset_of(name), f"MCP server {name}", tuple(tools)) for name, tools in recorded)
-        return tuple(
-            Installed(toolset_of(name), f"MCP server {name}", server.tools, self._problems.get(name))
-            for name, server in self._servers.items()
-        )
+        return self._installed
+
+
+def _installed(name: str, tools: Iterable[FunctionTool], problem: BaseException | None = None) -> Installed:
+    return Installed(toolset_of(name), f"MCP server {name}", tuple(tools), None if problem is None else str(problem))
 
 
 class ServersOnDemand:
-    """Servers by name. A server that starts registers its tools in `registry`, where they stay."""
+    """Servers by name. A server that starts adds its tools to `registry` for good."""
 
     def __init__(self, configs: Mapping[str, MCPServerConfig], registry: ToolRegistry) -> None:
         self._required = {name: config.required for name, config in configs.items() if config.used}
@@ -138,7 +135,7 @@ class ServersOnDemand:
                 continue
             if self._required[name] or not isinstance(error, InfraError):
                 raise error
-            logger.warning("going on without %s", error)
+            logger.warning("a server that is not required is left out: %s", error)
 
     async def start(self, name: str) -> None:
         """Start one, once. Raises `ConfigError` and `ToolServerError`; the next call tries again."""

@@ -21,6 +21,7 @@ from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.retry import RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
+from palaestra.tools.call_text import shortened
 from palaestra.tools.tool import ToolMistake
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class JsonServer:
         try:
             return msgspec.json.decode(told)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._down(f"answers with what is no JSON: {_said(told)}") from None
+            raise self._down(f"answers with no JSON: {_said(told)}") from None
 
     def _down(self, what: str) -> ToolUnavailable:
         return ToolUnavailable(f"{self.name} at {URL(self.base_url).origin()} {what}")
@@ -138,8 +139,7 @@ def text(row: Mapping[str, JSON], *names: str) -> str:
 
 
 def _said(told: bytes) -> str:
-    words = " ".join(told.decode(errors="replace").split())
-    return words if len(words) <= _SHOWN_CHARS else words[:_SHOWN_CHARS] + "…"
+    return shortened(" ".join(told.decode(errors="replace").split()), _SHOWN_CHARS)
 
 
 def _times(tries: int) -> str:

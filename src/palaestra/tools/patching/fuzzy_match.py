@@ -259,7 +259,7 @@ def _unescape(text: str) -> str:
 
 
 def _unlike(a: list[str], b: list[str]) -> list[tuple[str, str]]:
-    """The pairs of lines at equal places that differ, cut to what is compared."""
+    """The pairs of lines at equal places that differ, each cut to 500 characters."""
     return [(x[:500], y[:500]) for x, y in zip(a, b, strict=True) if x != y]
 
 

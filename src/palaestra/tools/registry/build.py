@@ -6,11 +6,10 @@ tools through entry points in the group `palaestra.tools`:
     [project.entry-points."palaestra.tools"]
     weather = "weather_package.tools:TOOLS"
 
-The entry point's name is the toolset. Its value is a tool, a list of tools, or a function without parameters that
-returns one of these.
+The entry point's name is the toolset. Its value is a tool, a list of tools, or a function that returns one of these.
 
 Invariants: a requested tool is in the registry or, with the reason, in `missing`; with `strict` the latter is an error.
-A package that cannot be loaded does not affect the others; its toolset is known, with the reason.
+A package that cannot be loaded does not affect the others.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ class Installed:
 
 
 def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str] | None = None) -> tuple[Tool, ...]:
-    """The tools of the package, or of some of its `toolsets`, in a fixed order. A tool that lacks one of the `settings`
-    is included and reports what is missing."""
+    """The tools of the package, or of some of its `toolsets`, in a fixed order. Missing ones are included."""
     settings = settings or ToolSettings()
     wanted = _BUILTIN if toolsets is None else [toolset for toolset in _BUILTIN if toolset in toolsets]
     found: list[Tool] = []
@@ -95,7 +93,7 @@ def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str
 
 @functools.cache
 def installed_tools() -> tuple[Installed, ...]:
-    """What the entry points of installed packages offer, by name. Looked up once per process."""
+    """The tools of installed packages, by entry point. Looked up once per process."""
     return tuple(
         load(point) for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     )
@@ -126,8 +124,7 @@ def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] 
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
-    """What other packages offer, by default through entry points. A package whose names are taken offers nothing, and
-    its `problem` names the first clash."""
+    """The tools of other packages, by default of entry points. For a taken name, a package has a `problem` instead."""
     taken = set(BUILTIN_NAMES)
     kept: list[Installed] = []
     for each in installed_tools() if others is None else others:
@@ -146,9 +143,8 @@ def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed
 class RunConditions:
     """Conditions of a run for its tools.
 
-    Without `network`, tools that touch the world are chosen only by the name of their toolset: an agent without a
-    network must not get one by another way. With `replayed`, such tools are there whatever they lack, because a
-    recording answers. `shared` holds the objects that the run's rollouts share.
+    Without `network`, tools that touch the world are chosen only by the name of their toolset. With `replayed`, such
+    tools are never missing, because a recording answers. `shared` holds the objects that the run's rollouts share.
     """
 
     network: bool = True
@@ -169,12 +165,10 @@ def build_tool_registry(
 ) -> ToolRegistry:
     """The tools of the enabled toolsets (None: all that work here) without those of the disabled ones.
 
-    `extra` are tools that an environment brings: they are in unless their toolset is disabled. `installed` are those of
-    other packages, by default what their entry points offer. External tools run at `tool_server_url` (an address,
-    `inprocess`, or a link) if given, and then need nothing here. Tools that cannot be used are left out and named in
-    the registry's `missing`; with `strict` they are an error, and the toolsets must be named.
-
-    Raises `ConfigError` for unknown toolsets, for two tools of one name, and with `strict`.
+    `extra` are an environment's own tools, which only `disabled_toolsets` removes. `installed` are those of other
+    packages, by default of entry points. External tools run at `tool_server_url` (an address, `inprocess`, or a link)
+    if given. Tools that cannot be used are left out and named in the registry's `missing`; with `strict` they are an
+    error, and the toolsets must be named. Raises `ConfigError` also for unknown toolsets and two tools of one name.
     """
     if strict and enabled_toolsets is None:
         raise ConfigError(
@@ -211,10 +205,7 @@ def get_tool_definitions(
     *,
     strict: bool = False,
 ) -> list[dict[str, JSON]]:
-    """OpenAI function definitions of the chosen tools: fresh copies. Raises `ConfigError` as `build_tool_registry`.
-
-    Unless `quiet_mode`, their names are logged, and those of requested tools that are missing.
-    """
+    """OpenAI definitions of the chosen tools, whose names are logged unless `quiet_mode`. Raises `ConfigError`."""
     registry = build_tool_registry(enabled_toolsets, disabled_toolsets, strict=strict)
     if not quiet_mode:
         logger.info("%d tools: %s", len(registry.list_tools()), ", ".join(registry.list_tools()))
@@ -226,10 +217,8 @@ def get_tool_definitions(
 def unrestricted(
     registry: ToolRegistry | None = None, settings: ToolSettings | None = None, *, replayed: bool = False
 ) -> ToolRegistry:
-    """Every known tool, those of `registry` before others of their name: for code, never shown to a model.
-
-    Tools that are missing here are in it and answer with their reason. The others get `settings`, or the registry's.
-    """
+    """Every known tool, missing ones included, for code and never shown to a model. Tools of `registry` replace others
+    of their name; the others get `settings`, or the registry's."""
     registry = registry or ToolRegistry(replayed=replayed)
     settings = settings or registry.settings
     others = (tool for tool in all_tools(settings) if registry.get(tool.name) is None)
@@ -242,7 +231,7 @@ def chosen_tools(
 ) -> list[Tool]:
     """The tools in the enabled toolsets (None: in all that are not on request) and in no disabled one.
 
-    Raises `ConfigError` for a toolset that neither the package nor any of the tools has.
+    Raises `ConfigError` for an unknown toolset.
     """
     known = list(tools)
     toolsets = dict(TOOLSETS)

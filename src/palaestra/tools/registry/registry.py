@@ -1,7 +1,6 @@
 """`ToolRegistry`: the tools of a rollout by name. `build.py` creates one from toolsets.
 
-There is no global registry: each caller builds the one it needs. Invariants: schemas leave a registry as fresh copies,
-so no caller can change what another one sees; `schema_hash` identifies the set and order of schemas that a model saw.
+Invariant: schemas leave a registry as fresh copies, so no caller can change those of another one.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from palaestra.tools.tool import States, Tool, ToolRun, ToolSchema, run_tool
 class ToolRegistry:
     """Tools by name, in the order of registration. `missing` has the reasons of requested tools that are not here.
 
-    `settings` are what its tools were made with. `shared` holds the objects that rollouts with these tools share;
-    its creator closes it. With None each rollout has its own. With `replayed`, tools that touch the world are
-    answered from a recording and need nothing here.
+    `shared` holds the objects that rollouts with these tools share, and its creator closes it; with None each rollout
+    has its own. With `replayed`, a recording answers for tools that touch the world, so they are never missing.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class ToolRegistry:
         )
 
     def get(self, name: str) -> Tool | None:
-        """The tool of that name, or None."""
         return self._tools.get(name)
 
     def argument_schema(self, name: str) -> ArgumentSchema:
@@ -86,15 +83,12 @@ class ToolRegistry:
         return other if name not in self._tools and other in self._tools else name
 
     def list_tools(self) -> list[str]:
-        """All names, in order."""
         return list(self._tools)
 
     def tools(self) -> list[Tool]:
-        """All tools, in order."""
         return list(self._tools.values())
 
     def get_schemas(self) -> list[ToolSchema]:
-        """All schemas, in order."""
         return [tool.schema for tool in self._tools.values()]
 
     def definitions(self) -> list[dict[str, JSON]]:
@@ -113,7 +107,7 @@ class ToolRegistry:
         return "\n".join(schema.to_prompt_description() for schema in self.get_schemas())
 
     def parallel_safe(self) -> frozenset[str]:
-        """Names of the tools whose calls may run concurrently."""
+        """Names of the tools that may run concurrently."""
         return frozenset(tool.name for tool in self._tools.values() if tool.parallel_safe)
 
     async def execute(self, call: ToolCall) -> ToolResult:

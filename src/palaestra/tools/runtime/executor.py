@@ -5,8 +5,7 @@ For code that names trajectories by id and lets the executor lease, keep and ret
 
 Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories never
 wait for each other. A trajectory keeps one slot from its first call to its release. The configuration decides on
-network and isolation, never the model's arguments. External tools run at the tool server, if the
-configuration names one, and take no slot.
+network and isolation, never the model's arguments.
 """
 
 from __future__ import annotations
@@ -95,11 +94,8 @@ class ToolExecutor:
 
     `backend` (or `pool`, the same) hands out the slots, made from `spec` with the configured network. `shared` are
     objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of `delegate_task`
-    and are closed with the executor. `world` records the answers of tools that touch the world, or gives recorded ones
-    (`open_world`); its owner closes it. A trajectory that was released and comes back is recorded as `NAME#2`.
-
-    `registry` has the tools that calls find. A tool that is registered there later is found from then on.
-    `trajectories` are those that have made a call and were not released.
+    and are closed with the executor. `world` records or replays tools that touch the world (`open_world`); its owner
+    closes it. A released trajectory that returns is recorded as `NAME#2`. Tools may be added to `registry` later.
     """
 
     def __init__(
@@ -116,7 +112,7 @@ class ToolExecutor:
     ) -> None:
         source = backend if backend is not None else pool
         if source is None:
-            raise ConfigError("ToolExecutor needs backend= or pool=: what hands out its slots")
+            raise ConfigError("ToolExecutor needs backend= or pool=, which hands out its slots")
         self.config = config or ToolExecutorConfig()
         self.registry = tools if tools is not None else ToolRegistry()
         if world is not None and world.replayed and not self.registry.replayed:
@@ -152,11 +148,10 @@ class ToolExecutor:
         return self._in_flight
 
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
-        """Run one call in the trajectory's slot. Cancelling it kills the command.
+        """Run one call in the trajectory's slot. Cancelling it kills the command. Raises `InfraError`.
 
         The time limit is `timeout_s`, else the call's own `timeout`, within 1 to 600 seconds. Commands and external
-        tools end with it; other tools read it (`run.timeout_s`). Mistakes of the model and failures of a tool are
-        results. Raises `InfraError`.
+        tools end with it; other tools read it (`run.timeout_s`).
         """
         started = time.monotonic()
         self.stats.total_requests += 1
@@ -255,8 +250,7 @@ class ToolExecutor:
 class TrajectoryTools:
     """One trajectory: its `tools`, its `slot` once it has one, and the order of its calls.
 
-    An agent of one's own may call `tools` directly: such calls do not wait for the trajectory's others and are not
-    counted in the statistics.
+    Direct calls of `tools` do not wait for the trajectory's others and are not counted in the statistics.
     """
 
     def __init__(self, executor: ToolExecutor, trajectory_id: str, middleware: Sequence[ToolMiddleware]) -> None:

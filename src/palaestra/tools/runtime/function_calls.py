@@ -3,15 +3,12 @@
     reply = handle_function_call("terminal", {"command": "ls"}, task_id="t1")   # JSON text
     cleanup_vm("t1")
 
-Each task id has a slot of its own on this machine, created by its first call and kept until it is cleaned up. Rollouts
-do not use this: they have a slot of their run's pool. A `ToolSession` is the same for code that does not share it with
-the process.
+Each task id has its own slot on this machine, created by its first call and kept until it is cleaned up. Rollouts use
+a slot of their run's pool instead. A `ToolSession` is the same for code that does not share it with the process.
 
-Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks concurrently;
-when the process ends, however it ends, no slot is left, except those of a backend whose slots stay
-(`LocalBackend(service=…)`): the next session with that backend has them again, with what runs in them. The calls are
-synchronous and run on a loop of their own, so they work anywhere; on a running loop they block it, and
-`handle_function_call_async` does not.
+Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks concurrently.
+No slot outlives the process, however it ends, unless the backend keeps slots (`LocalBackend(service=…)`) for the next
+session. The calls are synchronous and run on their own loop; on a running loop use `handle_function_call_async`.
 """
 
 from __future__ import annotations
@@ -61,27 +58,23 @@ class ToolSessionConfig(ToolExecutorConfig):
     """The permissions of a session's calls, the lifetime of its slots, and its MCP servers."""
 
     idle_s: float | None = None
-    """Seconds after a task's last call until its slot is ended, unless a call or a background process of the task still
-    runs. Its next call then raises `StaleLease` until the task is released: it must not mistake an empty workspace for
-    its own. None: slots stay."""
+    """Seconds after a task's last call until its slot is ended, unless a background process of the task still runs. Its
+    next call then raises `StaleLease` until the task is released. None: slots stay."""
     checkpoint_path: Path | None = None
     """A file that lets the session after this one find the background processes, with a backend whose slots stay."""
     mcp: str | Path | dict[str, JSON] | None = None
-    """MCP servers: a file of them, or the content of such a file. Each is started by the first call of one of its
-    tools, or of a tool that calls others, and ends with the session."""
+    """MCP servers: a file of them, or its content. The first call that needs one of its tools starts a server."""
     variables: dict[str, str] = Field(default_factory=dict, repr=False, exclude=True)
-    """What `${NAME}` in `mcp` stands for."""
+    """Values of `${NAME}` in `mcp`."""
 
 
 class ToolSession:
     """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
 
-    `registry` has every tool by default; those that need a key get it from `settings`, and a tool that is missing
-    answers with the reason. `config` defaults to the contract's: a network, and the best isolation there is. `shared`
-    are objects that the tools of all tasks share: `Approvals`, `Notes`. `delegates` do the work of `delegate_task`.
-    `world` records the answers of tools that touch the world, or gives recorded ones (see `open_world`), and is closed
-    with the session. Closing leaves the slots of a backend whose slots stay; `release` ends them. `told` has the
-    notifications of background processes.
+    `registry` has every tool by default, with keys from `settings`; a missing one answers with the reason. `shared` are
+    objects that the tools of all tasks share: `Approvals`, `Notes`. `delegates` do the work of `delegate_task`. `world`
+    records or replays tools that touch the world (`open_world`), and is closed with the session. `told` has the
+    notifications of background processes. Slots of a backend that keeps them end with `release`, not with `close`.
     """
 
     def __init__(
@@ -143,10 +136,9 @@ class ToolSession:
     def definitions(
         self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
     ) -> list[dict[str, JSON]]:
-        """The OpenAI definitions of the tools that work here, with those of the MCP servers, all of which it starts.
+        """The OpenAI definitions of the tools that work here. Starts all MCP servers, whose toolsets are `mcp-NAME`.
 
-        Toolsets are chosen as by `get_tool_definitions`; a server's is `mcp-NAME`. Raises `ConfigError` for an unknown
-        toolset, `ToolServerError` for a required server that cannot be started.
+        Raises `ConfigError` for an unknown toolset, `ToolServerError` for a required server that does not start.
         """
         return self._wait(self._definitions(enabled_toolsets, disabled_toolsets))
 
@@ -155,9 +147,9 @@ class ToolSession:
         return self._wait(self._spawn(task_id, command, options))
 
     def recover(self) -> int:
-        """Take over the slots that an earlier session left, as the first call does: how many processes were found.
+        """Take over the slots of an earlier session, as the first call does. Returns the number of processes found.
 
-        Raises `ConfigError` for a checkpoint that cannot be read, `SandboxError` while another process has the slots.
+        Raises `ConfigError` for an unreadable checkpoint, `SandboxError` while another process has the slots.
         """
         return self._wait(self._recover())
 
@@ -326,10 +318,7 @@ _choosing = threading.Lock()
 
 
 def default_session() -> ToolSession:
-    """The process's own session: the one given to `use_session`, else a plain one, created on first use.
-
-    It is closed when the interpreter ends.
-    """
+    """The process's own session: that of `use_session`, else a plain one. It is closed when the interpreter ends."""
     global _own
     with _choosing:
         if _own is None:
@@ -339,10 +328,7 @@ def default_session() -> ToolSession:
 
 
 def use_session(session: ToolSession) -> None:
-    """Make this the process's own: `handle_function_call`, `process_registry` and their kin work through it.
-
-    The one before it is closed. Its slots end with that, unless they stay.
-    """
+    """Make this the session of `handle_function_call` and `process_registry`, and close the one before it."""
     global _own
     with _choosing:
         before, _own = _own, session
@@ -357,10 +343,7 @@ def handle_function_call(
     task_id: str | None = None,
     user_task: str | None = None,
 ) -> str:
-    """Run one tool call in the task's slot and return the JSON text for the model. See `ToolSession.handle`.
-
-    `user_task` is the contract's: no tool here reads it.
-    """
+    """Run one tool call in the task's slot and return the JSON text for the model. No tool reads `user_task`."""
     return default_session().handle(function_name, function_args, task_id, user_task)
 
 
@@ -370,15 +353,12 @@ async def handle_function_call_async(
     task_id: str | None = None,
     user_task: str | None = None,
 ) -> str:
-    """`handle_function_call`, to be awaited: what `HermesAgentLoop` calls when it is given no handler."""
+    """`handle_function_call`, to be awaited; `HermesAgentLoop` calls it by default."""
     return await default_session().handle_async(function_name, function_args, task_id, user_task)
 
 
 def register_task_env_overrides(task_id: str, overrides: Mapping[str, JSON]) -> None:
-    """Set the image of a task's slot (`docker_image`, …) and where its commands start (`cwd`).
-
-    For the slots of `handle_function_call`. Images are paths, as in `SlotSpec`. Raises `ConfigError`.
-    """
+    """Set the image (`IMAGES`, paths as in `SlotSpec`) and the `cwd` of a task's slot. Raises `ConfigError`."""
     default_session().override(task_id, overrides)
 
 

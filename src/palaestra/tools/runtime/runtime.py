@@ -3,12 +3,10 @@
     outcome = await runtime.call("terminal", '{"command": "ls"}')     # JSON text of a model, or a mapping
     outcome.text, outcome.failed
 
-The agent loop does the same in two steps: `check` before a batch starts, then `run`. Executors that share slots among
-trajectories (`executor.py`, `function_calls.py`) have one runtime per trajectory.
+The agent loop does the same in two steps: `check` before a batch starts, then `run`.
 
 Invariants (R1): mistakes of the model and failures of a tool are outcomes; infrastructure failures (`InfraError`) and
-configuration errors (`ConfigError`) are raised. A call is checked once, runs in one asyncio task, and its answer is
-encoded once. The slot is acquired once, when a tool first needs it, however many calls run concurrently.
+configuration errors (`ConfigError`) are raised. The slot is acquired once, when a tool first needs it.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from palaestra.tools.tool import States, Tool, ToolMistake, ToolOutcome, ToolRun
 class CheckedCall:
     """A call that may run: the tool exists and `arguments` fit its schema.
 
-    `run` is the tool's context. `conversation` is the runtime's: empty for a rollout's own agent. `by_agent` is
-    true for a call that an agent's model made, false for one from code: a program, a hook, another tool.
+    `conversation` is the runtime's. `by_agent` is false for a call from code: a program, a hook, another tool.
     """
 
     tool: Tool
@@ -42,7 +39,6 @@ class CheckedCall:
 
     @property
     def name(self) -> str:
-        """The tool's name."""
         return self.tool.name
 
 
@@ -71,12 +67,9 @@ class ToolRecordings(Protocol):
 class ToolRuntime(ToolRun):
     """The tools of a registry, for one rollout or one of its conversations.
 
-    `slot_source` hands out the sandbox and is awaited at most once; without one, tools that need a sandbox fail.
-    `timeout_s` is the default time limit of a command. `middleware` surrounds every call, the first is the outermost;
-    sub-agents and programs of the rollout go through the same list (see `CheckedCall`). `shared` defaults to the
-    registry's. `conversation` names a sub-agent or another part of the rollout.
-
-    `aclose` closes what the tools opened outside the slot; the slot's provider ends the slot.
+    `slot_source` hands out the sandbox; without one, tools that need a sandbox fail. `middleware` surrounds every call,
+    also of sub-agents and programs; the first is the outermost. `shared` defaults to the registry's. `conversation`
+    names a sub-agent or another part of the rollout, and is empty for its own agent. `aclose` leaves the slot alone.
     """
 
     def __init__(
@@ -117,10 +110,7 @@ class ToolRuntime(ToolRun):
         by_agent: bool = False,
         timeout_s: float | None = None,
     ) -> CheckedCall:
-        """Check a call without running it. `timeout_s` replaces the default time limit.
-
-        Raises `ToolMistake` for an unknown tool, `InvalidArguments` for arguments that do not fit the schema.
-        """
+        """Check a call. `timeout_s` replaces the default time limit. Raises `ToolMistake` (`InvalidArguments`)."""
         tool = self.registry.get(name)
         if tool is None:
             names = [schema.name for schema in self.schemas()]

@@ -3,12 +3,11 @@
     session = process_registry.spawn_local("python -m http.server", task_id="t1")
     process_registry.poll(session.id)
 
-For reward functions and scripts around `handle_function_call`. It finds the registries that live in this process (one
-per rollout, and that of `handle_function_call`'s session) and asks the one that has the session.
+For reward functions and scripts. It asks the registry of this process (one per rollout, and that of
+`handle_function_call`'s session) that has the session.
 
-Invariant: a call runs on the loop of its registry and blocks nothing else. It works in threads, in code without a loop,
-and in reward functions and hooks, which are bridged; in any other task of a running loop it raises `RuntimeError` and
-names the method of `ProcessRegistry` to await.
+Invariant: a call runs on the loop of its registry. It works in threads, in code without a loop, and in reward functions
+and hooks, which are bridged; in another task of a running loop it raises `RuntimeError` with the method to await.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ class SharedProcesses:
         *,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in the slot that `handle_function_call` has for the task, made if there is none.
+        """Start a command line in the slot of `handle_function_call` for the task.
 
-        Raises BlockingIOError when too many processes of the task run, and what `Slot.spawn` and leasing a slot raise.
+        Raises BlockingIOError if too many processes of the task run, and the errors of `Slot.spawn` and of leasing.
         """
         options = {"session_key": session_key, "env": env_vars, "use_pty": use_pty, "watch": watch}
         return default_session().spawn(task_id or DEFAULT_TASK, command, cwd=cwd or WORKSPACE, **options)
@@ -87,11 +86,10 @@ class SharedProcesses:
         *,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in a slot of any backend, as a session of `task_id`, else of the slot's trajectory. The
-        process ends with the slot.
+        """Start a command line in a slot of any backend, as a session of `task_id`, else of the slot's trajectory.
 
-        A slot without a `loop` must belong to the loop that runs a bridged function. Raises TimeoutError if it has not
-        started after `timeout` seconds, and what `ProcessRegistry.spawn` raises.
+        A slot without a `loop` must belong to the loop that runs a bridged function. Raises TimeoutError after
+        `timeout` seconds, and the errors of `ProcessRegistry.spawn`.
         """
         registry = self._of_slots.get(env)
         if registry is None:
@@ -110,14 +108,13 @@ class SharedProcesses:
     def recover_from_checkpoint(self) -> int:
         """Take over the processes of an earlier session, if this one keeps slots (`use_session`). Returns their number.
 
-        A process is found only if its slot still has it with the same pid and start; all others are recorded as lost
-        and never signalled. Raises `ConfigError` for a checkpoint that cannot be read.
+        Raises `ConfigError` for a checkpoint that cannot be read.
         """
         return default_session().recover()
 
     @property
     def completion_queue(self) -> queue.Queue[Reply]:
-        """What watched processes of `handle_function_call` and the methods here report; see `Notifications`."""
+        """The reports on watched processes; see `Notifications`."""
         return default_session().told.completion_queue
 
     @property
@@ -150,7 +147,7 @@ class SharedProcesses:
         return any(self._each(ProcessRegistry.has_active_processes, task_id))
 
     def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Whether any process of that conversation runs, so that it must not be reset; older ones do not count."""
+        """Whether any process of that conversation runs, if it is no older than `max_age_s`."""
         return any(self._each(ProcessRegistry.has_active_for_session, session_key, max_age_s))
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:

@@ -1,7 +1,7 @@
 """TTL tracker: expires trajectories whose client has gone away, so that their owner can free their resources.
 
 Invariant: a trajectory in use never expires, and an expired one is refused until it is ended by name, so that no client
-mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to lose and is forgotten.
+mistakes a new workspace for its old one. If all of its calls failed, it has nothing to lose and is forgotten.
 """
 
 from __future__ import annotations
@@ -75,7 +75,12 @@ class Leases:
                     continue
                 if name not in self._overdue():  # used meanwhile
                     continue
-                self._take(name)
+                del self._used[name]
+                if name in self._worked:
+                    self._worked.discard(name)
+                    self._expired[name] = None
+                    if len(self._expired) > _MOST_EXPIRED:
+                        self._expired.popitem(last=False)
                 logger.warning("trajectory %s made no call for %g s and is released", name, self.ttl_s)
                 try:
                     await release(name)
@@ -85,11 +90,3 @@ class Leases:
     def _overdue(self) -> list[str]:
         limit = self._clock.monotonic() - self.ttl_s
         return [name for name, used in self._used.items() if used <= limit and name not in self._calls]
-
-    def _take(self, name: str) -> None:
-        del self._used[name]
-        if name in self._worked:
-            self._worked.discard(name)
-            self._expired[name] = None
-        while len(self._expired) > _MOST_EXPIRED:
-            self._expired.popitem(last=False)

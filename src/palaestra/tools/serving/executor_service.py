@@ -1,10 +1,10 @@
 """The executor service: slots and tools for programs that name trajectories over HTTP. `palaestra serve executor`.
 
 The contract's routes over one `ToolExecutor` and one pool: POST /execute, /release, /artifacts/{read,list,archive}; GET
-/, /health, /status. The executor's configuration sets the permissions of calls.
+/, /health, /status.
 
-Invariants: a trajectory whose client is gone is released after its lease and refused from then on, so that no client
-mistakes a fresh workspace for its old one; a draining service takes no new calls and finishes those it has taken.
+Invariants: a trajectory without calls is released after its lease and refused from then on (`Leases`); a draining
+service takes no new calls and finishes those it has taken.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from palaestra.core.errors import (
 )
 from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
-from palaestra.tools.call_text import ToolCall, reply_of
+from palaestra.tools.call_text import ToolCall, reply_of, shortened
 from palaestra.tools.serving.http_common import encoded
 from palaestra.tools.serving.payloads import ToolCallPayload, ToolServerExecuteRequest, ToolServerResultPayload
 from palaestra.tools.tool import FunctionTool, Tool, ToolReply, ToolRun, ToolSchema
@@ -190,5 +190,4 @@ def _detail(body: bytes) -> str:
 
 
 def _shown(body: bytes) -> str:
-    text = body.decode(errors="replace")
-    return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…")
+    return repr(shortened(body.decode(errors="replace"), _SHOWN_CHARS))

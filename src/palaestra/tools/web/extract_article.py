@@ -5,7 +5,7 @@ large page is read in a process of its own with a limit on time and memory; if i
 
     python -m palaestra.tools.web.extract_article URL < page.html      # that process: JSON to stdout
 
-Invariant: equal pages give equal text unless a limit is reached, and then the note says so.
+Invariant: equal pages give equal text unless the note reports that a limit was reached.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palaestra.core.types import JSON
+from palaestra.tools.call_text import shortened
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.web.extract_article import read_article
 from palaestra.tools.web.fetch import Fetched, PageUnreadable, fetch, screen
@@ -122,7 +123,7 @@ def _pretty(kind: str, text: str) -> str:
 
 
 def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
-    """`most` characters of a page from an offset on, or its error. `way` says how to continue if it is cut."""
+    """`most` characters of a page from an offset on, or its error. `way` is how to continue if it is cut."""
     if page.error:
         return {"url": page.url, "error": page.error}
     total = len(page.content)
@@ -135,8 +136,3 @@ def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "")
         hint = f"Characters {offset} to {end} are shown; {way or f'go on with offset={end}'}"
         reply |= {"total_chars": total, "hint": hint}
     return {**reply, "note": page.note} if page.note else reply
-
-
-def shortened(text: str, most: int) -> str:
-    """The first `most` characters of a text, with the number of those left out."""
-    return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} more characters]"
