@@ -168,7 +168,7 @@ class ProcessRegistry:
         return any(session.running for session in sessions)
 
     async def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Whether any process of that conversation runs, if it is no older than `max_age_s`."""
+        """Whether any process of that conversation runs, of at most `max_age_s`."""
         running = [session for session in await self._refresh(None, session_key) if session.running]
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 

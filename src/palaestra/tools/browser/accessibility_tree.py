@@ -4,7 +4,7 @@ The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per 
 with every document. `Numbers` replaces them with numbers that are unique in a rollout, so an outdated reference is
 recognised and never means another element.
 
-Invariant: the full form has every line of the source; a form that leaves lines out, or is cut, says how many.
+Invariant: the full form has every line of the source; a form that leaves lines out, or is cut, has their number.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ SCHEMA = ToolSchema(
 
 @dataclass(frozen=True, slots=True)
 class FileEdit:
-    """One path before and after; None if there is no file."""
+    """One path before and after; None stands for a missing file."""
 
     path: str
     before: DecodedFile | None

@@ -2,7 +2,7 @@
 background for the `process` tool.
 
 Invariant (S5): the reply is bounded whatever a command prints, and has the true total. If the middle was cut out, a
-file in the slot holds all output, or its first megabytes, and the reply says how much. A command is never run twice.
+file in the slot holds all output, or its first megabytes (`full_output_bytes`). A command is never run twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `terminal_stateful` tool: commands in one shell of the rollout, which keeps directory, variables and functions.
 
 A command has no terminal and no input, as in `terminal`. Invariant: there is one such shell per rollout, and its
-commands run one after the other. If the shell was restarted, the reply says so, because its state is lost.
+commands run one after the other. A restart of the shell, which loses its state, is in the reply.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _INTERRUPT = b"\x03"
 class TerminalPerson:
     """The person at `terminal`, by default the one that the process was started from.
 
-    A question without an answer after `timeout_s` seconds is refused. Raises `ConfigError` if there is no terminal.
+    A question without an answer after `timeout_s` seconds is refused. Raises `ConfigError` without a terminal.
     """
 
     def __init__(self, terminal: str | Path = "/dev/tty", *, timeout_s: float = 300.0) -> None:

@@ -176,7 +176,7 @@ _MAX_LINES_LOOKED_AT = 20_000_000
 def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None]) -> dict[str, str | None]:
     """The new text of each touched path; None if the file is removed.
 
-    `contents` has the present text of every path the patch names (line ends are \\n), None if there is no file.
+    `contents` has the present text of every path the patch names (line ends are \\n), None for a missing file.
     Raises `PatchError` for the first change that does not fit.
     """
     results: dict[str, str | None] = {}

@@ -5,7 +5,7 @@ parametrised like it; any Python from 3.7 on runs it. `ProgramChannel` reads the
 background process and writes answers to its input; `program_supervisor.py`, which runs in the slot, describes them.
 
 Invariant: whatever comes from the slot is bounded and checked here, because the program can write there as it likes;
-anything that is not a frame ends the program. A call itself is checked where it is run.
+anything that is not a frame ends the program. The tool runtime checks the calls.
 """
 
 from __future__ import annotations

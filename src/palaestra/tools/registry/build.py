@@ -69,7 +69,7 @@ BUILTIN_NAMES: Mapping[str, str] = {name: toolset for toolset in _BUILTIN for na
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The tools that one entry point offers. If it could not be loaded, `problem` is set and there are no tools."""
+    """The tools that one entry point offers. If it could not be loaded, `problem` is set and `tools` is empty."""
 
     toolset: str
     origin: str
@@ -205,7 +205,7 @@ def get_tool_definitions(
     *,
     strict: bool = False,
 ) -> list[dict[str, JSON]]:
-    """OpenAI definitions of the chosen tools, whose names are logged unless `quiet_mode`. Raises `ConfigError`."""
+    """OpenAI definitions of the chosen tools. Their names are logged unless `quiet_mode`. Raises `ConfigError`."""
     registry = build_tool_registry(enabled_toolsets, disabled_toolsets, strict=strict)
     if not quiet_mode:
         logger.info("%d tools: %s", len(registry.list_tools()), ", ".join(registry.list_tools()))

@@ -147,7 +147,7 @@ class SharedProcesses:
         return any(self._each(ProcessRegistry.has_active_processes, task_id))
 
     def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Whether any process of that conversation runs, if it is no older than `max_age_s`."""
+        """Whether any process of that conversation runs, of at most `max_age_s`."""
         return any(self._each(ProcessRegistry.has_active_for_session, session_key, max_age_s))
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The client of a tool server: `ToolServerLink`, and external tools whose calls it sends there.
+"""The client of a tool server: `ToolServerLink`, which makes external tools run there.
 
 Invariants: nothing is sent twice; mistakes of the model come back as the tool's own reply, every other failure is a
 `ToolServerError` that names the server and the remedy.
