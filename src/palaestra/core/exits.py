@@ -55,5 +55,4 @@ def report_failure(error: BaseException) -> int:
 
 
 def report(message: str) -> None:
-    """Write one error message on stderr."""
     sys.stderr.write(f"error: {message}\n")

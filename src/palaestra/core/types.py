@@ -196,13 +196,11 @@ class Usage:
     calls: int = 0
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Count one more model call."""
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
         self.calls += 1
 
     def merge(self, other: Usage) -> None:
-        """Count the model calls of another conversation too."""
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
         self.calls += other.calls

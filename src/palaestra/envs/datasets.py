@@ -61,7 +61,6 @@ def _renamed(row: Row, fields: Mapping[str, str]) -> Row | TaskError:
 
 
 def _read(source: str | Path, split: str) -> Iterator[Row | str]:
-    """The rows as they are; in place of what is none, what is wrong with it."""
     if not is_local(source):
         yield from _read_hub(str(source), split)
         return

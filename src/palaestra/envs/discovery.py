@@ -38,7 +38,6 @@ class KnownEnvironment:
 
     @property
     def example_config(self) -> Path | None:
-        """The YAML file next to it, if there is one."""
         path = self.path and self.path.with_name(f"{self.name}.yaml")
         return path if path is not None and path.is_file() else None
 

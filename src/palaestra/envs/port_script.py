@@ -89,7 +89,6 @@ def _root(module: str) -> str:
 
 
 def _statement(module: str, names: Sequence[ast.alias], indent: str) -> str:
-    """An import statement, over several lines where one is too long."""
     written = [f"{alias.name} as {alias.asname}" if alias.asname else alias.name for alias in names]
     short = f"{indent}from {module} import {', '.join(written)}"
     if len(short) <= _WIDTH:

@@ -35,7 +35,6 @@ class SessionContext:
 
     @property
     def rng(self) -> random.Random:
-        """The rollout's own generator, which the run's seed decides."""
         return self.seeded()
 
 
@@ -96,7 +95,6 @@ class ForeignChat(ChatServer):
         self.server: Any = server
 
     async def chat_completion(self, **request: JSON) -> ChatCompletion:
-        """Its reply. Raises `EngineError` for whatever it raises, except `NotImplementedError`."""
         asked = self.server.chat_completion(**request)
         try:
             completion: ChatCompletion = await foreign(asked, expected=(NotImplementedError,))
@@ -110,7 +108,6 @@ class ForeignChat(ChatServer):
 
 
 def chat_server(server: object) -> ChatServer:
-    """The server itself if it is ours, or a `ForeignChat` over it."""
     return server if isinstance(server, ChatServer) else ForeignChat(server)
 
 
@@ -118,9 +115,7 @@ class Engine(Protocol):
     """Something that samples. Opened once per run; every rollout gets a session of its own."""
 
     @property
-    def name(self) -> str:
-        """The model's name as reports show it."""
-        ...
+    def name(self) -> str: ...
 
     async def start(self) -> None:
         """Connect and check. Raises `EngineUnavailable` or `EngineRefused`, and says what to do."""

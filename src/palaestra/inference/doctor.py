@@ -54,17 +54,14 @@ class DoctorCheck:
 
 
 def passed(name: str, found: str) -> DoctorCheck:
-    """The answer is yes."""
     return DoctorCheck(name, CheckState.OK, found)
 
 
 def failed(name: str, found: str, way_out: str) -> DoctorCheck:
-    """The answer is no."""
     return DoctorCheck(name, CheckState.FAILED, found, way_out)
 
 
 def not_applicable(name: str, found: str, way_out: str = "") -> DoctorCheck:
-    """The question cannot be asked here."""
     return DoctorCheck(name, CheckState.NOT_APPLICABLE, found, way_out)
 
 
@@ -84,18 +81,16 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
         return all(check.state is not CheckState.FAILED for check in self.checks)
 
     def skip(self, names: Sequence[str], why: str, way_out: str = "") -> None:
-        """Add checks that do not apply."""
         self.checks += [not_applicable(name, why, way_out) for name in names]
 
 
 TOKENS, LOGPROBS, STOP = "tokens in and out", "log-probabilities", "stop token inside the mask"
 SAMPLING = (TOKENS, LOGPROBS, STOP)
 
-_UPGRADE = "vLLM: 0.10.2 or newer, without --disable-log-probs. SGLang: 0.4 or newer. DoctorCheck --openai.server_type."
+_UPGRADE = "vLLM: 0.10.2 or newer, without --disable-log-probs. SGLang: 0.4 or newer. Check --openai.server_type."
 _ASKED = 4
 
 
@@ -256,7 +251,6 @@ def _written(
 
 
 def _reads(parser: GrammarParser, text: str, arguments: dict[str, JSON]) -> bool:
-    """Whether the parser finds this one call and nothing else."""
     parsed = parser.parse(text, tools=[TOOL])
     found = [(call.name, call.arguments) for call in parsed.calls]
     return found == [("look_up_word", arguments)] and not parsed.errors and not (parsed.content or "").strip()
@@ -304,7 +298,6 @@ class _Examination:
         self.found = Diagnosis(target.where, model=target.model or "")
 
     async def folder(self) -> Diagnosis:
-        """A model that is sampled in this process."""
         engine = TransformersEngine(self._config("transformers", self.target.where))
         self.found.model = self.target.where
         try:
@@ -320,7 +313,6 @@ class _Examination:
         return self.found
 
     async def endpoint(self) -> Diagnosis:
-        """A model server."""
         engine = OpenAIEngine(self._config("openai", self.target.model or "default"))
         try:
             models = await self._reach(engine)
@@ -436,7 +428,7 @@ class _Examination:
         self.found.refusal = error
         asked = {check.name for check in self.found.checks}
         if REACHABLE not in asked:
-            way_out = "DoctorCheck address and key, and that the server runs."
+            way_out = "Check the address and the key, and that the server runs."
             self.found.checks.append(failed(REACHABLE, str(error), way_out))
         self.found.checks += [
             not_applicable(name, "the server could not be asked") for name in _AFTER_REACHING if name not in asked

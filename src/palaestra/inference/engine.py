@@ -31,7 +31,6 @@ class Record(msgspec.Struct, kw_only=True):
         return iter(self.__struct_fields__)
 
     def get(self, key: str, default: JSON = None) -> JSON:
-        """The field's value, or `default` if there is no such field."""
         return getattr(self, key, default)
 
     def model_dump(self) -> dict[str, JSON]:
@@ -152,9 +151,7 @@ class TokenEngine(Protocol):
     """Samples token ids after token ids. Token-exact chat is built on it."""
 
     @property
-    def name(self) -> str:
-        """The model's name in reports."""
-        ...
+    def name(self) -> str: ...
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`. `sampling` has OpenAI's names (`max_tokens`, `temperature`, `stop_token_ids`, …).

@@ -62,7 +62,6 @@ class ServerGroup(ChatServer):
 
     @property
     def name(self) -> str:
-        """The models' names, each once."""
         return ", ".join(dict.fromkeys(server.name for server in self.servers))
 
     async def start(self) -> None:
@@ -76,12 +75,10 @@ class ServerGroup(ChatServer):
             raise failures.exceptions[0] from None
 
     async def aclose(self) -> None:
-        """Close all servers. Idempotent."""
         for server in self.servers:
             await server.aclose()
 
     def session(self, context: SessionContext) -> ChatServer:
-        """A session for one rollout, token-exact if the servers are."""
         if self.token_exact:
             return self.managed_server(name=context.rollout_id)
         servers = self._in_turn()
@@ -90,12 +87,10 @@ class ServerGroup(ChatServer):
         return _FirstAvailable([server.session(context) for server in servers])
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
-        """One reply from the least busy server."""
         async with self._least_busy() as session:
             return await session.chat_completion(messages=messages, **request)
 
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
-        """Continuations of a text from the least busy server. Raises `ConfigError` for servers that only chat."""
         async with self._least_busy() as session:
             return await session.completion(prompt=prompt, **request)
 

@@ -89,12 +89,10 @@ class FastTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of one token, or None."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
@@ -104,7 +102,6 @@ class FastTokenizer:
         return found
 
     def save(self, path: Path) -> None:
-        """Write `tokenizer.json`, without the other files."""
         self._tokenizer.save(str(path))
 
     def __len__(self) -> int:

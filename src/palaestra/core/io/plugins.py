@@ -35,7 +35,6 @@ def _package(point: EntryPoint) -> str:
 
 
 def origin(point: EntryPoint) -> str:
-    """The package and the object of an entry point, for messages."""
     return f"{_package(point) or 'an unnamed package'} ({point.value})"
 
 
@@ -77,7 +76,6 @@ def _definitions(tree: ast.Module, name: str) -> list[ast.ClassDef | ast.Functio
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
-    """The names that a module binds anywhere."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -279,15 +279,12 @@ class FunctionForm:
 
     @property
     def about(self) -> str:
-        """The docstring of the function."""
         return inspect.getdoc(self.source) or ""
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """The environment's own settings and servers: a function has none but its parameters."""
         return None, ()
 
     def check_values(self) -> Mapping[str, JSON]:
-        """Settings for a check: a function has none."""
         return {}
 
     def build(

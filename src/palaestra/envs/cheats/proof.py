@@ -50,14 +50,11 @@ FULL = 1.0
 """The reward that the oracle must get."""
 
 
-class CheatPolicy:
+class CheatPolicy(Policy):
     """Runs one cheat in the terminal, then reports that the work is done."""
 
     def __init__(self, cheat: Cheat) -> None:
         self._cheat = cheat
-
-    async def start(self) -> None:
-        """Nothing to load."""
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         if any(message.get("role") == "assistant" for message in messages):

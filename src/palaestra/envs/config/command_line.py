@@ -168,7 +168,6 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return command, flags
 
     def _take(self, given: _Given, written: str, words: list[str]) -> None:
-        """Add one flag to what was given."""
         match written:
             case "--show-config":
                 given.show_config = bool(self._read(bool, written, words))
@@ -201,7 +200,6 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         given.add(group, key, self._read(JSON if dot else annotation, written, words), written, annotation)
 
     def _set_env(self, given: _Given, written: str, name: str, value: JSON) -> None:
-        """Add what a flag that is no field of its own says about one."""
         given.add("env", name, value, written, self.env_type.model_fields[name].annotation)
 
     def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
@@ -211,7 +209,6 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             raise ConfigError(f"{written}: {error}") from None
 
     def known_flags(self) -> Iterator[str]:
-        """Every flag there is, for suggestions."""
         yield from (*_OWN, *SHORT_FORMS)
         yield from (f"--env.{name}" for name in self.env_type.model_fields)
         yield from (f"--openai.{name}" for name in self.server_type.model_fields)
@@ -282,7 +279,6 @@ class _Given:
     show_config: bool = False
 
     def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
-        """Take what a flag says about a field, or about an entry below it."""
         target = self.values[group]
         target[key] = _joined(target.get(key), value, annotation)
         self.spelled[group][key] = self.spelled[group][key.partition(".")[0]] = written
@@ -389,7 +385,6 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
 
 
 def _field(group: str, model_type: type[BaseModel], name: str, own_default: JSON) -> str:
-    """One line: flag, type, what it means, default."""
     info = model_type.model_fields[name]
     default = own_default if own_default is not None else info.get_default(call_default_factory=True)
     shown = "" if default is PydanticUndefined else f" [{_shown(name, default)}]"

@@ -184,7 +184,6 @@ def read_environ(
 
 
 def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:
-    """Those of the names whose field this configuration has."""
     return {each: name for each, name in named.items() if name.partition(".")[0] in model_type.model_fields}
 
 
@@ -276,7 +275,6 @@ def takes_mapping(annotation: Annotation) -> bool:
 
 
 def describe(annotation: Annotation) -> str:
-    """The type for help texts."""
     names = []
     for kind in members(annotation):
         origin = _origin(kind) or kind
@@ -306,7 +304,6 @@ def read_json(word: str) -> JSON:
 
 
 def _origin(annotation: Annotation) -> Annotation:
-    """`typing.get_origin` with its real type: any special form or class, or None."""
     return get_origin(annotation)
 
 

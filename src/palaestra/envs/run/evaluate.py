@@ -68,7 +68,6 @@ class Evaluation:
     async def roll_out(
         self, environment: Environment, samples: int, first: int = 0, limit: int | None = None
     ) -> list[Group]:
-        """The groups of an environment's tasks, in order."""
         done: list[Group] = []
 
         def keep(group: Group) -> None:

@@ -31,7 +31,6 @@ Gate = Callable[[], Awaitable[bool]]
 
 
 def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
-    """How the environment presents itself to the trainer."""
     return FeedSettings(
         name=config.wandb_name or name,
         group_size=config.group_size,

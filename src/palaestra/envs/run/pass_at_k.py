@@ -75,7 +75,6 @@ def _passes(groups: Sequence[Sequence[Trajectory]], attempts: int) -> dict[str, 
 
 
 def sample(trajectory: Trajectory) -> dict[str, JSON]:
-    """One attempt, for the samples of an evaluation."""
     return {
         "task_id": trajectory.task_id,
         "index": trajectory.index,

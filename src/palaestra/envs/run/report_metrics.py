@@ -75,11 +75,9 @@ class MetricsFile:
         """Nothing: the journal has every rollout."""
 
     def close(self) -> None:
-        """Idempotent."""
         self._file.close()
 
     async def aclose(self) -> None:
-        """The same."""
         self.close()
 
 
@@ -123,7 +121,6 @@ class Reporting:
         self.note(text)
 
     def add(self, tracker: Tracker) -> None:
-        """One more tracker."""
         self._trackers.append(tracker)
 
     def _on_group(self, event: GroupFinished) -> None:
@@ -137,7 +134,6 @@ class Reporting:
 
     @contextmanager
     def running(self, environment: Environment) -> Iterator[None]:
-        """Send metrics while the block runs."""
         reporting = asyncio.create_task(self._report(environment), name="figures")
         try:
             yield

@@ -62,9 +62,7 @@ class Form(Protocol):
     reference: str
 
     @property
-    def about(self) -> str:
-        """Its docstring."""
-        ...
+    def about(self) -> str: ...
 
     @property
     def command(self) -> str | None: ...
@@ -205,7 +203,6 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
 
 @asynccontextmanager
 async def opened(environment: Environment) -> AsyncIterator[None]:
-    """The environment, opened for the block and closed after it."""
     try:
         await environment.open()
         yield
@@ -241,8 +238,6 @@ def concurrency(config: BaseEnvConfig) -> int:
 
 
 def _writing_on(stream: TextIO) -> Callable[[str], None]:
-    """Writes a line where no console is shown."""
-
     def write(text: str) -> None:
         stream.write(f"{text}\n")
 
@@ -291,7 +286,6 @@ class CommandRun:
 
     @asynccontextmanager
     async def _watched(self, console: Console) -> AsyncIterator[None]:
-        """Let other processes see the state of the run."""
         config = self.parsed.env_config
         async with self.status.written(self.output.folder.path):
             if config.metrics_port is None:
@@ -444,5 +438,4 @@ def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, st
 
 
 def _interval(figures: dict[str, float], name: str) -> str:
-    """The confidence interval of a metric, if it has one."""
     return f" ({figures[f'{name}/low']:.3f} to {figures[f'{name}/high']:.3f})" if f"{name}/low" in figures else ""

@@ -127,7 +127,6 @@ class RunOutput:
 
     @property
     def report(self) -> Path:
-        """The report: next to the groups file, with the same name."""
         return self.groups.path.with_suffix(".html")
 
     def handlers(self) -> Handlers:

@@ -75,7 +75,6 @@ class Sampling:
         return read
 
     def seeded(self, seed: int) -> Sampling:
-        """The same with this seed."""
         return replace(self, seed=seed)
 
 

@@ -78,7 +78,6 @@ class OpenAIEngine(ServerEngine):
             )
 
     async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
         await self.transport.aclose()
 
     async def chat_completion(
@@ -160,7 +159,6 @@ class OpenAIEngine(ServerEngine):
         return decode_completion(raw, turn, self._source)
 
     async def _repeated(self, body: dict[str, JSON], lane: str, n: int, on_delta: DeltaHook | None) -> ChatCompletion:
-        """`n` choices from a server that gives one at a time."""
         hooks = [on_delta and partial(_call_as, on_delta, index) for index in range(n)]
         return _together(await _all([self._complete(dict(body), lane, hook) for hook in hooks]))
 

@@ -10,10 +10,11 @@ answer. Not token-exact: tokens are estimated as UTF-8 bytes of the text, divide
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -41,7 +42,6 @@ class RecordedReply:
     completion_tokens: int | None = None
 
     def completion(self) -> ChatCompletion:
-        """The reply as a server returns it."""
         finish_reason = self.finish_reason or ("tool_calls" if self.message.tool_calls else "stop")
         prompt, completion = self.prompt_tokens or 0, self.completion_tokens or 0
         usage = CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
@@ -61,16 +61,15 @@ Act: TypeAlias = str | Sequence[ToolStep] | RecordedReply
 """A policy's turn: a plain answer, tool calls, or a recorded message."""
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Decides the assistant's next turn."""
 
     async def start(self) -> None:
         """Read the policy's files. Raises `ConfigError`."""
-        ...
 
+    @abstractmethod
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         """The next turn, from the rollout's context and the conversation so far alone."""
-        ...
 
 
 def turns_taken(context: SessionContext, messages: Sequence[Message]) -> int:
@@ -92,20 +91,14 @@ def _task(context: SessionContext, policy: str) -> Task:
     return context.task
 
 
-class _WithoutFiles:
-    async def start(self) -> None:
-        """There is nothing to read."""
-
-
-class NoopPolicy(_WithoutFiles):
+class NoopPolicy(Policy):
     """Answers and does nothing."""
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        """The answer."""
         return "I have done nothing."
 
 
-class OraclePolicy(_WithoutFiles):
+class OraclePolicy(Policy):
     """Plays `task.solution`, one step per turn, then reports that it is done."""
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
@@ -138,7 +131,7 @@ def _steps(task: Task) -> Sequence[ToolStep | Say | str]:
     return tuple(steps)
 
 
-class PatchPolicy:
+class PatchPolicy(Policy):
     """Applies one unified diff to the workspace."""
 
     def __init__(self, path: Path) -> None:
@@ -146,11 +139,9 @@ class PatchPolicy:
         self._diff = ""
 
     async def start(self) -> None:
-        """Read the diff. Raises `ConfigError`."""
         self._diff = await asyncio.to_thread(_read_file, self._path)
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        """Write the diff into the slot, apply it, report it."""
         turn = turns_taken(context, messages)
         if turn == 0:
             return [ToolStep("write_file", {"path": PATCH_PATH, "content": self._diff})]
@@ -159,7 +150,7 @@ class PatchPolicy:
         return "The patch has been applied."
 
 
-class ReplayPolicy:
+class ReplayPolicy(Policy):
     """Plays the assistant's side of recorded trajectories, picked by task id and index.
 
     A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run, whose lines
@@ -172,7 +163,6 @@ class ReplayPolicy:
         self._turns: Mapping[tuple[str, int], list[RecordedReply]] = {}
 
     async def start(self) -> None:
-        """Read the recording. Raises `ConfigError`."""
         self._turns = await asyncio.to_thread(_read_recording, self._path)
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
@@ -194,19 +184,6 @@ class ReplayPolicy:
                 f"The recording of task '{task.id}', index {context.index}, ends after {turn} turns."
             )
         return turns[turn]
-
-
-class RecordedTurn(Protocol):
-    """Any record of a turn's finish reason and token counts."""
-
-    @property
-    def finish_reason(self) -> str | None: ...
-
-    @property
-    def prompt_tokens(self) -> int | None: ...
-
-    @property
-    def completion_tokens(self) -> int | None: ...
 
 
 class _Turn(msgspec.Struct):
@@ -248,7 +225,6 @@ def _read_recording(path: Path) -> dict[tuple[str, int], list[RecordedReply]]:
 
 
 def _read_file(path: Path) -> str:
-    """The content of a policy's file. Raises `ConfigError`."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -280,10 +256,10 @@ def _assistant_side(trajectory: _Trajectory, path: Path) -> list[RecordedReply]:
     return recorded_turns(said, trajectory.turns)
 
 
-def recorded_turns(said: Sequence[AssistantMessage], turns: Sequence[RecordedTurn]) -> list[RecordedReply]:
-    """The assistant's messages with their turns; messages of the prompt come first and have none."""
+def recorded_turns(said: Sequence[AssistantMessage], turns: Sequence[JSON]) -> list[RecordedReply]:
+    """The assistant's messages with the finish reasons and token counts of `turns`; those of the prompt have none."""
     examples = len(said) - len(turns)
-    known: list[RecordedTurn] = [_Turn()] * examples + list(turns) if examples >= 0 else [_Turn()] * len(said)
+    known = [_Turn()] * examples + list(turns) if examples >= 0 else [_Turn()] * len(said)
     return [
         RecordedReply(message, turn.finish_reason, turn.prompt_tokens, turn.completion_tokens)
         for message, turn in zip(said, known, strict=True)
@@ -303,14 +279,12 @@ class ScriptedEngine(ServerEngine):
         self._policy = policy or policy_named(config.model_name, config.replay_file)
 
     async def start(self) -> None:
-        """Read the policy's files. Raises `ConfigError`."""
         await self._policy.start()
 
     async def aclose(self) -> None:
         """Nothing is open."""
 
     def session(self, context: SessionContext) -> ChatServer:
-        """The policy playing one rollout."""
         return ScriptedSession(self.name, self._policy, context)
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
@@ -327,7 +301,6 @@ class ScriptedSession(ChatServer):
         self._context = context
 
     def child(self, number: int = 0) -> ScriptedSession:
-        """The same policy for a sub-agent of the rollout."""
         return ScriptedSession(self._name, self._policy, replace(self._context, branch=number, tools=None))
 
     async def chat_completion(

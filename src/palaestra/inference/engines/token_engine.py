@@ -56,11 +56,9 @@ class TokenChat(ServerEngine):
         self.managed_server()
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """Continue `input_ids[T]`; see `TokenEngine`."""
         raise NotImplementedError
 
     def session(self, context: SessionContext) -> ManagedChat:
-        """Token-exact chat for one rollout, with the configured parser and history mode."""
         return self.managed_server(name=context.rollout_id)
 
     def managed_server(
@@ -134,7 +132,6 @@ class TokenChat(ServerEngine):
 
 
 def template_text(named: str | None) -> str | None:
-    """The template in a file. Raises `ConfigError`."""
     if named is None:
         return None
     try:
@@ -179,7 +176,6 @@ class TokenServer(TokenChat):
         await self._compare_tokenizers()
 
     async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
         await self.transport.aclose()
 
     async def _compare_tokenizers(self) -> None:
@@ -209,7 +205,6 @@ class TokenServer(TokenChat):
         )
 
     def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:
-        """A reply of the given shape. Raises `EngineReplyError`."""
         try:
             return msgspec.json.decode(raw, type=shape)
         except NOT_JSON as error:
@@ -218,7 +213,6 @@ class TokenServer(TokenChat):
             ) from None
 
     def _wrong(self, url: URL, prompt_tokens: int, what: str) -> EngineReplyError:
-        """The error for a reply that violates the protocol; it names the engine and the request."""
         return EngineReplyError(
             f"The model server at {shown(url)} (model '{self.name}') answered a prompt of {prompt_tokens} tokens with "
             f"an invalid token-exact reply: {what}."
@@ -246,7 +240,6 @@ class SGLangEngine(TokenServer):
     """
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """Continue `input_ids[T]`."""
         url = self.root_url / "generate"
         lane, asked = sampling.get("split", "train"), _sglang_request(sampling)
         response = await self._continued(url, "input_ids", input_ids, asked, lane)
@@ -323,7 +316,6 @@ class VLLMEngine(TokenServer):
     _stock: bool | None = None
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """Continue `input_ids[T]`, in the server's shape."""
         sampling = {"max_tokens": None, **sampling}  # up to the window; left out, it would be 16
         lane = sampling.pop("split", "train")
         if self._stock is False:
@@ -390,7 +382,6 @@ class VLLMEngine(TokenServer):
 
 
 def _spelled_ids(tokens: Sequence[str]) -> list[int] | None:
-    """The ids that tokens spell, if all of them do."""
     if not all(token.startswith(_SPELLED) for token in tokens):
         return None
     try:

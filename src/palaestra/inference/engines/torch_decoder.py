@@ -111,7 +111,6 @@ class TorchDecoder:
         self._unread = None if self._unread is None else self._unread[chosen]
 
     def load(self, folder: str) -> None:
-        """Replace the weights."""
         fresh = load_model(folder, device="cpu", dtype=str(self.model.dtype).removeprefix("torch."))
         self.model.load_state_dict(fresh.state_dict())
 

@@ -46,7 +46,6 @@ def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
 
 
 def decode_text(raw: bytes, source: str) -> TextCompletion:
-    """The reply to a text prompt as records. Raises `EngineReplyError`."""
     try:
         completion = _TEXT_DECODER.decode(raw)
     except NOT_JSON as error:
@@ -102,7 +101,6 @@ def _choice(choice: Mapping[str, JSON], index: int) -> dict[str, JSON]:
 
 
 def _content(content: JSON) -> str | None:
-    """Text, or the text parts of a list."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         return "".join(part for part in parts if isinstance(part, str))
@@ -214,7 +212,6 @@ def listed_models(body: bytes) -> list[ListedModel]:
 
 
 def server_kind(models: Sequence[ListedModel]) -> ServerKind:
-    """The kind of server, according to its list of models."""
     for model in models:
         if model.owned_by == "vllm":
             return "vllm"

@@ -119,7 +119,6 @@ class Transport:
         )
 
     async def aclose(self) -> None:
-        """Close the connections."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -231,7 +230,6 @@ class Transport:
 
 
 def _authorization(config: APIServerConfig) -> dict[str, str]:
-    """The header for the key. Raises `ConfigError`."""
     key = sent_secret(config.api_key, "--openai.api_key")
     if key is None:
         return {}
@@ -313,7 +311,6 @@ class _WithError(msgspec.Struct):
 
 
 def shown(url: URL) -> str:
-    """The address as messages show it."""
     return str(url.with_user(None).with_query(None).with_fragment(None))
 
 
@@ -342,7 +339,6 @@ def _message(value: JSON) -> str | None:
 
 
 def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
-    """The error for a status that a retry cannot change."""
     said = server_says(body)
     if status in (400, 413, 422) and _TOO_LONG.search(said):
         return ContextExceeded(f"The conversation does not fit model '{model}' at {shown(url)} (HTTP {status}): {said}")

@@ -159,7 +159,6 @@ class Prompt(Sequence[int]):
         return self._segment.tokens[at] if at < self._kept else self._rest[at - self._kept]
 
     def grow(self, ids: array[int]) -> None:
-        """Add ids at the end."""
         self._rest = self._rest + ids
         self.checksum = sent_checksum(ids, self.checksum)
 
@@ -180,12 +179,10 @@ def sent_checksum(ids: array[int], before: int = 0) -> int:
 
 
 def ids_json(ids: Sequence[int]) -> bytes:
-    """Ids `[T]` as a JSON list."""
     return ids.json() if isinstance(ids, Prompt) else msgspec.json.encode(list(ids))
 
 
 def _numbers(ids: array[int], *, first: bool) -> bytes:
-    """Ids separated by commas, after a comma unless they are the first."""
     text = msgspec.json.encode(ids.tolist())[1:-1]
     return text if first or not text else b"," + text
 
@@ -199,7 +196,6 @@ class Ledger:
         self._segments: list[_Segment] = []
 
     def __len__(self) -> int:
-        """How many segments there are."""
         return len(self._segments)
 
     def open(self, reason: SegmentReason, branch: int = 0) -> int:
@@ -220,7 +216,6 @@ class Ledger:
         return Prompt(known, array("i", delta))
 
     def last_token(self, segment: int) -> int | None:
-        """The last token of a segment."""
         tokens = self._segments[segment].tokens
         return tokens[-1] if tokens else None
 
@@ -335,23 +330,19 @@ class SequenceNode:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The ids."""
         return self._row.tokens
 
     @cached_property
     def masked_tokens(self) -> list[int]:
-        """The sampled ids, -100 elsewhere."""
         return self._row.masks
 
     @cached_property
     def logprobs(self) -> list[float]:
-        """The engine's log-probabilities, 1.0 where nothing was sampled."""
         assert self._row.logprobs is not None
         return self._row.logprobs
 
     @cached_property
     def full_text(self) -> str:
-        """The tokens as text, special ones included. Decoded when it is first read."""
         return self._tokenizer.decode(self.tokens, skip_special_tokens=False)
 
     def __getitem__(self, key: str) -> JSON:
@@ -360,7 +351,6 @@ class SequenceNode:
         return getattr(self, key)
 
     def get(self, key: str, default: JSON = None) -> JSON:
-        """The field's value, or `default` if there is no such field."""
         try:
             return self[key]
         except KeyError:

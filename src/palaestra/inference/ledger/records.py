@@ -163,7 +163,6 @@ def _unpacked(values: array, raw: bytes) -> array:  # type: ignore[type-arg]
 
 
 def feed_digest(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes, logprobs: bytes) -> None:
-    """Add one span to a segment's running hash."""
     hasher.update(b"".join((f"{kind}\0{version}\0{len(tokens)}\0".encode(), tokens, logprobs)))
 
 

@@ -59,7 +59,6 @@ class LedgerVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether no invariant is broken."""
         return self.violation is None
 
 
@@ -174,7 +173,6 @@ class _SegmentCheck:
             yield self._at("T3", "a prompt without sampled tokens after it", before)
 
     def _values(self, span: TokenSpan) -> Iterator[Violation]:
-        """Mask, log-probabilities and ids of one span."""
         length, sampled = span.stop - span.start, span.kind == "sampled"
         if self.segment.mask[span.start : span.stop] != (b"\1" if sampled else b"\0") * length:
             wrong = "a sampled token is not trained" if sampled else "a token that was not sampled is trained"

@@ -73,7 +73,6 @@ class ParsedCall:
         return cls(call_id, name, arguments, json.dumps(arguments, ensure_ascii=False), 0, 0)
 
     def message(self) -> ToolCallMessage:
-        """The call in an assistant message."""
         return ToolCallMessage(id=self.id, function=FunctionCall(name=self.name, arguments=self.arguments_text))
 
 
@@ -114,7 +113,6 @@ class ParsedOutput:
 
     @property
     def calls(self) -> list[ParsedCall]:
-        """The well-formed calls."""
         return [piece for piece in self.pieces if isinstance(piece, ParsedCall)]
 
     @property
@@ -148,7 +146,6 @@ class ParsedOutput:
 
     @property
     def tool_calls(self) -> list[ToolCallMessage] | None:
-        """The well-formed calls as messages, or None."""
         return [call.message() for call in self.calls] or None
 
     @property
@@ -172,9 +169,7 @@ class ParsedOutput:
 class ToolCallParser(Protocol):
     """The contract's parser, which scripts can implement and register."""
 
-    def parse(self, text: str) -> ParsedOutput | tuple[str | None, list[ToolCallMessage] | None]:
-        """The content and the calls, each None if missing."""
-        ...
+    def parse(self, text: str) -> ParsedOutput | tuple[str | None, list[ToolCallMessage] | None]: ...
 
 
 class Unwritable(ValueError):
@@ -192,7 +187,6 @@ class Malformed(Exception):
 
 
 def named_object(call: ParsedCall, key: str = "arguments") -> str:
-    """`{"name": …, "arguments": …}` with the arguments as written."""
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{key}": {call.arguments_text}}}'
 
 

@@ -136,7 +136,6 @@ class OutputReader:
         self._turn, self._calls, self._ids = turn, 0, set[str]()
 
     def read(self) -> ParsedOutput:
-        """Read the whole output."""
         position = self._think(Mark("", 0, 0), self._ends) if self._thinking else self._grammar.begin(self)
         while (mark := find(self.text, position, *self._marks)) is not None:
             self.text_to(mark.start)
@@ -169,7 +168,6 @@ class OutputReader:
         self._add(ParsedCall(known_as, name, arguments, arguments_text, start, end))
 
     def broken(self, problem: Malformed, name: str, start: int, end: int, call_id: str = "") -> None:
-        """Add a call that must not run."""
         text = self.text[start:end]
         known_as = self._id(call_id, name, text)
         self._add(BrokenCall(known_as, name, problem.reason, problem.detail, text, start, end))
@@ -222,7 +220,6 @@ class OutputReader:
 
     @cached_property
     def types(self) -> ArgumentTypes:
-        """The types of the tools' arguments."""
         return ArgumentTypes(self._tools)
 
     @property

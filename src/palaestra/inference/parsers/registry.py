@@ -66,7 +66,6 @@ def get_parser(name: str) -> GrammarParser:
 
 
 def list_parsers() -> list[str]:
-    """All names, including aliases and registered ones, sorted."""
     return sorted({*_GRAMMARS, *_ALIASES, *_registered})
 
 

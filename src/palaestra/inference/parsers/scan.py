@@ -153,7 +153,6 @@ def decode(text: str) -> JSON:
 
 
 def decode_object(text: str) -> dict[str, JSON]:
-    """The JSON object of `text`. Raises `Malformed`."""
     value = decode(text)
     if not isinstance(value, dict):
         raise Malformed(BrokenReason.NOT_AN_OBJECT, "the arguments are not a JSON object")

@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -48,10 +48,8 @@ _ADVERSARIAL = (
 )
 
 
-class RenderMessages(Protocol):
-    """Renders messages that are prepared for the template. Raises `ConfigError`."""
-
-    def __call__(self, messages: Sequence[Message], /) -> str: ...
+RenderMessages: TypeAlias = Callable[[Sequence[Message]], str]
+"""Renders messages that are prepared for the template. Raises `ConfigError`."""
 
 
 class Outlines:
@@ -218,12 +216,10 @@ class BlankRecording:
         self._asked: list[_Asked] = []
 
     def blank(self, text: str) -> Blank:
-        """A blank that stands for `text`."""
         self.texts.append(text)
         return Blank(self, len(self.texts) - 1)
 
     def joined(self, parts: Sequence[str]) -> Blank:
-        """All of them joined."""
         text = "".join([self.texts[part.number] if isinstance(part, Blank) else part for part in parts])
         blank = self.blank(text)
         written = tuple(part.number if isinstance(part, Blank) else part for part in parts)
@@ -277,7 +273,6 @@ class Blank(str):
     number: int
 
     def __new__(cls, recording: BlankRecording, number: int) -> Blank:
-        """The blank of one of the recording's values."""
         blank = super().__new__(cls, _mark(number))
         blank.recording, blank.number = recording, number
         return blank
@@ -393,7 +388,6 @@ class _Tracing(Sandbox):
         return "".join(found) if blank is None else blank.recording.joined(found)
 
     def holds(self, container: JSON, member: JSON) -> bool:
-        """`member in container`."""
         if isinstance(member, Blank) and isinstance(container, str):
             raise Opaque("in")
         return member in container
@@ -406,14 +400,12 @@ class _Tracing(Sandbox):
         return super().call(context, function, *given, **named)
 
     def call_binop(self, context: Context, operator: str, left: JSON, right: JSON) -> JSON:
-        """`%`, which formats, and `*`."""
         if isinstance(left, str) or isinstance(right, Blank):
             raise Opaque(operator)
         return super().call_binop(context, operator, left, right)
 
 
 def traced(template: ChatTemplate) -> ChatTemplate:
-    """The same template, for rendering with blanks."""
     return template.compiled_in(_Tracing())
 
 

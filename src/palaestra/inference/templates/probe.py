@@ -9,10 +9,10 @@ which the model cannot see its tools.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
@@ -56,7 +56,6 @@ class Shape:
         return [*marks, _mark("r")] if self.reasoning else marks
 
     def message(self, stand: str = _LATEST) -> Message:
-        """An assistant message of this shape, in the OpenAI shape with arguments as objects."""
         message: Message = {"role": "assistant", "content": ""}
         if self.content or not self.calls:
             message["content"] = _mark("c", stand=stand)
@@ -75,12 +74,10 @@ class Shape:
 
 
 def _mark(part: str, number: int | None = None, stand: str = _LATEST) -> str:
-    """The mark of a part of a message: content, reasoning, or the arguments of a call."""
     return f"{stand}{part}{NONCE}" + ("" if number is None else f"{number}z")
 
 
 def shape_of(message: Message) -> Shape:
-    """The shape of an assistant message."""
     calls = [(call.get("id", ""), call["function"]["name"]) for call in message.get("tool_calls") or ()]
     return Shape(content=bool(message.get("content")), reasoning=bool(reasoning_of(message)), calls=calls)
 
@@ -131,16 +128,8 @@ _RESULT = "result" + CONTENT
 _REASONING = "thinking" + CONTENT
 
 
-class RenderTemplate(Protocol):
-    """Renders messages with the template's variables, and the tools, or others. Raises `ConfigError`."""
-
-    def __call__(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, JSON]] | None = None,
-    ) -> str: ...
+RenderTemplate: TypeAlias = Callable[..., str]
+"""`TurnRenderer._render`: renders messages with the template's variables and tools, or others. Raises `ConfigError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +242,6 @@ def _refuses_both(render: RenderTemplate, field_name: str | None, tools: Sequenc
 
 
 def _tried(render: RenderTemplate, messages: list[Message]) -> Iterator[str]:
-    """The rendering, if the template has one."""
     try:
         yield render(messages, add_generation_prompt=False)
     except ConfigError:

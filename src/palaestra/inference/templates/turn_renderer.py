@@ -117,11 +117,9 @@ class TurnRenderer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end a turn."""
         return self.traits.stop_ids
 
     def renders_like(self, other: TurnRenderer) -> bool:
-        """Whether both have the same tools and template variables."""
         return self is other or (self.tools == other.tools and self.variables == other.variables)
 
     def opening(self, messages: Sequence[Message]) -> Opening:
@@ -256,7 +254,6 @@ class TurnRenderer:
 
     @property
     def _tool_name(self) -> str:
-        """The name of an existing tool."""
         name: str = self.tools[0].get("function", self.tools[0]).get("name", "f") if self.tools else "f"
         return name
 

@@ -66,7 +66,6 @@ class _Thread:
     busy: bool = False
 
     def extend(self, messages: Sequence[Message], reply: AssistantMessage) -> None:
-        """Add a reply to `messages`, which continue this conversation."""
         known = len(self.seen)
         if known:  # the caller's version of the last reply; nearly always it is the same
             theirs = messages[known]

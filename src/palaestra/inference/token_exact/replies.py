@@ -148,7 +148,6 @@ def split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
 
 @functools.lru_cache(maxsize=64)
 def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
-    """Which of our options the function takes."""
     try:
         parameters = inspect.signature(parse).parameters.values()
     except (TypeError, ValueError):

@@ -41,7 +41,6 @@ class GptOss(Grammar):
         return self.read(output, Mark(_START, 0, 0)) or 0
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """One message, or an end mark that was left over."""
         if mark.text in _ENDS:
             return mark.end
         header_tags = (_MESSAGE, _START, _CHANNEL, *_ENDS)

@@ -50,7 +50,6 @@ class Tags:
 
     @property
     def last(self) -> str:
-        """The tag after which a call is over."""
         return self.close[-1]
 
 
@@ -311,14 +310,12 @@ class Hermes(Grammar):
     openers = ("<tool_call>",)
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """One call."""
         begin = skip(output.text, mark.end)
         if not output.text.startswith("{", begin):
             return output.mentioned(mark, self.tags.last)
         return add_named(output, mark.start, tagged_body(output, begin, self.tags))
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """Each call on three lines."""
         blocks = [f"{self.tags.open}\n{named_object(call)}\n{self.tags.last}" for call in calls]
         return "\n".join([text, *blocks] if text else blocks)
 

@@ -12,8 +12,10 @@ if it begins with a name and keyword arguments or none; other JSON, other bracke
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+import warnings
 from collections.abc import Sequence
 
 from palaestra.core.types import JSON
@@ -44,7 +46,6 @@ class LlamaJson(Grammar):
     openers = (_TAG, "{")
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """One call or several, or a bare object that is not a call."""
         text, begin = output.text, mark.start
         if mark.text == _TAG:
             begin = skip(text, mark.end)
@@ -80,7 +81,6 @@ class LlamaJson(Grammar):
         return add_named(output, start, untagged_body(output, begin, scan), _KEYS), True
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """After the mark, joined by `; `."""
         objects = "; ".join(named_object(call, "parameters") for call in calls)
         return f"{text}{_TAG}{objects}" if calls else text
 
@@ -110,7 +110,6 @@ class Llama4Pythonic(Grammar):
     openers = (_START, "[")
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """All calls of one list."""
         text = output.text
         if mark.text == "[":
             return self._list(output, mark.start, mark.start) if _begins_calls(text, mark.end) else None
@@ -143,7 +142,6 @@ class Llama4Pythonic(Grammar):
             output.skip_to(position)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """One list, without the marks."""
         written = [
             f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})" for call in calls
         ]
@@ -198,24 +196,13 @@ def _unfollowed(output: OutputReader, after: int) -> Malformed | None:
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if output.cut else None
 
 
-# Python literals. Nothing is evaluated, compiled or imported. Accepted is what JSON can express: strings in all their
-# quotings, numbers, True, False, None, lists, and dicts with string keys. An argument given twice, a positional one, a
-# tuple, a variable or an expression makes a call malformed.
+# Values are parsed as Python and never evaluated; only those that JSON can express are accepted. Names of arguments are
+# read here, because tools have some that Python reserves (`from`, `class`).
 
 _OUTSIDE = re.compile(r"[^'\"()\[\]{}]*")
+_VALUE = re.compile(r"[^'\"()\[\]{},]*")
 _SPACE = re.compile(r"\s*")
 _ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=\s*")
-_STRING = re.compile(
-    r"([rR]?)(?:'''((?:[^\\']|\\.|'(?!''))*+)'''|\"\"\"((?:[^\\\"]|\\.|\"(?!\"\"))*+)\"\"\""
-    r"|'((?:[^\\'\n]|\\.)*+)'|\"((?:[^\\\"\n]|\\.)*+)\")",
-    re.DOTALL,
-)
-_NUMBER = re.compile(r"[+-]?(?:0[xX][0-9a-fA-F]+|(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)(?![\w.])")
-_WORD = re.compile(r"(?:True|False|None)\b")
-_WORDS = {"True": True, "False": False, "None": None}
-_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\r?\n)|(.))", re.DOTALL)
-_ESCAPED = {"\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
-_MAX_DEPTH = 100
 
 
 def scan_parentheses(text: str, start: int) -> Scan:
@@ -240,103 +227,60 @@ def scan_parentheses(text: str, start: int) -> Scan:
 def keyword_arguments(text: str) -> dict[str, JSON]:
     """The arguments between the parentheses that `text` begins and ends with. Raises `Malformed`."""
     arguments: dict[str, JSON] = {}
+    if not text.endswith(")"):
+        raise Malformed(BrokenReason.MALFORMED_MARKUP, "another bracket closes the call")
     at = skip(text, 1, _SPACE)
     while at < len(text) - 1:
         key = _ARGUMENT.match(text, at)
         if key is None or text.startswith("=", key.end()):
-            raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a keyword argument at character {at}", at)
+            raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a keyword argument at character {at}")
         if key[1] in arguments:
-            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key[1]!r} is there twice", at)
-        arguments[key[1]], at = _value(text, key.end(), 0)
-        at = _next(text, at, ")")
+            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key[1]!r} is there twice")
+        end = _value_end(text, key.end())
+        arguments[key[1]] = _literal(text[key.end() : end])
+        at = skip(text, end + 1, _SPACE)
     return arguments
 
 
-def _value(text: str, at: int, depth: int) -> tuple[JSON, int]:
-    if depth > _MAX_DEPTH:
-        raise Malformed(BrokenReason.TOO_DEEP, "nested too deeply", at)
-    first = text[at : at + 1]
-    if first == "[":
-        return _list(text, at, depth + 1)
-    if first == "{":
-        return _dict(text, at, depth + 1)
-    if (string := _STRING.match(text, at)) is not None:
-        return _strings(text, string)
-    if (number := _NUMBER.match(text, at)) is not None:
-        return _number(number[0], at), number.end()
-    if (word := _WORD.match(text, at)) is not None:
-        return _WORDS[word[0]], word.end()
-    raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a literal at character {at}", at)
+def _value_end(text: str, at: int) -> int:
+    """Where the value at `at` ends: at a comma, at a closing bracket or with the text."""
+    while True:
+        at = skip(text, at, _VALUE)
+        sign = text[at : at + 1] or ","
+        if sign in "'\"":
+            at = abs(string_end(text, at, sign))
+        elif sign in "([{":
+            at = scan_parentheses(text, at).end
+        else:
+            return at
 
 
-def _list(text: str, at: int, depth: int) -> tuple[list[JSON], int]:
-    items: list[JSON] = []
-    at = skip(text, at + 1, _SPACE)
-    while not text.startswith("]", at):
-        item, at = _value(text, at, depth)
-        items.append(item)
-        at = _next(text, at, "]")
-    return items, at + 1
-
-
-def _dict(text: str, at: int, depth: int) -> tuple[dict[str, JSON], int]:
-    items: dict[str, JSON] = {}
-    at = skip(text, at + 1, _SPACE)
-    while not text.startswith("}", at):
-        key, at = _value(text, at, depth)
-        at = skip(text, at, _SPACE)
-        if not isinstance(key, str) or not text.startswith(":", at):
-            raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a string key at character {at}", at)
-        if key in items:
-            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {key[:80]!r} is there twice", at)
-        items[key], at = _value(text, skip(text, at + 1, _SPACE), depth)
-        at = _next(text, at, "}")
-    return items, at + 1
-
-
-def _strings(text: str, found: re.Match[str] | None) -> tuple[str, int]:
-    """Adjacent strings are one, as in Python."""
-    parts: list[str] = []
-    end = 0
-    while found is not None:
-        body = next(group for group in found.groups()[1:] if group is not None)
-        parts.append(body if found[1] else _ESCAPE.sub(_unescape, body))
-        end = found.end()
-        found = _STRING.match(text, skip(text, end, _SPACE))
-    return "".join(parts), end
-
-
-def _unescape(found: re.Match[str]) -> str:
-    octal, *hexadecimal, line, other = found.groups()
-    if line:
-        return ""
-    if other:
-        if other in "xuUN":
-            raise Malformed(BrokenReason.MALFORMED_MARKUP, f"an unfinished escape: {found[0]}")
-        return _ESCAPED.get(other, found[0])
-    code = int(octal, 8) if octal else int(next(filter(None, hexadecimal)), 16)
-    if code > 0x10FFFF:
-        raise Malformed(BrokenReason.MALFORMED_MARKUP, f"no character: {found[0]}")
-    return chr(code)
-
-
-def _number(digits: str, at: int) -> int | float:
+def _literal(text: str) -> JSON:
     try:
-        if digits.isdecimal() or not any(mark in digits for mark in ".eE") or "x" in digits.lower():
-            return int(digits, 0)
-    except ValueError as error:
-        raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a number: {error}"[:200], at) from None
-    value = float(digits)
-    if math.isinf(value):
-        raise Malformed(BrokenReason.NOT_FINITE, f"{digits[:40]} is too large a number", at)
-    return value
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes that Python does not know
+            return _json_value(ast.parse(f"({text})", mode="eval").body)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a literal: {error}"[:200]) from None
 
 
-def _next(text: str, at: int, close: str) -> int:
-    """Past a comma, or at the closing bracket."""
-    at = skip(text, at, _SPACE)
-    if text.startswith(",", at):
-        return skip(text, at + 1, _SPACE)
-    if not text.startswith(close, at):
-        raise Malformed(BrokenReason.MALFORMED_MARKUP, f"expecting ',' or {close!r} at character {at}", at)
-    return at
+def _json_value(node: ast.expr | None) -> JSON:
+    match node:
+        case ast.Constant(value=float() as value) if math.isinf(value):
+            raise Malformed(BrokenReason.NOT_FINITE, "a number is too large")
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant(value=int() | float() as value)) if (
+            type(value) is not bool
+        ):
+            return -_json_value(node.operand) if isinstance(node.op, ast.USub) else value
+        case ast.List(elts=elements):
+            return [_json_value(element) for element in elements]
+        case ast.Dict(keys=keys, values=values):
+            names = [_json_value(key) for key in keys]
+            if not all(isinstance(name, str) for name in names):
+                raise Malformed(BrokenReason.MALFORMED_MARKUP, "a key is not a string")
+            if len(set(names)) < len(names):
+                raise Malformed(BrokenReason.DUPLICATE_KEY, "a key is there twice")
+            return dict(zip(names, map(_json_value, values), strict=True))
+    raise Malformed(BrokenReason.MALFORMED_MARKUP, f"{type(node).__name__} is not a literal that JSON can express")

@@ -64,7 +64,6 @@ class Markup(Grammar):
         """Key and value of an argument. Raises `Malformed`."""
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """One call of an open section, or the section's own tags; text may stand between the calls."""
         begin = mark.start
         if mark.text == self.section[1]:
             return output.leave_section(mark)
@@ -81,7 +80,6 @@ class Markup(Grammar):
         return "\n".join([*([text] if text else []), self.section[0], *lines, self.section[1]]) if lines else text
 
     def element(self, output: OutputReader, start: int) -> FoundCall:
-        """The call whose opening tag begins at `start`."""
         name, arguments = "", dict[str, JSON]()
         position, closes_itself = start + len(self.call[0]), False
         try:
@@ -203,7 +201,6 @@ class Qwen3Coder(Markup):
     openers = ("<tool_call>", "<function=")
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """One call, in a section or without."""
         text, begin = output.text, mark.start
         wants_end = mark.text == self.section[0] or output.in_section
         output.in_section = False
@@ -226,13 +223,11 @@ class Qwen3Coder(Markup):
         return output.add(found, mark.start)
 
     def named(self, head: str) -> str:
-        """`f` of `<function=f>`."""
         if not head.strip():
             raise Malformed(BrokenReason.NO_NAME, "the call has no name")
         return head.strip()
 
     def argument(self, output: OutputReader, call: str, head: str, value: str) -> tuple[str, JSON]:
-        """Typed by the tool's schema."""
         key = head.strip()
         value = value.removeprefix("\r\n") if value.startswith("\r\n") else value.removeprefix("\n")
         value = value.removesuffix("\r\n") if value.endswith("\r\n") else value.removesuffix("\n")
@@ -242,7 +237,6 @@ class Qwen3Coder(Markup):
         return super()._is_over(text, mark, after) or (mark.text == self.call[1] and after >= len(text))
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """Every tag and value on a line of its own."""
         blocks = []
         for call in calls:
             values = "".join(f"<parameter={key}>\n{bare(v)}\n</parameter>\n" for key, v in call.arguments.items())
@@ -259,18 +253,15 @@ class MiniMaxM2(Markup):
     openers = (*section, "<invoke")
 
     def named(self, head: str) -> str:
-        """`f` of `<invoke name="f">`."""
         return name_attribute(head)
 
     def argument(self, output: OutputReader, call: str, head: str, value: str) -> tuple[str, JSON]:
-        """Typed by the tool's schema. Raises `Malformed` unless the key ends with a quote."""
         key, quote, rest = head.partition('"')
         if not quote or rest.strip() or not key:
             raise Malformed(BrokenReason.NO_NAME, "a name is missing or not quoted")
         return key, output.types.value(call, key, value)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """All calls in one section."""
         lines = []
         for call in calls:
             lines.append(f'<invoke name="{call.name}">')
@@ -295,11 +286,9 @@ class DeepSeekV32(Markup):
     openers = (*section, "<｜DSML｜invoke")
 
     def named(self, head: str) -> str:
-        """`f` of `<｜DSML｜invoke name="f">`."""
         return name_attribute(head)
 
     def argument(self, output: OutputReader, call: str, head: str, value: str) -> tuple[str, JSON]:
-        """Text or JSON as the attribute specifies; without it, typed by the tool's schema."""
         found = _PARAMETER.fullmatch(head)
         if found is None:
             raise Malformed(BrokenReason.MALFORMED_MARKUP, "a parameter's tag is malformed")
@@ -309,7 +298,6 @@ class DeepSeekV32(Markup):
         return key, value if is_text == "true" else decode(value)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """All calls in one section."""
         lines = []
         for call in calls:
             lines.append(f'{self.call[0]} name="{call.name}">')
@@ -412,7 +400,6 @@ class Glm47(Grammar):
         raise Malformed(BrokenReason.UNCLOSED, detail, output.end if output.cut or meant < 0 else meant)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """One call after the other."""
         line = self.newline
         blocks = []
         for call in calls:

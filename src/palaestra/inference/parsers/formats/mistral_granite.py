@@ -38,7 +38,6 @@ class Mistral(Grammar):
     short_ids = True
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """A list of calls, or one call with its name before the arguments."""
         text = output.text
         begin = skip(text, mark.end)
         if text.startswith("[", begin) and not text.startswith((_ARGUMENTS, _ID), begin):
@@ -88,7 +87,6 @@ class Mistral(Grammar):
         return JsonBody(output.text[begin:end], end, problem)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """The newest form."""
         return text + "".join(f"{_CALLS}{call.name}{_ARGUMENTS}{call.arguments_text}" for call in calls)
 
 
@@ -98,7 +96,6 @@ class Granite(Grammar):
     openers = ("<|tool_call|>", "<tool_call>")
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """All calls of one list."""
         begin = skip(output.text, mark.end)
         if output.text.startswith("[", begin):
             return read_array(output, mark.start, begin)
@@ -113,5 +110,4 @@ class Granite(Grammar):
         return end
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """All calls in one list."""
         return f"{text}<|tool_call|>[{', '.join(map(named_object, calls))}]" if calls else text

@@ -51,7 +51,6 @@ class Sections(Grammar):
         """The header that begins at `start`, or None."""
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """One call, in a section or without, or the tags of a section; text may stand between the calls."""
         begin = mark.start
         if mark.text == self.section[1]:
             return output.leave_section(mark)
@@ -110,7 +109,6 @@ class DeepSeekV31(Sections):
         return _named(text[start : mark.start], mark.end) if isinstance(mark, Mark) else mark
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """No white space anywhere."""
         blocks = [f"{_BEGIN}{call.name}{_SEPARATOR}{call.arguments_text}{_END}" for call in calls]
         return f"{text}{self.section[0]}{''.join(blocks)}{self.section[1]}" if calls else text
 
@@ -134,7 +132,6 @@ class DeepSeekV3(DeepSeekV31):
         return named._replace(end=fence + len(_FENCE))
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """The fence on lines of its own, the calls too."""
         blocks = [
             f"{_BEGIN}function{_SEPARATOR}{call.name}\n{_FENCE}\n{call.arguments_text}\n```{_END}" for call in calls
         ]
