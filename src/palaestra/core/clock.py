@@ -1,8 +1,7 @@
-"""Time as a value that is passed in, so that tests never sleep; and time that is not charged to a rollout.
+"""Clocks that are passed in, so that tests never sleep, and time that is not charged to a rollout.
 
-Code that waits for its turn, or for a service that is down, stops the clocks of the rollouts it works for. They are in
-a context variable, because the waiting code (a transport, a pool) knows nothing of rollouts. Thousands of requests wait
-at once, so nothing here is held while one does.
+Code that waits for its turn or for a failing service stops the clocks of its rollouts. They are in a context variable,
+because a transport or a pool knows nothing of rollouts.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class ChargedTo:
 
 @contextmanager
 def uncharged() -> Iterator[None]:
-    """A block during which every clock stands still that the surrounding code is charged to."""
+    """A block during which the clocks of the surrounding code stand still."""
     with ExitStack() as stack:
         for standing in _clocks.get():
             stack.enter_context(standing())

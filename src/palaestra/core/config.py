@@ -1,8 +1,7 @@
 """The base of all configuration classes, and the merging of their layers.
 
-Merging (defaults, then file, environment, flags) is pure and remembers the layer of every value; files, environment and
-command line are read elsewhere (`palaestra.envs.config`). Invariant: every mistake in a setting is one `ConfigError`
-with the key as the user wrote it, the value, its source and, for an unknown key, the nearest known one.
+`palaestra.envs.config` reads files, environment and command line. Invariant: every mistake in a setting is one
+`ConfigError` with the key as the user wrote it, the value, its source and, for an unknown key, the nearest known one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -55,11 +54,15 @@ class Settings(BaseModel):
         return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
 
 
-def later(default: T, description: str) -> T:
-    """A field that is accepted for existing scripts but has no effect in this version; its help says so."""
-    extra: dict[str, JSON] = {"no_effect": True}
-    declared: T = Field(default=default, description=description + _NO_EFFECT, json_schema_extra=extra)
+def setting(default: T, description: str, **options: Any) -> T:
+    """A field with its default and its help. `options` are pydantic's, such as `ge`."""
+    declared: T = Field(default=default, description=description, **options)
     return declared
+
+
+def later(default: T, description: str) -> T:
+    """A field that existing scripts may set but that has no effect in this version, as its help says."""
+    return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": True})
 
 
 def has_effect(model_type: type[BaseModel], name: str) -> bool:
@@ -79,10 +82,8 @@ def local_path(text: str | Path) -> Path:
 
 
 def sent_secret(text: str | None, name: str) -> str | None:
-    """A key or token for a header, without the line end of a file it was read from; None for an empty one.
-
-    Raises `ConfigError` with the setting's name, not the secret, if no header can carry it.
-    """
+    """A key or token for a header, stripped; None if it is empty. Raises `ConfigError` with the setting's name, not the
+    secret, if it holds a control character."""
     secret = (text or "").strip()
     if not secret.isprintable():
         raise ConfigError(f"{name} holds a control character, a new line perhaps: no header can carry it.")
@@ -91,11 +92,8 @@ def sent_secret(text: str | None, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ConfigLayer:
-    """Values from one source. A later layer wins, key by key.
-
-    A key is a field's name, or `field.entry.entry` for one entry of a mapping; a whole value replaces a whole value.
-    `spelled` maps a key to the user's spelling (`--group`), if that differs.
-    """
+    """Values from one source; later layers win, key by key. A key is a field's name, or `field.entry.entry` for an
+    entry of a mapping. `spelled` maps a key to the user's spelling (`--group`), if that differs."""
 
     name: str
     values: Mapping[str, JSON]
@@ -185,11 +183,7 @@ def is_secret(name: str) -> bool:
 
 
 def read_yaml(text: str) -> JSON:
-    """The one YAML document of a text, as plain data. Raises `ValueError` for any other text.
-
-    The library's own errors are not all: its constructors raise other errors for a value that does not fit its tag
-    (`!!bool maybe`, a KeyError), and deeply nested text raises RecursionError.
-    """
+    """The one YAML document of a text, as plain data. Raises `ValueError` for any other text."""
     import yaml  # here, because most runs read none
 
     try:

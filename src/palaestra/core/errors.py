@@ -1,39 +1,10 @@
-"""The one error tree. A class names the boundary that was crossed, and also subclasses the builtin it resembles.
-
-    PalaestraError
-    ├── ConfigError (ValueError)            a flag, file, row or environment that cannot work        exit 2
-    │   ├── ImageError                      an image that is missing, broken or too large
-    │   └── TaskError                       one task or dataset row that cannot work
-    ├── DiskError (OSError)                 a file of the run cannot be written
-    └── InfraError                          an infrastructure failure: retried at its source, never scored
-        ├── EngineError                     the model server                                         exit 4
-        │   ├── EngineUnavailable (ConnectionError)   unreachable, overloaded, timed out: worth retrying
-        │   ├── EngineRefused (PermissionError)       wrong key, unknown model, bad request: retrying cannot help
-        │   │   └── ContextExceeded                   the conversation no longer fits the model's window
-        │   └── EngineReplyError (ValueError)         the reply is not what the protocol requires
-        ├── SandboxError                    the sandbox where commands run
-        │   ├── IsolationUnavailable        the requested isolation is not available                 exit 5
-        │   ├── SlotLost (ConnectionError)  the slot or its server died
-        │   ├── StaleLease (PermissionError)  a former holder of a slot called late
-        │   └── AcquireTimeout (TimeoutError)  no slot became free in time
-        ├── TrainerError                    the trainer that learns from the groups
-        │   ├── TrainerUnavailable (ConnectionError)  its server did not answer for too long
-        │   └── TrainerRefused (ValueError)           its server rejects us, or is another program
-        ├── ToolUnavailable (ConnectionError)  a tool's backend (a provider, a recording) failed or has no answer
-        ├── CannotResume                    an interrupted rollout cannot be resumed where it was
-        ├── ToolStuck (TimeoutError)        a tool call did not return, not even at its own time limit
-        ├── ToolServerError                 a server of tools: an MCP server, or `palaestra serve tools`
-        │   ├── ToolServerUnavailable (ConnectionError)  unreachable, ended or too slow
-        │   ├── ToolServerRefused (PermissionError)      wrong token, no such call: retrying cannot help
-        │   └── ToolServerReplyError (ValueError)        the reply is not what the protocol requires
-        ├── PrepareError                    a task's setup failed: the task is to blame, not the agent
-        └── GraderError                     the check did not run or did not report: no score, never 0.0
+"""All errors that are not bugs. A class names the boundary that was crossed, and also subclasses the builtin it
+resembles.
 
 Three outcomes are never mixed. The model's mistake is a tool result that the model reads. An infrastructure failure is
-one of these errors, recorded on the trajectory and left unscored. Our own bug raises whatever Python raises.
+an `InfraError`, recorded on the trajectory and left unscored. Our own bug raises whatever Python raises.
 
-Expected file errors inside a slot (`FileNotFoundError`, `IsADirectoryError`, `PermissionError`, …) are plain builtins:
-tools show them to the model.
+Expected file errors inside a slot (`FileNotFoundError`, …) are plain builtins: tools show them to the model.
 """
 
 from __future__ import annotations
@@ -44,7 +15,7 @@ from palaestra.core.types import Blame
 
 
 class PalaestraError(Exception):
-    """Base of all errors that are not bugs. `exit_code` is what the command line returns for it."""
+    """Base of all errors that are not bugs. `exit_code` is that of the command line."""
 
     exit_code: ClassVar[int] = 1
 

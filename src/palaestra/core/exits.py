@@ -1,11 +1,8 @@
-"""Exit codes and messages for failures at the end of a process.
+"""Exit codes and messages for failures at the end of a process. A bug is a traceback and never looks expected.
 
-Only here do errors become exit codes; `palaestra.cli` and environment scripts both end through it. Invariant: an
-expected failure is one message without a traceback, a bug is a traceback and never looks expected.
-
-    0 done                       3 finished with more unscored rollouts than allowed, or paused
-    1 failed, or a bug           4 the model server is unreachable or refused
-    2 wrong usage or settings    5 the requested isolation is not available        130 interrupted or drained
+0 done                       3 finished with more unscored rollouts than allowed, or paused
+1 failed, or a bug           4 the model server is unreachable or refused
+2 wrong usage or settings    5 the requested isolation is not available        130 interrupted or drained
 """
 
 from __future__ import annotations

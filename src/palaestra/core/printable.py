@@ -1,8 +1,8 @@
 """Text from models, commands and data sets, made safe to show on a page or a terminal.
 
-HTML escaping is left to the template engine. Invariant: the result holds no escape sequence, no control character but
-tab and newline, no character that reorders its neighbours, and nothing that UTF-8 cannot hold. Colours survive as names
-of CSS classes. Source of the sequences: ECMA-48, and xterm's control sequences for OSC.
+The result holds no escape sequence, no control character but tab and newline, no character that reorders its
+neighbours, and nothing that UTF-8 cannot hold. Colours become names of CSS classes; HTML escaping is left to the
+template engine. Sources of the sequences: ECMA-48, and xterm's control sequences for OSC.
 """
 
 from __future__ import annotations

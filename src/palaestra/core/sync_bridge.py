@@ -1,12 +1,10 @@
 """Synchronous calls inside an async function, on the one event loop, without blocking it.
 
-`await bridged(coroutine)` runs the coroutine in a greenlet. Inside it, `wait_for_sync(awaitable)` looks like a blocking
-call: it switches to the parent greenlet, which awaits on the loop, and returns with the value. Thus a reward function
-written as `async def` may call `ctx.terminal(...)` without `await`. SQLAlchemy's asyncio extension uses the same
-mechanism.
+`await bridged(coroutine)` runs the coroutine in a greenlet. Inside it, `wait_for_sync(awaitable)` switches to the
+parent greenlet, which awaits on the loop, and returns with the value. Thus an `async def` reward function may call
+`ctx.terminal(...)` without `await`. SQLAlchemy's asyncio extension uses the same mechanism.
 
-Invariants: the loop runs on while a sync call waits; cancellation reaches the waiting call; context variables are
-shared.
+Cancellation reaches the waiting call; context variables are shared.
 """
 
 from __future__ import annotations
@@ -96,11 +94,10 @@ async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, twin: str) -> T:
-    """Wait for `coroutine` from synchronous code, without blocking `loop`.
+    """Wait for `coroutine` from synchronous code, without blocking `loop`: inside `bridged`, or from another thread.
 
-    Inside `bridged` it switches to the loop; from another thread it posts to the loop and blocks that thread only. On
-    the loop's own thread outside the bridge (in a task that the caller started) it would deadlock, so it raises
-    `RuntimeError` with `twin`, the async method to await instead.
+    Raises `RuntimeError` that names `twin`, the async method to await instead, on the loop's own thread outside the
+    bridge, where waiting would deadlock.
     """
     current = getcurrent()
     if isinstance(current, _Driver):

@@ -18,7 +18,7 @@ Message: TypeAlias = dict[str, JSON]
 
 
 class Outcome(StrEnum):
-    """Why a rollout ended. Only what the agent itself brought about is scored."""
+    """Why a rollout ended. Endings that the agent caused are scored."""
 
     NATURAL = "natural"
     MAX_TURNS = "max_turns"
@@ -50,7 +50,7 @@ class Blame(StrEnum):
 
 
 class Network(StrEnum):
-    """What a slot may reach. `OFF` is an empty network namespace: not even the host's loopback."""
+    """The network of a slot. `OFF` is an empty network namespace: not even the host's loopback."""
 
     OFF = "off"
     ON = "on"
@@ -60,9 +60,8 @@ class Network(StrEnum):
 class AllowList:
     """Hosts that a slot may reach, over HTTP and HTTPS through a proxy, and nothing else.
 
-    `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses at which
-    clouds give a machine its credentials are always refused. Raises ValueError for a plain string, whose letters would
-    be the hosts.
+    `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses of cloud
+    credentials are always refused. Raises ValueError for a plain string.
     """
 
     hosts: tuple[str, ...]
@@ -128,7 +127,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ToolStep:
-    """One tool call of a reference solution: what the scripted `oracle` policy plays in one turn."""
+    """One tool call of a reference solution, which the scripted `oracle` policy makes in one turn."""
 
     name: str
     arguments: Mapping[str, JSON]
@@ -147,19 +146,18 @@ Solution: TypeAlias = str | Sequence[ToolStep | Say | str]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do.
+    """One task.
 
-    `prompt` is the user's message, or a whole list of messages. `files` maps paths (relative ones lie in the workspace)
-    to contents; `setup` is a shell script that runs once per group in the workspace. `image` is a root file system: a
+    `prompt` is the user's message, or a list of messages. `files` maps paths (relative ones lie in the workspace) to
+    contents; `setup` is a shell script that runs once per group in the workspace. `image` is a root file system: a
     directory, a tar file or an OCI layout; None means an allow-list of the host's system directories. `toolsets` None
     leaves the choice to the environment.
 
     `recipe` declares that the prepared workspace depends only on image, files, setup, the environment's hooks, the task
-    itself and this text (a version), and not on time, chance or anything outside. Runs on this machine then share it.
-    None: every run prepares it.
+    and this text (a version); runs on this machine then share it. None: every run prepares it.
 
-    `floor` is the highest score without doing the work; `palaestra env check` holds the task to it. `data`, `solution`
-    and `answer` never enter a slot that an agent has.
+    `floor` is the highest score without doing the work, which `palaestra env check` enforces. `data`, `solution` and
+    `answer` never enter an agent's slot.
     """
 
     id: str
@@ -229,10 +227,7 @@ class Score:
 
 def number(value: object) -> float | None:
     """A number or bool of any kind (numpy's, tensors, decimals) as a float, infinite if too large; None for anything
-    else.
-
-    Arrays and tensors count as their value if they hold exactly one.
-    """
+    else. Arrays and tensors count as their value if they hold exactly one."""
     item = getattr(value, "item", None)
     try:
         plain = item() if callable(item) else value

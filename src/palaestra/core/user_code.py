@@ -1,8 +1,5 @@
-"""Loads and awaits user code: environment files, hooks of their authors, anyone's tools. One rule for its errors.
-
-Callers decide whose fault an error is (`rollouts/rollout.py`, `tools/tool.py`). Invariant: user code
-ends neither the run nor, unnoticed, the task that awaits it.
-"""
+"""Loads and awaits user code: environment files, hooks, tools. Its errors never end the run, and callers decide on the
+blame."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _MODULE = "palaestra_environment_"
 
 
 class ForeignError(Exception):
-    """User code failed. The text says how, and `__cause__` is the error it raised."""
+    """User code failed. The text describes the error, which is the `__cause__`."""
 
 
 PATIENCE_S, AGAIN_S = 30.0, 1.0
@@ -49,11 +46,10 @@ swallows the first cancellation."""
 async def foreign(
     work: Awaitable[T], *, expected: tuple[type[Exception], ...] = (), patience_s: float = PATIENCE_S
 ) -> T:
-    """Await the work. Raises `ForeignError` for errors that its author did not expect, `sys.exit` included.
+    """Await user code. Raises `ForeignError` for errors that its author did not expect, `sys.exit` included.
 
-    `expected` errors pass, and so do errors with a blame, also out of a group of errors, infrastructure failures first.
-    The cancellation of this task passes too, even if the code has swallowed or replaced it; being ended by another
-    task's cancellation is a failure.
+    `expected` errors and errors with a blame pass, also out of a group of errors, infrastructure failures first. The
+    cancellation of this task passes even if the code swallows it; a cancellation by another task is a failure.
 
     The code runs in a task of its own: before Python 3.13 a task group that failed leaves its task marked as cancelled,
     which looks the same as being cancelled.
@@ -91,10 +87,8 @@ async def foreign(
 
 
 async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
-    """Await an environment's hook. What its author did not foresee becomes `kind`, with the original as its cause.
-
-    Errors that already say whose fault they are pass, as in `foreign`; a plain `ConfigError` names what was being done.
-    """
+    """Await an environment's hook. Errors that its author did not expect become `kind`, with the original as their
+    cause. Errors with a blame pass, as in `foreign`; a plain `ConfigError` gets `doing` in front."""
     try:
         return await foreign(hook)
     except (ConfigError, ForeignError) as error:
@@ -210,7 +204,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def score_of(answer: JSON, said: str) -> Score:
-    """What a score hook answered, as a `Score`. Raises `GraderError` that begins with `said`."""
+    """The result of a score hook as a `Score`. Raises `GraderError` that begins with `said`."""
     match answer:
         case Score():
             return answer

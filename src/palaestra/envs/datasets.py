@@ -1,9 +1,7 @@
 """Rows of a data set: a local JSONL, JSON, CSV or Parquet file, a folder of them, or a data set of the hub by its name.
 
-For: every environment that has a data set. Not for: what the columns mean, which is the environment's. Rows come one
-after another, so a data set need not fit in memory; only a `.json` file is read whole.
-
-Invariant: one bad row never hides the others. In its place comes its error, and the caller decides.
+Rows are read one by one, so a data set need not fit in memory; only a `.json` file is read whole. A bad row becomes an
+error in its place and does not hide the others.
 """
 
 from __future__ import annotations
@@ -30,12 +28,11 @@ _MAX_CSV_FIELD = 1 << 28
 def read_rows(
     source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, Row | TaskError]]:
-    """The rows with their numbers, from 1, and an error in place of what is none.
+    """The rows with their numbers, from 1; a `TaskError` in place of a bad row. `fields` renames columns, NAME: COLUMN.
 
-    `fields` gives columns the names that an environment knows, NAME: COLUMN.
-    A path is a file, or a folder whose files are read in the order of their names (only those of the split, where some
-    are named by it). What is no path is the name of a data set of the hub: the one case that uses the network. Raises
-    `ConfigError` where the source cannot be read at all.
+    A path is a file, or a folder whose files are read in the order of their names (only those named by the split, if
+    any are). Any other source is a data set of the hub, the one case that uses the network. Raises `ConfigError` if the
+    source cannot be read.
     """
     for number, row in enumerate(_read(source, split), 1):
         if isinstance(row, str):

@@ -1,9 +1,7 @@
 """Find environments by name: files of the nearest `environments` folder, and entry points of installed packages.
 
-A file `environments/NAME_env.py` is the environment NAME, and comes before an entry point of the same name. Its summary
-is the first line of its docstring. Listing imports and runs no environment.
-
-A reference is a name, `path/to/my_env.py` or `path.py:name`.
+A file `environments/NAME_env.py` is the environment NAME, and comes before an entry point of the same name. Listing
+imports and runs no environment. A reference is a name, `path/to/my_env.py` or `path.py:name`.
 """
 
 from __future__ import annotations
@@ -43,10 +41,8 @@ class KnownEnvironment:
 
 
 def known_environments(start: Path) -> dict[str, KnownEnvironment]:
-    """The environments of the nearest `environments` folder at `start` or above it, then the installed ones.
-
-    One that cannot be read or found is listed with the reason as its summary.
-    """
+    """The environments of the nearest `environments` folder at `start` or above it, then the installed ones. The
+    summary of an unreadable one is the reason."""
     found = {name: KnownEnvironment(name, path, str(path), _summary(path)) for name, path in _local(start).items()}
     for name, point in plugins.installed(GROUP).items():
         if name not in found:

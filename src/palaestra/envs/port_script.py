@@ -1,7 +1,5 @@
-"""Bringing a script of the contract here: its imports are rewritten, and what cannot be is listed.
-
-Only import statements are touched; everything else stays as it was, to the byte. The file is read, never run.
-"""
+"""Ports a script of the contract: rewrites its imports and lists those that cannot be rewritten. All other text stays,
+to the byte. The file is read, never run."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class Left:
 
 @dataclass(slots=True)
 class Ported:
-    """The new text, the names that now come from here, and what is left to do by hand."""
+    """The new text, the names imported from here, and the imports left to change by hand."""
 
     text: str
     names: list[str] = field(default_factory=list)
@@ -97,7 +95,7 @@ def _statement(module: str, names: Sequence[ast.alias], indent: str) -> str:
 
 
 def _replace(lines: list[str], node: ast.ImportFrom, imports: Sequence[tuple[str, Sequence[ast.alias]]]) -> None:
-    """Put imports of names from modules where the import stands. What is before and after it on its lines stays."""
+    """Replace one import statement; the rest of its lines stays."""
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     first, last = node.lineno - 1, node.end_lineno - 1

@@ -93,7 +93,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def write_environment(name: str, folder: Path, *, as_class: bool) -> Path:
-    """Write `<name>_env.py` and say where. Raises `ConfigError` for a name that is none, or that is taken."""
+    """Write `<name>_env.py` and return its path. Raises `ConfigError` for an invalid or existing name."""
     name = name.removesuffix(".py").removesuffix("_env")
     if not _NAME.fullmatch(name) or iskeyword(name):
         raise ConfigError(

@@ -138,7 +138,7 @@ def test_remote_pools_settings_are_accepted_without_effect() -> None:
 def test_a_limit_of_one_stage_leaves_the_others() -> None:
     limits = HermesAgentEnvConfig(idle_limits={"tool": 5.0, "model": 0}).idle_limits
     assert (limits["tool"], limits["model"], limits["grade"]) == (5.0, 0.0, IDLE_LIMITS["grade"])
-    for wrong, says in (({"tol": 5.0}, "no stage 'tol'"), ({"tool": -1.0}, "the limit of tool must be seconds")):
+    for wrong, says in (({"tol": 5.0}, "stage 'tol'"), ({"tool": -1.0}, "the limit of tool must be seconds")):
         with pytest.raises(ConfigError, match=says):
             HermesAgentEnvConfig(idle_limits=wrong)
 

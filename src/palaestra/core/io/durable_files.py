@@ -1,8 +1,7 @@
 """Files that survive a crash: those that only grow, line by line (journals and stores), and those replaced as a whole.
 
-An appended line is handed to the kernel, so it survives the death of this process; `commit` returns once everything
-appended before it is on the disk, and concurrent commits share one fsync. Invariant: a line that could not be written
-whole (the disk is full) is removed, so that the next one does not begin in the middle of it.
+An appended line survives the death of this process; `commit` returns once it is on the disk, and concurrent commits
+share one fsync. Invariant: a line that could not be written whole (the disk is full) is removed.
 """
 
 from __future__ import annotations
@@ -95,11 +94,9 @@ class AppendedFile:
 
 
 def open_lines(path: Path, schema: str, *, mode: int = 0o644, exclusive: bool = False) -> AppendedFile:
-    """The file of JSON lines at `path`, whose first line names its schema; made if it is missing.
-
-    A torn last line, which a kill leaves, is cut off. `exclusive` locks the file for this process. Raises `DiskError`,
-    and `ConfigError` for anything but a regular file with this schema, or for one that another process has locked.
-    """
+    """The file of JSON lines at `path`, created if it is missing; its first line names the schema. A torn last line is
+    cut off. `exclusive` locks the file for this process. Raises `DiskError`, and `ConfigError` if the file is not
+    regular, has another schema or is locked."""
     with writing(path):
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
     try:

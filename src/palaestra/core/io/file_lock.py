@@ -1,7 +1,6 @@
 """A lock file that excludes other processes of this machine and other tasks of this process.
 
-Waiting never blocks the event loop. The kernel releases the lock when its holder dies (flock(2)). Not for the slot
-server, which must import nothing of this package.
+Waiting does not block the event loop. The kernel releases the lock when its holder dies (flock(2)).
 """
 
 from __future__ import annotations

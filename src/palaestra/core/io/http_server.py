@@ -16,8 +16,8 @@ async def listening(
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields the URL, without a path. Port 0 takes a free one.
 
-    At the end, requests in progress have `shutdown_s` seconds. With `handler_cancellation`, the handler of a client
-    that disconnects is cancelled. Raises `ConfigError` if nothing can listen there.
+    At the end, requests in progress have `shutdown_s` seconds. `handler_cancellation` cancels the handler of a client
+    that disconnects. Raises `ConfigError` if the port cannot be opened.
     """
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation)
     try:

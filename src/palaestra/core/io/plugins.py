@@ -1,9 +1,9 @@
-"""Entry points: what installed packages offer by name, and its one-line summary without importing it.
+"""Entry points of installed packages, and their one-line summaries without importing them.
 
     [project.entry-points."palaestra.environments"]
     my_words = "my_package.words:MyWordsEnv"
 
-Invariant: a package that cannot be loaded breaks nothing else. Its error names the entry point and the package.
+A package that cannot be loaded breaks nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""User functions called in threads: they may take any time, or never return.
+"""User functions called in threads: they may take any time, or never return. Our own blocking work uses
+`asyncio.to_thread`.
 
-Our own blocking work, which ends, uses `asyncio.to_thread`. Invariant: such a function blocks neither the loop nor the
-process: a call that is no longer awaited has no place, and no thread is joined at the end.
+Such a function blocks neither the loop nor the process: cancelled calls free their place, and no thread is joined.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of 
 
 
 async def in_own_thread(function: Callable[[], T]) -> T:
-    """The result or the error of the function, called in a thread of its own with the caller's context.
-
-    Cancelling abandons the thread. `StopIteration` becomes `RuntimeError`, as out of any coroutine.
-    """
+    """The result or the error of the function, called in a thread with the caller's context. Cancelling abandons the
+    thread."""
     places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
     await take_turn(places)
     thread = _idle.pop() if _idle else OneThread("function")
@@ -57,10 +55,8 @@ async def in_own_thread(function: Callable[[], T]) -> T:
 
 
 class OneThread:
-    """A thread for calls that must all be made in the same one, one after the other, as the steps of a generator.
-
-    It begins with the first call and ends after `close`; it is never joined.
-    """
+    """A thread for calls that must be made in the same thread, in order, such as the steps of a generator. It begins
+    with the first call and ends after `close`; it is never joined."""
 
     def __init__(self, name: str) -> None:
         self._name = name

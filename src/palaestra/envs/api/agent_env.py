@@ -1,13 +1,7 @@
-"""`AgentEnvConfig`: the settings of environments whose agent writes its tool calls as text.
+"""`AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its text.
 
-The contract's fields and defaults; those of a backend or a service that this version does not have are kept, so that
-existing scripts run, and a run that sets one says so. What would weaken isolation if ignored is not ignored.
-
-`AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its text.
-
-A subclass turns an item into a task and scores the last answer; workspace hooks are optional. It holds no loop and no
-output of its own: `AgentEnvironment` adapts it to the runner's Environment, and `AtroposAgent` runs it. Invariant:
-failed and over-long rollouts keep their record, and slots are always given back.
+A subclass turns an item into a task and scores the last answer. `AgentEnvironment` adapts it to the runner, and
+`AtroposAgent` runs it. Invariant: failed and over-long rollouts keep their record, and slots are always returned.
 """
 
 from __future__ import annotations
@@ -20,14 +14,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Generic, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.agent.hermes_text import observation, result_in, result_text
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import Subagents
-from palaestra.core.config import later
+from palaestra.core.config import later, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
 from palaestra.core.user_code import run_hook, settled
@@ -53,25 +47,19 @@ CONTRACT_POOL_MODES = ("nomad", "modal", "docker_direct")
 
 
 class AgentEnvConfig(HermesAgentEnvConfig):
-    """What an `AgentEnv` can be told."""
+    """The settings of an `AgentEnv`: the contract's fields and defaults."""
 
-    agent_max_steps: int = Field(default=50, ge=1, description="Model calls per rollout, at most.")
-    agent_temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of rollouts.")
-    agent_max_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens of one reply; None leaves it to the model server."
+    agent_max_steps: int = setting(50, "Model calls per rollout, at most.", ge=1)
+    agent_temperature: float = setting(0.7, "Sampling temperature of rollouts.", ge=0)
+    agent_max_tokens: int | None = setting(None, "Most tokens of one reply; None leaves it to the model server.", ge=1)
+    agent_tool_delay_s: float = setting(0.0, "Seconds between one tool call and the next.", ge=0)
+    enabled_toolsets: list[str] | None = setting(["default"], "Toolsets of the agent; `default` is terminal and file.")
+    disabled_toolsets: list[str] | None = setting([], "Toolsets that the agent does not get.")
+    require_stateful_sandbox: bool = setting(False, "Refuse slots without process isolation, as require_sandbox does.")
+    tool_server_url: str | None = setting(
+        None, "The server of external tools: an address of `palaestra serve tools`, or inprocess."
     )
-    agent_tool_delay_s: float = Field(default=0.0, ge=0, description="Seconds between one tool call and the next.")
-    enabled_toolsets: list[str] | None = Field(
-        default_factory=lambda: ["default"], description="Toolsets the agent has; `default` is terminal and file."
-    )
-    disabled_toolsets: list[str] | None = Field(default_factory=list, description="Toolsets taken away from those.")
-    require_stateful_sandbox: bool = Field(
-        default=False, description="Refuse slots without process isolation: the same as require_sandbox here."
-    )
-    tool_server_url: str | None = Field(
-        default=None, description="Where external tools run: an address of `palaestra serve tools`, or inprocess."
-    )
-    tool_server_token: str | None = Field(default=None, description="The bearer token of the tool server.")
+    tool_server_token: str | None = setting(None, "The bearer token of the tool server.")
 
     max_agent_turns: int = later(50, "Use agent_max_steps.")
     max_token_length: int = later(2048, "Use agent_max_tokens.")
@@ -96,7 +84,7 @@ class AgentEnvConfig(HermesAgentEnvConfig):
         return self
 
     def check_runnable(self) -> None:
-        """Raises `ConfigError` for a place of slots that this version does not have."""
+        """Raises `ConfigError` for a backend that this version does not have."""
         if self.tool_pool_mode not in AVAILABLE_POOL_MODES:
             raise ConfigError(
                 f"tool_pool_mode {self.tool_pool_mode!r} is not available in this version, which has "
@@ -139,7 +127,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     @abstractmethod
     def build_task(self, item: Item) -> str:
-        """The task of an item, as the agent is told it."""
+        """The agent's prompt for an item."""
 
     @abstractmethod
     async def score_trajectory(self, item: Item, final_response: str) -> float:
@@ -161,22 +149,21 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         agent_result: AgentResult | None = None,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """The reward and what is worth recording; `exec_tool` looks at the sealed workspace.
+        """The reward, and metadata to record; `exec_tool` runs in the sealed workspace.
 
-        All of the latter, `verification_messages` too, is evidence beside the conversation and never a part of it.
-
-        An override may leave out `workspace_meta`, what `setup_trajectory_workspace` returned. Also called for rollouts
-        that ended at a limit: `agent_result.success` says so.
+        The metadata, `verification_messages` too, is evidence and never part of the conversation. An override may leave
+        out `workspace_meta`, the result of `setup_trajectory_workspace`. Also called for rollouts that ended at a
+        limit, with `agent_result.success` False.
         """
         return await settled(self.score_trajectory(item, final_response)), {}
 
     def build_tools(self) -> ToolRegistry:
-        """The tools of every rollout. Raises `ConfigError` for toolsets that there are not."""
+        """The tools of every rollout. Raises `ConfigError` for unknown toolsets."""
         enabled = ["default"] if self.config.enabled_toolsets is None else self.config.enabled_toolsets
         return tools_with(self.mcp, enabled, self.config, self.own_tools(), self._tool_server, self.shared)
 
     def build_agent_config(self, item: Item) -> AgentConfig:
-        """How the agent of an item samples and how long it may go on."""
+        """The sampling settings and limits of an item's agent."""
         return AgentConfig(
             temperature=self.config.agent_temperature,
             max_tokens=self.config.agent_max_tokens,
@@ -194,8 +181,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:
         """Run the agent on one task outside any rollout: the last answer, and `success`, `error`, `tool_calls`.
 
-        Its slot comes from a pool of this environment's own, made at the first call, and is given back at the end. In a
-        run its tools are told what `--env.world` says, as those of rollouts.
+        Its slot comes from the environment's own pool, which the first call creates. During a run `--env.world`
+        applies.
         """
         executor = await self._start_tool_backend()
         name = trajectory_id or f"agent-{next(self._agents)}"
@@ -216,12 +203,13 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return result.final_response, debug
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Roll one item out and score it, from `evaluate`: its row, or None where the world failed; and no backlog."""
+        """Roll one item out and score it, from `evaluate`: its row, or None after an infrastructure failure; and no
+        backlog."""
         (trajectory,) = await self.evaluate_items([item])
         return (_scored_item(trajectory) if trajectory.scored else None), []
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """The same for a group of the configured size: the rows of those that were scored, None where none was."""
+        """The same for a group of the configured size: the scored rows, None if there are none."""
         done = await self.evaluate_items([item], self.config.group_size)
         rows = [_scored_item(trajectory) for trajectory in done if trajectory.scored]
         if not rows:
@@ -237,7 +225,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     # How it is run
 
     async def setup(self) -> None:
-        """What the run calls once, first."""
+        """Called once, at the start of the run."""
         await settled(self.setup_agent_env())
 
     def format_prompt(self, item: Item) -> str:
@@ -255,7 +243,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return CollectedEnvironment(self) if collects(type(self)) else AgentEnvironment(self)
 
     async def _start_tool_backend(self) -> ToolExecutor:
-        """The executor of `run_agent`, over a pool of its own. Rollouts have the run's pool and do not need it."""
+        """The executor of `run_agent`, over a pool of its own; rollouts use the run's pool."""
         async with self._starting:
             if self._tool_executor is None:
                 pool = make_pool(self.config)
@@ -268,7 +256,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
             return self._tool_executor
 
     async def shutdown_tool_backend(self) -> None:
-        """Give back what `run_agent` used. Idempotent; called at the end of the run."""
+        """Close the pool and the tools of `run_agent`. Idempotent; called at the end of the run."""
         executor, self._tool_executor = self._tool_executor, None
         pool, self._pool = self._pool, None
         try:

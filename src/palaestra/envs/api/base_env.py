@@ -1,10 +1,10 @@
-"""`BaseEnv`: the class form with the least in it. A subclass collects its rollouts itself and hands over the rows.
+"""`BaseEnv`: the smallest class form. A subclass collects its rollouts itself and returns their rows.
 
-What all class forms share is here: settings, the model server, the hooks of evaluation and metrics, and the adapter to
-the runner's Environment. Not for tools and slots: `HermesAgentBaseEnv` and `AgentEnv` have them.
+All class forms share this module: settings, the model server, the hooks of evaluation and metrics, and the adapter to
+the runner. `HermesAgentBaseEnv` and `AgentEnv` add tools and slots.
 
-A class that collects its rollouts itself is journalled by `collect_trajectory`, once per rollout, or
-`collect_trajectories`, once per group. It has no slot, no tool and no sealed grading; its tokens are what it returns.
+`collect_trajectory` journals each rollout, `collect_trajectories` each group. Such a class has no slot, no tool and no
+sealed grading, and its tokens come from its rows.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class BaseEnv(ABC):
     """Subclass this, implement `setup`, `get_next_item`, `evaluate` and one of the `collect_` methods, call `cli()`.
 
     `self.server` answers `chat_completion(messages=…)` and `completion(prompt=…)`, and token-exactly through
-    `managed_server()`; `self.config` holds the settings. Rollouts of one group run at the same time, and groups do too,
-    so `collect_` methods must not keep a rollout's state on `self`.
+    `managed_server()`; `self.config` holds the settings. Rollouts and groups run concurrently, so `collect_` methods
+    must not keep a rollout's state on `self`.
     """
 
     name: ClassVar[str | None] = None
@@ -109,15 +109,13 @@ class BaseEnv(ABC):
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        """The environment's own defaults. Files, variables and flags go on top."""
+        """The environment's own defaults; files, variables and flags override them."""
         return cls.env_config_cls(), [APIServerConfig()]
 
     @classmethod
     def cli(cls) -> None:
-        """The command line of the environment's script. Ends the process with the run's exit code.
-
-        Nothing where the script is only loaded, as `palaestra run` does, which has a command line already.
-        """
+        """The command line of the environment's script. Ends the process with the run's exit code; does nothing if
+        `palaestra run` loads the script."""
         script = sys._getframe(1).f_globals
         if is_loaded(script.get("__name__", "")):
             return
@@ -137,21 +135,19 @@ class BaseEnv(ABC):
 
     @abstractmethod
     async def get_next_item(self) -> Item:
-        """The next item, or None when there are no more."""
+        """The next item, or None at the end."""
 
     @abstractmethod
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
         """Evaluate the model; `evaluate_log` saves the figures."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """One rollout of an item: its row, or None where there is none to train on, and items to be drawn next."""
+        """One rollout of an item: its row, or None if there is nothing to train on, and items to draw next."""
         raise NotImplementedError(f"{type(self).__name__} has neither collect_trajectory nor collect_trajectories")
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """All rollouts of an item in one go. Where a subclass does not say how, `collect_trajectory` runs for each.
-
-        They run at the same time. One of which nothing came is left out; what one raised is raised when all have ended.
-        """
+        """All rollouts of an item. The default calls `collect_trajectory` concurrently, leaves out empty results, and
+        raises the first error after all have ended."""
         asked = [self.collect_trajectory(item) for _ in range(self.config.group_size)]
         ended = await asyncio.gather(*asked, return_exceptions=True)
         for failure in ended:
@@ -163,7 +159,7 @@ class BaseEnv(ABC):
     # What a subclass may say
 
     def item_id(self, item: Item, number: int) -> str:
-        """A readable id for the `number`th item drawn: its own where it has one."""
+        """A readable id for the `number`th item: the item's own if it has one."""
         if isinstance(item, Mapping):
             for key in ("instance_id", "task_id", "task_name", "id"):
                 if item.get(key) not in (None, ""):  # 0 is an id
@@ -178,16 +174,15 @@ class BaseEnv(ABC):
 
     @property
     def server(self) -> ChatServer:
-        """The model server. Only there while a run is on."""
+        """The model server, during a run."""
         if self._server is None:
             raise ConfigError(f"{type(self).__name__}.server is only there while the environment runs")
         return self._server
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, loaded when first asked
-        for; None where none is named. Raises `ConfigError` for one that cannot be loaded.
-        """
+        """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, loaded on first use, else
+        None. Raises `ConfigError` if it cannot be loaded."""
         servers = getattr(self._server, "servers", ())
         own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
         if own is not None:
@@ -197,7 +192,7 @@ class BaseEnv(ABC):
         return self._tokenizer
 
     async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:
-        """Roll every item out `samples` times and score it, under the run's limits. Failed ones have no reward."""
+        """Roll every item out `samples` times and score it, under the run's limits. Failed rollouts have no reward."""
         if self._run_items is None:
             raise ConfigError(
                 f"{type(self).__name__}.evaluate_items is only there while the environment evaluates; "
@@ -206,10 +201,8 @@ class BaseEnv(ABC):
         return await self._run_items(items, samples)
 
     async def add_rollouts_for_wandb(self, scored_data: Mapping[str, JSON], item: Item = None) -> None:
-        """Keep a group's first rollouts to show: `rollouts_for_wandb` holds lists of (text, score), the latest groups.
-
-        Called once for each group that has a score. A subclass may keep something else of it.
-        """
+        """Keep a group's first rollouts to show: `rollouts_for_wandb` holds lists of (text, score) of the latest
+        groups. Called once for each scored group; a subclass may keep other data."""
         config, scores = self.config, scored_data["scores"]
         count = config.num_rollouts_per_group_for_logging
         shown = [(self._shown(scored_data, index), score) for index, score in enumerate(scores)]
@@ -217,7 +210,7 @@ class BaseEnv(ABC):
         del self.rollouts_for_wandb[: -config.num_rollouts_to_keep]
 
     def _shown(self, scored_data: Mapping[str, JSON], index: int) -> str:
-        """One rollout as text: its messages where there are any, else its tokens."""
+        """One rollout as text: its messages, else its tokens."""
         messages = scored_data.get("messages") or []
         if index < len(messages):
             return format_trajectory(messages[index])
@@ -225,14 +218,15 @@ class BaseEnv(ABC):
         return self.tokenizer.decode(tokens) if self.tokenizer is not None else f"({len(tokens)} tokens)"
 
     def save_checkpoint(self, step: int, data: Mapping[str, JSON] | None = None) -> None:
-        """Write what the environment itself must remember; no data, no file. In `checkpoint_dir`, per environment."""
+        """Write the environment's own state to `checkpoint_dir`; without data no file is written."""
         if data is not None:
             path = self._checkpoints() / f"step-{step}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.encode(data))
 
     def load_checkpoint(self) -> None:
-        """Set the attributes that were saved at `curr_step`. Raises `ConfigError` when nothing was, or it is broken."""
+        """Set the attributes that were saved at `curr_step`. Raises `ConfigError` if that checkpoint is missing or
+        broken."""
         path = self._checkpoints() / f"step-{self.curr_step}.json"
         try:
             data = msgspec.json.decode(path.read_bytes(), type=dict[str, JSON])
@@ -245,8 +239,8 @@ class BaseEnv(ABC):
         return Path(self.checkpoint_dir, "env_checkpoints", self.config.wandb_name or self.name or type(self).__name__)
 
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
-        """Add numbers to the run's metrics. Called while a run goes on, each time that there are new ones
-        (`min_items_sent_before_logging`), and at its end; a subclass may add its own and pass on."""
+        """Add numbers to the run's metrics. Called after every `min_items_sent_before_logging` groups and at the end;
+        an override may add its own and call this one."""
         self._logged.update(wandb_metrics or {})
 
     async def evaluate_log(
@@ -260,10 +254,8 @@ class BaseEnv(ABC):
         samples: Iterable[JSON] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Save an evaluation's figures and samples; the run prints where, whether `verbose` or not.
-
-        `start_time` and `end_time` are in seconds. What is logged later takes the place of what was logged before.
-        """
+        """Save an evaluation's metrics and samples; the run prints the path. `start_time` and `end_time` are in
+        seconds. A later call replaces an earlier one."""
         general: dict[str, JSON] = {"model_name": model_name} if model_name is not None else {}
         if start_time is not None and end_time is not None:
             general["total_evaluation_time_seconds"] = str(end_time - start_time)
@@ -279,7 +271,7 @@ class BaseEnv(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Unusable:
-    """What stands for an item of which no task can be made."""
+    """The data of a task whose item cannot be used."""
 
     reason: str
 
@@ -335,11 +327,11 @@ class ClassEnvironment(EvaluatedEnvironment):
         return await run_hook(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
 
     async def next_item(self) -> Item:
-        """The next item, or None when there are no more."""
+        """The next item, or None at the end."""
         return await settled(self.inner.get_next_item())
 
     def _task(self, item: Item, number: int) -> Task:
-        """The task of an item, or one that ends at its beginning with the reason why there is none."""
+        """The task of an item; for an unusable item, one that `resolve` refuses with the reason."""
         try:
             task = self.task(item, number)
             if not isinstance(task.prompt, str | Sequence):
@@ -398,7 +390,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         return numbers(self.inner._logged)
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """What the class kept, as far as it is a text and a score: a subclass may keep something else."""
+        """The kept rollouts that are a text and a score: a subclass may keep other data."""
         kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
         pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
         return [
@@ -464,7 +456,7 @@ class CollectedEnvironment(ClassEnvironment):
         await super().ended(task, group)
 
     async def _asked(self, call: Awaitable[tuple[T | None, list[Item]]], task: Task) -> T:
-        """What the class collected; what it does wrong is the task's fault."""
+        """The collected rows or row. Raises `TaskError` for errors of the class."""
         name = f"{type(self.inner).__name__}.{'collect_trajectories' if self._whole else 'collect_trajectory'}"
 
         async def unpacked() -> tuple[T | None, list[Item]]:
@@ -517,7 +509,8 @@ class ClassForm:
         return self.cls.env_config_cls
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """What `config_init` gives: a configuration and a list of servers, one server, or what all have in common."""
+        """The result of `config_init`: a configuration, and a list of servers, one server, or settings shared by all
+        servers."""
         name, wanted = self.cls.__name__, self.cls.env_config_cls
         with _asking(f"{name}.config_init"):
             given: JSON = self.cls.config_init()
@@ -544,7 +537,7 @@ class ClassForm:
 
 @contextmanager
 def _asking(doing: str) -> Iterator[None]:
-    """Say what of a class failed, and where, if it does. Raises `ConfigError`."""
+    """Turn any error of the class in the block into a `ConfigError` with its place."""
     try:
         yield
     except PalaestraError:
@@ -554,7 +547,7 @@ def _asking(doing: str) -> Iterator[None]:
 
 
 def script_reference(script: Mapping[str, object], environment: object) -> str:
-    """A reference to an environment among the globals of its script; empty if it is not there, or not in a file."""
+    """A reference to an environment among the globals of its script; empty if it has none."""
     path = script.get("__file__")
     name = next((name for name, value in script.items() if value is environment), "")
     return f"{Path(str(path)).resolve()}:{name}" if path and name else ""

@@ -1,7 +1,7 @@
-"""`ListedEnv`: a class environment whose items are known before the run, as those of a data set are.
+"""`ListedEnv`: a class environment whose items are known before the run, such as those of a data set.
 
-A subclass loads them; what cannot be used is left out by name, the rest is given in order, again and again. `evaluate`
-rolls out the part that is held out, `group_size` times each, and logs rates with their intervals.
+A subclass loads them; unusable items are left out by name, the others are drawn in order, again and again. `evaluate`
+rolls out the held-out items, `group_size` times each, and logs rates with their intervals.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from pydantic import Field
-
+from palaestra.core.config import setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.api.base_env import Item
@@ -31,9 +30,7 @@ MOST_SHOWN = 20
 class ListedEnvConfig(HeldOutConfig):
     """Settings of such environments."""
 
-    dataset_fields: dict[str, str] = Field(
-        default={}, description="Columns that a data set calls otherwise, FIELD=COLUMN: prompt=question."
-    )
+    dataset_fields: dict[str, str] = setting({}, "Columns with other names, FIELD=COLUMN: prompt=question.")
 
 
 class ListedEnv(HermesAgentBaseEnv):
@@ -64,11 +61,11 @@ class ListedEnv(HermesAgentBaseEnv):
         """The id of an item: the same one each time it is drawn."""
 
     def labels(self, item: Item) -> Collection[str]:
-        """What an evaluation tells apart, such as `category/NAME`."""
+        """Labels that group an evaluation's metrics, such as `category/NAME`."""
         return ()
 
     async def sort_out(self) -> None:
-        """Load: what can be used into `items`, the rest into `left_out`."""
+        """Load the usable items into `items` and the errors into `left_out`."""
         known: set[str] = set()
         for item in await self.load():
             if isinstance(item, TaskError):
@@ -95,7 +92,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return self.config.dataset_name or str(self.name)
 
     def chosen(self, *, evaluating: bool) -> list[Item]:
-        """The items of `evaluate`, or those of the other commands. Raises `ConfigError` where there is none."""
+        """The items of `evaluate`, or those of the other commands. Raises `ConfigError` if there are none."""
         items = [item for item in self.items if self.config.serves(self.item_id(item, 0), evaluating=evaluating)]
         if not items:
             raise ConfigError(
@@ -115,7 +112,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return item
 
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> Mapping[str, JSON]:
-        """Roll every item that is held out (all, where none is) out `group_size` times and log what it came to."""
+        """Roll every held-out item (all, if none are held out) out `group_size` times and log the metrics."""
         items, attempts = self.chosen(evaluating=True), self.config.group_size
         done = await self.evaluate_items(items, attempts)
         labels = {self.item_id(item, 0): self.labels(item) for item in items}
@@ -125,7 +122,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return metrics
 
     def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
-        """Further figures of an evaluation: those that readers of this environment look for."""
+        """Further metrics of an evaluation."""
         return {}
 
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:

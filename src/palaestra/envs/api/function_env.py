@@ -29,7 +29,7 @@ from typing import Any, Self, TypeAlias, TypeVar, cast, overload
 
 from pydantic import Field, create_model
 
-from palaestra.core.config import nearest
+from palaestra.core.config import nearest, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.threads import OneThread
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task, number
@@ -64,10 +64,10 @@ _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "s
 class FunctionEnvConfig(HeldOutConfig):
     """Settings of a function environment: those of every agent environment, with each task once and no network."""
 
-    group_size: int = Field(default=1, ge=1, description="Rollouts per task.")
-    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
-    include_messages: bool = Field(default=True, description="Keep each rollout's messages in the JSONL file.")
-    allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
+    group_size: int = setting(1, "Rollouts per task.", ge=1)
+    total_steps: int = setting(-1, "Groups to process, at most; -1 means every task once.", ge=-1)
+    include_messages: bool = setting(True, "Keep each rollout's messages in the JSONL file.")
+    allow_network: bool = setting(False, "Whether the agent's commands reach the network.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """How metrics and messages call it."""
+        """The name in metrics and messages."""
         return getattr(self.function, "__name__", "hook")
 
     async def __call__(self, sources: Mapping[str, Source]) -> JSON:
-        """Call the function with what it asked for. Raises `NotAwaited` where it called the sandbox for nothing."""
+        """Call the function with the arguments that it names. Raises `NotAwaited`."""
         arguments = {name: await sources[name]() for name in self.wants}
         slot = arguments.get("sandbox")
         if slot is None:
@@ -93,7 +93,7 @@ class Hook:
 
 
 def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
-    """Take a function as a hook. Raises `ConfigError` for a parameter that no rollout can provide."""
+    """Take a function as a hook. Raises `ConfigError` for an unknown parameter."""
     if not callable(function):
         raise ConfigError(f"a {kind} hook must be a function, not {function!r:.100}")
     wants = []
@@ -110,15 +110,15 @@ def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> H
 
 
 class NotAwaited(RuntimeError):
-    """Code called a slot and did not await what it called."""
+    """A hook did not await a call of its slot."""
 
 
 class AwaitedSlot:
-    """A slot for a hook: inside a `with` block, at whose end every call of it must have been awaited.
+    """A slot for a hook: a `with` block at whose end every call of the slot must have been awaited.
 
     A call that is not awaited is never made and leaves a coroutine, which is true and equal to nothing: a score that
-    compares it gives every rollout the same reward, and a preparation that writes a file with it writes none. What the
-    hook gets from the slot (shells, processes, forks) is not watched. Raises `NotAwaited`.
+    compares it gives every rollout the same reward. Shells, processes and forks of the slot are not checked. Raises
+    `NotAwaited`.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -164,10 +164,8 @@ class ScoreHook:
 
 
 class FunctionForm:
-    """What `@environment` makes of a function: collects the hooks, and builds the environment of a run.
-
-    `command` is what a command line does that names none; `reference` is where the environment was loaded from.
-    """
+    """The result of `@environment`: collects the hooks, and builds the environment of a run. `command` is the default
+    of the command line; `reference` is where the environment was loaded from."""
 
     command = "process"
     reference = ""
@@ -188,10 +186,8 @@ class FunctionForm:
     @overload
     def score(self, *, weight: float) -> Callable[[F], F]: ...
     def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
-        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all.
-
-        Raises `ConfigError` for a weight below 0, of which there is no mean; what is to cost something gives less.
-        """
+        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all. Raises
+        `ConfigError` for a negative weight."""
         if number(weight) is None or not 0 <= weight < math.inf:
             raise ConfigError(
                 f"environment {self.name}: a score's weight must be a number from 0 up, not {weight!r:.100}"
@@ -231,10 +227,8 @@ class FunctionForm:
         parallel_safe: bool = False,
         touches_world: bool = False,
     ) -> TypedTool | Callable[[UserFunction], TypedTool]:
-        """Declare a tool of this environment: a typed function with a docstring, which may also ask for the `task`.
-
-        Calls of one that `touches_world` are recorded and can be played without a network.
-        """
+        """Declare a tool of this environment: a typed function with a docstring, which may also take the `task`. Calls
+        of a tool that `touches_world` are recorded and can be replayed without a network."""
 
         def keep(given: UserFunction) -> TypedTool:
             made = declare_tool(given, name=name, toolset=self.name, parallel_safe=parallel_safe)
@@ -245,7 +239,7 @@ class FunctionForm:
         return keep if function is None else keep(function)
 
     def config_type(self) -> type[FunctionEnvConfig]:
-        """The settings of this environment: the common ones and the function's own parameters."""
+        """The common settings and the function's own parameters."""
         fields: dict[str, Any] = {}
         try:
             parameters = inspect.signature(self.source, eval_str=True).parameters.values()
@@ -290,7 +284,7 @@ class FunctionForm:
     def build(
         self, config: BaseEnvConfig, servers: Sequence[APIServerConfig] = (), server: ChatServer | None = None
     ) -> FunctionEnvironment:
-        """The environment of one run. Raises `ConfigError` when there is nothing to score with."""
+        """The environment of one run. Raises `ConfigError` if it has no score."""
         assert isinstance(config, FunctionEnvConfig)
         if not self.scores:
             raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
@@ -394,7 +388,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
             await self.form.preparation({"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
 
     def recipe(self, task: Task) -> JSON:
-        """What the task declares, and with a prepare hook all that the hook is given and where its code is."""
+        """The task's declaration and, with a prepare hook, the arguments and the code of the hook."""
         hook = self.form.preparation
         if task.recipe is None or hook is None:
             return task.recipe
@@ -444,15 +438,16 @@ def environment(
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:
-    """The type of a setting. One that has none but a text for its default is a text: `3.10` is no number there."""
+    """The type of a setting. A parameter with a text as its default and no annotation is a text: `3.10` is not a number
+    then."""
     if parameter.annotation is not inspect.Parameter.empty:
         return parameter.annotation
     return str if isinstance(parameter.default, str) else Any
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
-    """What a function produces. One that is not async has a thread of its own, for it may read or compute for long,
-    and the rollouts under way, whose time is limited, must not wait for it."""
+    """The products of a function. A plain one runs in a thread of its own, so that rollouts do not wait while it reads
+    or computes."""
     if inspect.isasyncgenfunction(source):
         async for task in source(**settings):
             yield task

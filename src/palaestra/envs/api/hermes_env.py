@@ -1,8 +1,7 @@
 """`HermesAgentBaseEnv`: the class form of an environment, as existing scripts are written to it.
 
-A subclass says where items come from and how a rollout is scored; five methods are required, the two workspace hooks
-and the overridable steps are optional. The class holds no loop, no slots and no output: `ContractEnvironment` adapts it
-to the runner's Environment.
+A subclass provides items and scores rollouts; five methods are required, the workspace hooks and the overridable steps
+are optional. `ContractEnvironment` adapts it to the runner.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ logger = logging.getLogger(__name__)
 class HermesAgentBaseEnv(BaseEnv):
     """Subclass this, implement the abstract methods, and call `cli()`.
 
-    `self.server` answers `chat_completion(messages=…)`; `self.config` holds the settings. Rollouts of one group run at
-    the same time, and groups do too, so hooks must not keep a rollout's state on `self`.
+    `self.server` answers `chat_completion(messages=…)`; `self.config` holds the settings. Rollouts and groups run
+    concurrently, so hooks must not keep a rollout's state on `self`.
     """
 
     name: ClassVar[str | None] = "hermes-agent"
@@ -72,15 +71,14 @@ class HermesAgentBaseEnv(BaseEnv):
         """Prepare the workspace once per group; every rollout starts from a fork of it."""
 
     def group_recipe(self, item: Item) -> str | None:
-        """Say that what `prepare_group` makes (with `share_setup`, `setup_trajectory_workspace` too) depends on nothing
-        but the item, the class's own settings and file, and what this text names (a version). None: it may. See
-        `Task.recipe`."""
+        """A version text if the result of `prepare_group` (with `share_setup`, of `setup_trajectory_workspace` too)
+        depends only on the item, the class's settings and file, and this text; else None. See `Task.recipe`."""
         return None
 
     async def setup_trajectory_workspace(
         self, item: Item, *, trajectory_id: str, exec_tool: ExecTool
     ) -> dict[str, JSON]:
-        """Prepare one rollout's workspace. What it returns reaches the verification as `workspace_meta`."""
+        """Prepare one rollout's workspace. The result is passed to the verification as `workspace_meta`."""
         return {}
 
     async def verify_and_score_trajectory(
@@ -92,7 +90,7 @@ class HermesAgentBaseEnv(BaseEnv):
         exec_tool: ExecTool,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """Score a rollout in its sealed workspace: a reward and what is worth recording. Overriding it replaces
+        """Score a rollout in its sealed workspace: a reward and metadata to record. An override replaces
         `compute_reward`."""
         raise NotImplementedError
 
@@ -100,7 +98,7 @@ class HermesAgentBaseEnv(BaseEnv):
         return CollectedEnvironment(self) if collects(type(self)) else ContractEnvironment(self)
 
     def reference_solution(self, item: Item) -> JSON:
-        """How the item is solved, for the scripted `oracle` policy: see `Task.solution`. None where nobody knows."""
+        """The solution of an item for the scripted `oracle` policy (see `Task.solution`), or None."""
         return item.get("solution") if isinstance(item, Mapping) else None
 
     def _resolve_tools_for_group(self) -> tuple[list[dict[str, JSON]], set[str]]:
@@ -109,23 +107,21 @@ class HermesAgentBaseEnv(BaseEnv):
         return registry.definitions(), set(registry.list_tools())
 
     def tool_kit(self, rng: random.Random) -> Kit:
-        """The tools of one group as the runner takes them. `rng` is the group's own."""
+        """The tools of one group. `rng` is the group's own."""
         return kit(self.config, None, rng, self.own_tools(), self.mcp, self.shared)
 
     @cached_property
     def shared(self) -> States:
-        """What the tools of all rollouts have together, such as a browser. Closed when the run ends."""
+        """State that the tools of all rollouts share, such as a browser. Closed when the run ends."""
         return States()
 
     def own_tools(self) -> Sequence[Tool]:
-        """Tools that the environment brings along, such as functions with `@tool`. Its agents always have them."""
+        """The environment's own tools, such as functions with `@tool`. Its agents always have them."""
         return ()
 
     def _use_managed_server(self) -> bool:
-        """Whether rollouts are token-exact: yes where the servers give tokens (sglang, vllm, transformers).
-
-        Override to chat without keeping tokens; rows then are placeholders and say so.
-        """
+        """Whether rollouts are token-exact; by default, if the servers give tokens (sglang, vllm, transformers).
+        Override it to chat without tokens; rows are then placeholders, with `token_source: placeholder`."""
         return isinstance(self._server, ServerGroup) and self._server.token_exact
 
     async def _run_agent_loop(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
@@ -135,9 +131,9 @@ class HermesAgentBaseEnv(BaseEnv):
     def _build_scored_item(self, item: Item, result: AgentResult, reward: float) -> ScoredDataItem:
         """The training row of one rollout: `tokens`, `masks`, `scores`, `messages`.
 
-        With a token-exact server these are the last row of its ledger, with `inference_logprobs`; as long as they are
-        left as they are, all rows of the ledger are trained. A chat server gives no token ids, so the tokens are
-        placeholders and every mask is -100: nothing is trained on them, and the line says `token_source: placeholder`.
+        With a token-exact server it is the last row of the ledger, with `inference_logprobs`; if an override leaves it
+        unchanged, all rows of the ledger are trained. A chat server gives no token ids: the tokens are placeholders
+        with masks of -100.
         """
         if nodes := (result.managed_state or {}).get("nodes"):
             return {
@@ -196,7 +192,7 @@ class ContractEnvironment(ClassEnvironment):
         return self.inner.config.share_setup or overrides(self.inner, "prepare_group")
 
     def recipe(self, task: Task) -> JSON:
-        """What the class declares for the item, with the item, the class's own settings and where its code is."""
+        """The class's declaration for the item, with the item, the class's own settings and its code."""
         inner = self.inner
         declared = inner.group_recipe(task.data)
         if declared is None:
@@ -246,7 +242,7 @@ class ContractEnvironment(ClassEnvironment):
         return await run_hook(TaskError, loop, f"{self.name}._run_agent_loop on {rollout.rollout_id}")
 
     def _choose_server(self, rollout: Rollout) -> None:
-        """The session is token-exact where the servers are; the environment may want plain chat instead."""
+        """Use plain chat if the environment does not want the token-exact session."""
         exact, wanted = rollout.server.ledger is not None, self.inner._use_managed_server()
         if exact and not wanted:
             rollout.server = self.inner.server
@@ -293,7 +289,7 @@ class ContractEnvironment(ClassEnvironment):
 
 
 def _own_row(item: Mapping[str, JSON], result: AgentResult) -> TokenRow | None:
-    """The row that the environment made; None where it left the ledger's as it was. Only the latter counts as exact."""
+    """The environment's own row; None if it is one of the ledger's. Only the latter counts as exact."""
     row = TokenRow(
         tokens=list(item["tokens"]),
         masks=list(item["masks"]),

@@ -22,7 +22,7 @@ ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "
 
 
 class ScoredDataItem(TypedDict, total=False):
-    """The training row of one rollout: `tokens[T]`, `masks[T]` (-100 where nothing is trained), its score, messages."""
+    """The training row of one rollout: `tokens[T]`, `masks[T]` (-100 if not trained), its score, messages."""
 
     tokens: list[int]
     masks: list[int]
@@ -53,7 +53,7 @@ class ScoredDataGroup(TypedDict, total=False):
 
 
 def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
-    """One group of these rows, None of none. What not every row has is an empty list, log-probabilities included."""
+    """One group of these rows, None without rows. A value that some rows lack is an empty list."""
     names = [name for name in ScoredDataItem.__annotations__ if name in ScoredDataGroup.__annotations__]
     lists = {name: [row.get(name) for row in rows] for name in names}
     group: JSON = {name: [] if any(value is None for value in values) else values for name, values in lists.items()}
@@ -61,7 +61,7 @@ def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
 
 
 def checked_row(row: object, task_id: str) -> Row:
-    """A row that can be recorded. Raises `TaskError` that says what is wrong with it."""
+    """A row that can be recorded. Raises `TaskError` with the problem."""
     if not isinstance(row, Mapping):
         raise TaskError(f"{task_id}: a row is {type(row).__name__}, not a ScoredDataItem")
     for key in ("tokens", "masks", "scores"):

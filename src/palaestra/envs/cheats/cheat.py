@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cheat:
-    """A shell script that an agent could run in its workspace instead of doing the task.
-
-    The script gets only the prompt, in `$TASK`. It may fail if its target does not exist; only the reward counts.
-    """
+    """A shell script that an agent could run instead of doing the task. It gets only the prompt, in `$TASK`, and may
+    fail; only the reward counts."""
 
     name: str
     what: str

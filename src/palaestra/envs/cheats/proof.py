@@ -134,7 +134,7 @@ class EnvironmentProof:
     _lines: dict[str, PolicyResult] = field(default_factory=dict)
 
     async def run(self, count: int) -> Proof:
-        """Play `count` tasks with every policy. Raises `ConfigError` if there is no task."""
+        """Play `count` tasks with every policy. Raises `ConfigError` without tasks."""
         tasks = await first_tasks(self.environment, count)
         resolved = [await self.environment.resolve(task) for task in tasks]
         solved = all(task.solution is not None for task in resolved)
@@ -174,7 +174,7 @@ class EnvironmentProof:
 
 
 async def first_tasks(environment: Environment, count: int) -> list[Task]:
-    """The first tasks of an open environment. Raises `ConfigError` if there is none, or one has a bad floor."""
+    """The first tasks of an open environment. Raises `ConfigError` without tasks or for a bad floor."""
     tasks: list[Task] = []
     async for task in environment.tasks():
         if number(task.floor) is None:

@@ -1,4 +1,4 @@
-"""From an environment's configuration to what a run takes: the agent's settings, tools, network and slots."""
+"""Converts an environment's configuration into the parts of a run: the agent's settings, tools, network and slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from palaestra.tools.tool import States, Tool
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
-    """How the configuration wants the agent run."""
+    """The agent's part of the configuration."""
     return AgentSettings(
         max_turns=config.max_agent_turns,
         temperature=config.agent_temperature,
@@ -47,7 +47,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
 
 
 def budget(config: HermesAgentEnvConfig) -> Budget:
-    """What one rollout may use. Its turns are `max_agent_turns`, whose end has an outcome of its own."""
+    """The limits of one rollout. Its turns are limited by `max_agent_turns`, with an outcome of its own."""
     return Budget(
         tokens=config.max_rollout_tokens,
         completion_tokens=config.max_rollout_completion_tokens,
@@ -59,17 +59,15 @@ def budget(config: HermesAgentEnvConfig) -> Budget:
 
 
 def prices(config: BaseEnvConfig) -> Prices | None:
-    """What the model's tokens cost; None where nobody said."""
+    """The prices of the model's tokens; None if they are not set."""
     if config.prompt_price is None or config.completion_price is None:
         return None
     return Prices(config.prompt_price, config.completion_price)
 
 
 def mcp_servers(config: BaseEnvConfig) -> MCPServers | None:
-    """The MCP servers of a run, not yet open and without those whose toolset is disabled. None if none is configured.
-
-    A run that replays a recording has the servers and tools of the recorded run's journal. Raises `ConfigError`.
-    """
+    """The enabled MCP servers of a run, not yet open; None without any. A replay takes servers and tools from the
+    recorded run's journal. Raises `ConfigError`."""
     if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
         return None
     without = config.disabled_toolsets or ()
@@ -88,11 +86,9 @@ def kit(
     servers: MCPServers | None = None,
     shared: States | None = None,
 ) -> Kit:
-    """The tools of one group: a draw from the configuration's distribution, its toolsets, or else those given.
-
-    `rng` is the group's own and makes the draw; `extra` are the environment's own tools. The tools of `servers` are
-    added. `shared` holds the objects that the tools of all groups share.
-    """
+    """The tools of one group: a draw from the configuration's distribution, its toolsets, or else those given. `rng` is
+    the group's own; `extra` are the environment's own tools; `shared` holds the objects that the tools of all groups
+    share."""
     if config.distribution is not None:
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
@@ -109,7 +105,7 @@ def tools_with(
     tool_server: ToolServerLink | None = None,
     shared: States | None = None,
 ) -> ToolRegistry:
-    """The tools of the enabled toolsets and those of the run's MCP servers, without what is disabled."""
+    """The tools of the enabled toolsets and of the run's MCP servers, without the disabled ones."""
     offered = servers.installed() if servers is not None else ()
     own = {toolset_of(name) for name in config.mcp_servers}
     disabled = [name for name in config.disabled_toolsets or () if name not in own]
@@ -131,7 +127,7 @@ def tools_with(
 
 
 def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
-    """The servers with what the environment says about the model's tokens, where they do not say it themselves."""
+    """The servers, with the environment's tokenizer and parser if they do not set their own."""
     told: dict[str, str] = {}
     if config.tokenizer_name != "none":
         told["tokenizer_name"] = config.tokenizer_name
@@ -144,7 +140,7 @@ def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -
 
 
 def network_policy(allowed: bool) -> NetworkPolicy:
-    """The same network for preparation and agent; grading never has one unless its task says so."""
+    """The same network for preparation and agent; grading has none unless its task sets one."""
     network = Network.ON if allowed else Network.OFF
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
 
@@ -160,10 +156,8 @@ def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
 
 
 def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
-    """The workspaces that are prepared already on this machine; None where the settings want none of them.
-
-    Raises `ConfigError` for a folder, named by somebody, that cannot be used.
-    """
+    """The shared prepared workspaces of this machine; None if they are turned off. Raises `ConfigError` for a named
+    folder that cannot be used."""
     if not config.keep_workspaces or not isinstance(backend, LocalBackend):
         return None
     named = config.workspace_store
@@ -173,6 +167,6 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
 
 
 def make_pool(config: BaseEnvConfig) -> SlotPool:
-    """The slots of a run, on this machine. Raises `ConfigError` for a rung that is none."""
+    """The slots of a run, on this machine. Raises `ConfigError` for an unknown isolation level."""
     backend = LocalBackend.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
     return SlotPool(SlotPoolConfig(acquire_timeout=config.acquire_timeout_s), backend)

@@ -1,9 +1,8 @@
 """The command line of environment scripts: `x_env.py process|evaluate|serve [--env.FIELD V] [--openai.FIELD V] …`.
 
-For: turning arguments, files and environment variables into validated configurations with the source of every value.
-Not for: loading environments or running them. Precedence: field default < the environment's own `config_init` <
-`--config` files in order < `.env` < environment variables < flags. Invariant: no word of a command line is ignored;
-what cannot be used is a `ConfigError` (exit code 2) that says what would work.
+Precedence: field default < the environment's own `config_init` < `--config` files in order < `.env` < environment
+variables < flags. Invariant: no word of a command line is ignored; an unusable one is a `ConfigError` that names the
+alternatives.
 """
 
 from __future__ import annotations
@@ -83,17 +82,15 @@ _SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The command line asked a question (`--help`, `--show-config`): write this to stdout and stop with exit code 0."""
+    """The answer to `--help` or `--show-config`: write it to stdout and exit with code 0."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[EnvT_co, ServerT_co]):
-    """A command line that can be run. `sources` maps `env.group_size` and `openai.base_url` to where they came from.
-
-    `notices` are sentences for stderr: settings that were given and have no effect in this version.
-    """
+    """A command line that can be run. `sources` maps `env.group_size` or `openai.base_url` to the source of the value.
+    `notices` are sentences for stderr about settings without effect."""
 
     command: str
     env_config: EnvT_co
@@ -108,12 +105,9 @@ class Parsed(Generic[EnvT_co, ServerT_co]):
 
 @dataclass(frozen=True, slots=True)
 class CommandLine(Generic[EnvT_co, ServerT_co]):
-    """What can be set for one environment, and what it sets itself.
-
-    `env_values` and `server_values` (one mapping per server) are what the environment's `config_init` gave; see
-    `set_fields`. `command` is used when the line names none; without it a command is required. `name` is the
-    environment's, for the default path of its output.
-    """
+    """The settings of one environment. `env_values` and `server_values` (one mapping per server) are the result of its
+    `config_init`, see `set_fields`. `command` is the default command; without it one is required. `name` is part of the
+    default path of the output."""
 
     prog: str
     env_type: type[EnvT_co]
@@ -130,8 +124,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         environ: Mapping[str, str] | None = None,
         dotenv: Mapping[str, str] | None = None,
     ) -> Parsed[EnvT_co, ServerT_co] | Answer:
-        """Read `argv` (without the program's name), the process's variables and those of a `.env` file below them.
-        Raises `ConfigError`."""
+        """Read `argv` (without the program's name), the process's variables and those of a `.env` file, which rank
+        lower. Raises `ConfigError`."""
         command, flags = self._split(argv)
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             return Answer(_usage(self, everything=any(written == "--help-all" for written, _ in flags)))
@@ -225,7 +219,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield ConfigLayer("command line", given.values["env"], given.spelled["env"])
 
     def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
-        """The layers of each server. A policy or an address from above the files leaves one server."""
+        """The layers of each server. A policy or an address in variables or flags leaves one server."""
         servers = [[ConfigLayer("config_init", values)] for values in self.server_values] or [[]]
         for file in given.files:
             if file.shared:
@@ -268,7 +262,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
 
 @dataclass(slots=True)
 class _Given:
-    """What the flags said so far."""
+    """The flags read so far."""
 
     values: dict[str, dict[str, JSON]] = field(default_factory=lambda: {"env": {}, "openai": {}})
     spelled: dict[str, dict[str, str]] = field(default_factory=lambda: {"env": {}, "openai": {}})
@@ -290,7 +284,7 @@ def set_fields(config: BaseModel) -> dict[str, JSON]:
 
 
 def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
-    """A sentence for each setting that a user turned on and that does nothing yet."""
+    """A sentence for each setting that a user turned on and that has no effect."""
     for name, source in config.sources.items():
         asked = source not in UNSAID and getattr(config.value, name) not in (None, False)
         if asked and not has_effect(type(config.value), name):
@@ -303,7 +297,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
-    """A list or mapping flag that is given twice adds up; of any other the last one counts."""
+    """Lists and mappings of repeated flags are joined; of other values the last one counts."""
     if takes_sequence(annotation) and isinstance(old, list) and isinstance(new, list):
         return old + new
     if takes_mapping(annotation) and isinstance(old, dict) and isinstance(new, dict):

@@ -1,10 +1,8 @@
-"""What an environment can be told: `BaseEnvConfig` and `HermesAgentEnvConfig`.
+"""The settings of environments: `BaseEnvConfig` and `HermesAgentEnvConfig`.
 
-The fields and defaults are those that existing environment scripts and command lines use; a field of ours says why it
-is there. A field that is accepted for their sake and changes nothing in this version is declared with `later`, and its
-help says so. Not for: whom the agent asks, which is `palaestra.inference.config`.
-
-Sizes are tokens where a name says tokens, else megabytes where the contract says so; durations are seconds.
+Names and defaults are those that existing scripts and command lines use; `later` declares the fields that have no
+effect in this version. Sizes are tokens or megabytes as the name or description says; durations are seconds. The
+settings of the model server are in `palaestra.inference.config`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from palaestra.core.config import Settings, later
+from palaestra.core.config import Settings, later, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.watchdog import IDLE_LIMITS
@@ -26,11 +24,10 @@ from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
 AVAILABLE_POOL_MODES = ("default", "local")
-"""Where slots can come from in this version."""
 
 
 class EvalHandlingEnum(Enum):
-    """What training does while an evaluation runs. The name and the values are the contract's."""
+    """The contract's modes of training during an evaluation."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
@@ -38,154 +35,113 @@ class EvalHandlingEnum(Enum):
 
 
 class BaseEnvConfig(Settings):
-    """What every environment has: how many groups, how many at once, and where the results go."""
+    """The settings of every environment: number and concurrency of groups, limits, and the places of the results."""
 
-    group_size: int = Field(default=4, ge=1, description="Rollouts per task.")
-    total_steps: int = Field(default=1000, ge=-1, description="Groups to process, at most; -1 means every task once.")
-    max_num_workers: int = Field(default=-1, ge=-1, description="Groups in flight at once; -1 suits this machine.")
-    max_token_length: int = Field(default=2048, ge=1, description="Most tokens that one model call may generate.")
-    data_path_to_save_groups: str | None = Field(
-        default=None, description="The JSONL file of the groups; a number is added rather than overwrite one."
+    group_size: int = setting(4, "Rollouts per task.", ge=1)
+    total_steps: int = setting(1000, "Groups to process, at most; -1 means every task once.", ge=-1)
+    max_num_workers: int = setting(-1, "Groups in flight concurrently; -1 suits this machine.", ge=-1)
+    max_token_length: int = setting(2048, "Most tokens that one model call may generate.", ge=1)
+    data_path_to_save_groups: str | None = setting(
+        None, "The JSONL file of the groups. An existing file is kept: the new one gets a number."
     )
-    data_dir_to_save_evals: str | None = Field(default=None, description="The folder that `evaluate` writes into.")
-    include_messages: bool = Field(default=False, description="Keep each rollout's messages in the JSONL file.")
-    ensure_scores_are_not_same: bool = Field(
-        default=True,
-        description="Leave groups of equal scores out of training data (off for groups of one).",
+    data_dir_to_save_evals: str | None = setting(None, "The folder that `evaluate` writes into.")
+    include_messages: bool = setting(False, "Keep each rollout's messages in the JSONL file.")
+    ensure_scores_are_not_same: bool = setting(
+        True, "Leave groups of equal scores out of training data (off for groups of one)."
     )
-    worker_timeout: float = Field(
-        default=600,
+    worker_timeout: float = setting(
+        600,
+        "Seconds of one rollout, without its waits for a slot or a failing server; 0 or less: no limit.",
         allow_inf_nan=False,
-        description="Seconds of one rollout, without its waits for a slot or a failing server; 0 or less: no limit.",
     )
-    tokenizer_name: str = Field(
-        default="none",
-        description="Tokenizer of a token-exact server, where --openai.tokenizer_name does not say; none: the model's.",
+    tokenizer_name: str = setting(
+        "none", "Tokenizer of a token-exact server without --openai.tokenizer_name; none: the model's own."
     )
-    seed: int = Field(default=0, description="The seed of every random choice; equal seeds give equal runs.")
-    max_failures: int = Field(
-        default=0, ge=0, description="Unscored rollouts that a run may end with before its exit code becomes 3."
+    seed: int = setting(0, "The seed of every random choice; equal seeds give equal runs.")
+    max_failures: int = setting(0, "Unscored rollouts above which the exit code of a run is 3.", ge=0)
+    isolation: str = setting(
+        "best", "The isolation level (see `palaestra doctor`): best, full, userns, confined, none."
     )
-    isolation: str = Field(
-        default="best",
-        description="Which rung of the ladder (see `palaestra doctor`): best, full, userns, confined, none.",
+    require_sandbox: bool = setting(False, "Refuse isolation levels below `userns`.")
+    keep_workspaces: bool = setting(
+        True, "Share prepared workspaces with other runs on this machine, if their task or environment has a cache key."
     )
-    require_sandbox: bool = Field(default=False, description="Refuse to run below the `userns` rung.")
-    keep_workspaces: bool = Field(
-        default=True,
-        description="Share prepared workspaces with other runs on this machine, where a task or environment declares "
-        "what they are made from (its recipe); the others are prepared in every run.",
+    workspace_store: str | None = setting(None, "The folder of shared workspaces; None: the user's cache folder.")
+    workspace_store_bytes: int = setting(
+        DEFAULT_MAX_BYTES, "Disk space of shared workspaces; above it, the least recently used are deleted.", ge=0
     )
-    workspace_store: str | None = Field(
-        default=None, description="The folder that keeps them; None: the user's own on this machine."
+    acquire_timeout_s: float = setting(30, "Seconds to wait for a free slot.", gt=0)
+    infra_retries: int = setting(
+        1, "Further attempts at a rollout after an infrastructure failure, before it stays unscored.", ge=0
     )
-    workspace_store_bytes: int = Field(
-        default=DEFAULT_MAX_BYTES,
-        ge=0,
-        description="Bytes that they may take on disk; more, and those unused for longest go.",
+    world: Literal["record", "live", "replay", "fill"] = setting(
+        "record",
+        "Tools that reach outside (web, browser, …): record keeps their replies in the run's folder, live does not, "
+        "replay answers from world_file only, fill also asks for missing replies and adds them.",
     )
-    acquire_timeout_s: float = Field(default=30, gt=0, description="Seconds to wait for a free slot.")
-    infra_retries: int = Field(
-        default=1, ge=0, description="Fresh attempts at a rollout that the world broke, before it stays unscored."
-    )
-    world: Literal["record", "live", "replay", "fill"] = Field(
-        default="record",
-        description="Tools that touch the world (web, browser, …): record keeps their replies in the run's folder, "
-        "live does not, replay answers from world_file and asks nobody, fill asks for what is not in it and adds it.",
-    )
-    world_file: str | None = Field(
-        default=None, description="The recording for replay and fill: a file, or the folder of a run."
-    )
-    world_miss: Literal["reply", "fail"] = Field(
-        default="reply",
-        description="A call that the replayed recording lacks: an error that the model reads, or the rollout's end, "
-        "unscored.",
+    world_file: str | None = setting(None, "The recording for replay and fill: a file, or the folder of a run.")
+    world_miss: Literal["reply", "fail"] = setting(
+        "reply", "A call that the recording lacks: reply answers the model with an error, fail ends the rollout."
     )
 
-    short_groups: Literal["smaller", "whole"] = Field(
-        default="smaller",
-        description="Groups that the world broke a rollout of: stay smaller, or are made whole by replacement (at most "
-        "as many attempts more as a group has rollouts).",
+    short_groups: Literal["smaller", "whole"] = setting(
+        "smaller",
+        "Groups with a rollout that an infrastructure failure ended: smaller keeps the rest, whole replaces it (at "
+        "most as many times as the group has rollouts).",
     )
-    max_infra_rate: float = Field(
-        default=0.2,
-        ge=0,
-        le=1,
-        description="Share of the last 100 rollouts that the world may break before the run pauses (exit code 3).",
+    max_infra_rate: float = setting(
+        0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
     )
-    max_cost: float | None = Field(
-        default=None, gt=0, description="The cost at which the run pauses (exit code 3); needs the two prices."
+    max_cost: float | None = setting(
+        None, "The cost at which the run pauses (exit code 3); needs the two prices.", gt=0
     )
-    prompt_price: float | None = Field(default=None, ge=0, description="Price of a million prompt tokens.")
-    completion_price: float | None = Field(default=None, ge=0, description="Price of a million completion tokens.")
+    prompt_price: float | None = setting(None, "Price of a million prompt tokens.", ge=0)
+    completion_price: float | None = setting(None, "Price of a million completion tokens.", ge=0)
     idle_limits: dict[str, float] = Field(
         default_factory=lambda: dict(IDLE_LIMITS),
         description=f"Seconds without a sign of life before a rollout is ended, by stage ({', '.join(IDLE_LIMITS)}); "
         "0: no limit.",
     )
-    drain_s: float = Field(
-        default=60, ge=0, description="Seconds that rollouts in flight have to finish after SIGTERM."
+    drain_s: float = setting(60, "Seconds that rollouts in flight have to finish after SIGTERM.", ge=0)
+    timings_from: str | None = setting(
+        None, "The folder of an earlier run whose slow tasks begin first. A resumed run uses its own timings."
     )
-    timings_from: str | None = Field(
-        default=None,
-        description="An earlier run's folder: tasks that were slow there begin first. A resumed run has its own.",
+    metrics_port: int | None = setting(
+        None, "Serve the run's numbers as Prometheus text on this port; 0: any free port.", ge=0, le=65535
     )
-    metrics_port: int | None = Field(
-        default=None, ge=0, le=65535, description="Serve the run's numbers as Prometheus text on this port; 0: any."
+    metrics_host: str = setting("127.0.0.1", "The address on which metrics_port listens.")
+    otel_endpoint: str | None = setting(
+        None, "Send OpenTelemetry spans to this collector (OTLP over HTTP, http://localhost:4318; extra `otel`)."
     )
-    metrics_host: str = Field(default="127.0.0.1", description="The address on which metrics_port listens.")
-    otel_endpoint: str | None = Field(
-        default=None,
-        description="Send OpenTelemetry spans to this collector (OTLP over HTTP, http://localhost:4318; extra `otel`).",
-    )
-    otel_content: bool = Field(
-        default=False, description="Put prompts, replies, arguments and results on the spans; off, they hold no text."
-    )
+    otel_content: bool = setting(False, "Put prompts, replies, arguments and results on the spans.")
 
     max_eval_workers: int = later(16, "Evaluation rollouts in flight at once.")
     max_num_workers_per_node: int = later(8, "Groups in flight per model server.")
     steps_per_eval: int = later(100, "Training steps between evaluations.")
     eval_handling: EvalHandlingEnum = later(EvalHandlingEnum.STOP_TRAIN, "What training does during an evaluation.")
     eval_limit_ratio: float = later(0.5, "Share of the workers an evaluation may take.")
-    inference_weight: float = Field(
-        default=1.0, ge=0, description="This environment's weight among those that feed the same trainer."
-    )
+    inference_weight: float = setting(1.0, "Weight among the environments that feed the same trainer.", ge=0)
     batch_size: int = later(-1, "Rollouts per trainer batch; -1 leaves it to the trainer.")
-    max_batches_offpolicy: int = Field(
-        default=3, ge=0, description="Batches that may be under way or wait for the trainer; one always may."
+    max_batches_offpolicy: int = setting(3, "Batches in progress or waiting for the trainer; at least one may.", ge=0)
+    min_batch_allocation: float | None = setting(None, "Least share of a trainer's batch, 0 to 1.", ge=0, le=1)
+    use_wandb: bool = setting(
+        True, "Send the run's metrics to Weights & Biases (extra `wandb`), if a user or the environment sets this."
     )
-    min_batch_allocation: float | None = Field(
-        default=None, ge=0, le=1, description="Least share of a trainer's batch, 0 to 1."
+    wandb_name: str | None = setting(
+        None, "The environment's name at a trainer and the run's name at trackers; None: the environment's own."
     )
-    use_wandb: bool = Field(
-        default=True,
-        description="Send the run's figures to Weights & Biases (extra `wandb`). Counts where a user or the "
-        "environment says it; the default alone sends nothing.",
+    wandb_mode: Literal["online", "offline"] | None = setting(
+        None, "Whether metrics are sent to Weights & Biases immediately; None: if a key for it is stored."
     )
-    wandb_name: str | None = Field(
-        default=None,
-        description="The name that a trainer knows the environment by, and trackers the run; None: its own.",
+    use_trackio: bool = setting(False, "Send the run's metrics to Trackio (extra `trackio`).")
+    tracker_project: str | None = setting(None, "The project of the run at trackers; None: the environment's name.")
+    rollout_server_url: str = setting("http://localhost:8000", "The trainer's trajectory server, which `serve` feeds.")
+    allow_placeholder_tokens: bool = setting(
+        False, "Let `serve` send groups without sampled tokens, which train nothing."
     )
-    wandb_mode: Literal["online", "offline"] | None = Field(
-        default=None, description="Whether Weights & Biases is reached at once; None: where a key for it is stored."
-    )
-    use_trackio: bool = Field(default=False, description="Give the run's figures to Trackio (extra `trackio`).")
-    tracker_project: str | None = Field(
-        default=None, description="The project that trackers file the run under; None: the environment's name."
-    )
-    rollout_server_url: str = Field(
-        default="http://localhost:8000", description="The trainer's trajectory server, which `serve` feeds."
-    )
-    allow_placeholder_tokens: bool = Field(
-        default=False, description="Let `serve` send groups without sampled tokens, which train nothing."
-    )
-    num_rollouts_to_keep: int = Field(default=32, ge=1, description="Groups whose rollouts are kept to be shown.")
-    num_rollouts_per_group_for_logging: int = Field(
-        default=1, ge=-1, description="Rollouts kept of each group; -1 means all."
-    )
-    min_items_sent_before_logging: int = Field(
-        default=2, ge=1, description="Groups that must have ended before the figures are logged again."
-    )
+    num_rollouts_to_keep: int = setting(32, "Groups whose rollouts are kept to be shown.", ge=1)
+    num_rollouts_per_group_for_logging: int = setting(1, "Rollouts kept of each group; -1 means all.", ge=-1)
+    min_items_sent_before_logging: int = setting(2, "Finished groups between two logs of the metrics.", ge=1)
     thinking_mode: bool = later(False, "Ask the model to think in its own tags.")
     reasoning_effort: str | None = later(None, "How hard a reasoning model should think.")
     max_reasoning_tokens: int | None = later(None, "Most tokens of reasoning per model call.")
@@ -195,7 +151,7 @@ class BaseEnvConfig(Settings):
     @classmethod
     def _groups_are_no_page(cls, path: str | None) -> str | None:
         if path is not None and path.endswith(".html"):
-            raise ConfigError("the report of the run is to be there: name a .jsonl file, and it lies beside that")
+            raise ConfigError("the run writes its report to the .html file next to the groups: name a .jsonl file")
         return path
 
     @field_validator("otel_endpoint")
@@ -208,12 +164,12 @@ class BaseEnvConfig(Settings):
     @field_validator("idle_limits")
     @classmethod
     def _limits_of_stages(cls, limits: dict[str, float]) -> dict[str, float]:
-        """What is said about one stage leaves the others as they are."""
+        """A stage that is not set keeps its default."""
         for stage, seconds in limits.items():
             if stage not in IDLE_LIMITS:
-                raise ConfigError(f"there is no stage {stage!r}; there are {', '.join(IDLE_LIMITS)}")
+                raise ConfigError(f"unknown stage {stage!r}; known are {', '.join(IDLE_LIMITS)}")
             if not 0 <= seconds < float("inf"):
-                raise ConfigError(f"the limit of {stage} must be seconds, or 0 for none")
+                raise ConfigError(f"the limit of {stage} must be seconds, or 0 for no limit")
         return {**IDLE_LIMITS, **limits}
 
     @model_validator(mode="after")
@@ -240,76 +196,59 @@ class BaseEnvConfig(Settings):
 
     @field_validator("isolation")
     @classmethod
-    def _isolation_is_a_rung(cls, isolation: str) -> str:
-        rungs = ("best", "full", "userns", "confined", "none")
-        if isolation not in rungs:
-            raise ConfigError(f"not one of {', '.join(rungs)}")
+    def _isolation_is_a_level(cls, isolation: str) -> str:
+        levels = ("best", "full", "userns", "confined", "none")
+        if isolation not in levels:
+            raise ConfigError(f"not one of {', '.join(levels)}")
         return isolation
 
 
 class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
-    """What environments with a tool-using agent have besides: tools, the agent's limits, slots, the data set."""
+    """Further settings of environments with a tool-using agent: tools, the agent's limits, slots, the data set."""
 
-    enabled_toolsets: list[str] | None = Field(
-        default=None, description="Toolsets the agent has, for example `terminal file`; None means all that work here."
+    enabled_toolsets: list[str] | None = setting(
+        None, "Toolsets of the agent, for example `terminal file`; None means all that work here."
     )
-    disabled_toolsets: list[str] | None = Field(default=None, description="Toolsets taken away from those.")
-    distribution: str | None = Field(
-        default=None, description="A named random draw of toolsets, one per group, instead of enabled_toolsets."
+    disabled_toolsets: list[str] | None = setting(None, "Toolsets that the agent does not get.")
+    distribution: str | None = setting(
+        None, "A named random draw of toolsets, one per group, instead of enabled_toolsets."
     )
-    strict_tools: bool = Field(
-        default=False, description="Refuse to run without a tool that was asked for, instead of leaving it out."
+    strict_tools: bool = setting(False, "Refuse to run without a requested tool, instead of leaving it out.")
+    mcp_servers: dict[str, MCPServerConfig] = setting(
+        {}, "MCP servers by name, each a toolset mcp-NAME that every agent has. --mcp FILE reads mcpServers."
     )
-    mcp_servers: dict[str, MCPServerConfig] = Field(
-        default_factory=dict,
-        description="MCP servers by name, each a toolset mcp-NAME that every agent has. --mcp FILE reads mcpServers.",
+    max_agent_turns: int = setting(30, "Model calls per rollout, at most.", ge=1)
+    max_rollout_tokens: int | None = setting(
+        None, "Tokens that one rollout may read and write in all its model calls.", gt=0
     )
-    max_agent_turns: int = Field(default=30, ge=1, description="Model calls per rollout, at most.")
-    max_rollout_tokens: int | None = Field(
-        default=None, gt=0, description="Tokens that one rollout may read and write, over all its model calls."
+    max_rollout_completion_tokens: int | None = setting(None, "Tokens that one rollout may write.", gt=0)
+    max_rollout_output_bytes: int | None = setting(None, "Bytes of tool results that one rollout may read.", gt=0)
+    max_rollout_cost: float | None = setting(None, "The cost limit of one rollout; needs the two prices.", gt=0)
+    system_prompt: str | None = setting(None, "The system message; it need not name the tools.")
+    agent_temperature: float = setting(1.0, "Sampling temperature of rollouts.", ge=0)
+    extra_body: dict[str, JSON] | None = setting(None, "Further fields of every model request, in the provider's form.")
+
+    memory_dir: str | None = setting(
+        None, "A folder for the tool memory; None refuses it: rollouts must not learn from each other."
     )
-    max_rollout_completion_tokens: int | None = Field(
-        default=None, gt=0, description="Tokens that one rollout may write."
-    )
-    max_rollout_output_bytes: int | None = Field(
-        default=None, gt=0, description="Bytes of tool results that one rollout may read."
-    )
-    max_rollout_cost: float | None = Field(
-        default=None, gt=0, description="What one rollout may cost; needs the two prices."
-    )
-    system_prompt: str | None = Field(default=None, description="The system message; tools need not be named in it.")
-    agent_temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
-    extra_body: dict[str, JSON] | None = Field(
-        default=None, description="Further fields of every model request, as the provider names them."
+    sessions_dir: str | None = setting(
+        None, "A folder of earlier conversations for the tool session_search; None refuses it."
     )
 
-    memory_dir: str | None = Field(
-        default=None,
-        description="A folder for the tool memory; None refuses it: rollouts must not learn from each other.",
-    )
-    sessions_dir: str | None = Field(
-        default=None, description="A folder of earlier conversations for the tool session_search; None refuses it."
+    tool_call_parser: str = setting(
+        "hermes", "The form of a token-exact model's tool calls, unless --openai.tool_parser is set."
     )
 
-    tool_call_parser: str = Field(
-        default="hermes",
-        description="How a token-exact model writes tool calls, where --openai.tool_parser is not set.",
-    )
+    tool_pool_mode: str = setting("default", "The source of slots: `local`, or `default` for terminal_backend.")
+    terminal_backend: str = setting("local", "The backend that `default` stands for.")
+    terminal_timeout: int = setting(120, "Seconds of one command, unless the call sets them.", ge=1)
+    allow_network: bool = setting(True, "Whether the agent's commands reach the network.")
+    freeze_slots: bool = setting(False, "Stop the processes in a rollout's slot while the model thinks.")
+    share_setup: bool = setting(False, "Run setup_trajectory_workspace once per group and fork, not once per rollout.")
 
-    tool_pool_mode: str = Field(
-        default="default", description="Where slots come from: `local`, or `default`, which means terminal_backend."
-    )
-    terminal_backend: str = Field(default="local", description="The backend that `default` stands for.")
-    terminal_timeout: int = Field(default=120, ge=1, description="Seconds a command may take, unless the call says.")
-    allow_network: bool = Field(default=True, description="Whether the agent's commands reach the network.")
-    freeze_slots: bool = Field(default=False, description="Stop what runs in a rollout's slot while the model thinks.")
-    share_setup: bool = Field(
-        default=False, description="Run setup_trajectory_workspace once per group and fork, not once per rollout."
-    )
-
-    dataset_name: str | None = Field(default=None, description="The data set: a JSONL or Parquet file, or a name.")
-    dataset_split: str = Field(default="train", description="The split of a named data set.")
-    prompt_field: str = Field(default="prompt", description="The column that holds the prompt.")
+    dataset_name: str | None = setting(None, "The data set: a JSONL or Parquet file, or a name.")
+    dataset_split: str = setting("train", "The split of a named data set.")
+    prompt_field: str = setting("prompt", "The column that holds the prompt.")
 
     terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.")
     tool_pool_size: int = later(128, "Threads for tools; tools run on the event loop here.")
@@ -386,11 +325,11 @@ class HeldOutConfig(HermesAgentEnvConfig):
     else is in it, and on whatever machine. With a share above zero no task is both trained on and evaluated.
     """
 
-    held_out: float = Field(
-        default=0.0,
+    held_out: float = setting(
+        0.0,
+        "Share of the tasks, drawn from the seed, that only `evaluate` gets; 0: all commands get all.",
         ge=0,
         lt=1,
-        description="Share of the tasks, drawn from the seed, that only `evaluate` has; 0: all serve both.",
     )
 
     def is_held_out(self, task_id: str) -> bool:

@@ -124,9 +124,9 @@ def read_file(path: Path) -> FileSettings:
 
 
 def read_dotenv(folder: Path) -> dict[str, str]:
-    """The variables of the folder's `.env`; none if there is no such file. Raises `ConfigError` naming the line.
+    """The variables of the folder's `.env`; none without that file. Raises `ConfigError` naming the line.
 
-    A line is `NAME=value`, perhaps after `export`. A value may be in single quotes (as it is) or double quotes (with
+    A line is `NAME=value`, optionally after `export`. A value may be in single quotes (literal) or double quotes (with
     `\\n`, `\\"`, `\\\\`); outside of quotes ` #` begins a comment. Nothing is expanded.
     """
     path = folder / DOTENV
@@ -159,7 +159,7 @@ def read_environ(
     environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
 ) -> ConfigLayer:
     """The layer of `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's; `env` also has the keys of web
-    providers. `where` is where the variables stand. Raises `ConfigError`."""
+    providers. `where` names the source. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:
@@ -205,7 +205,7 @@ def _load(path: Path) -> dict[str, JSON]:
 
 
 def _twice(text: str) -> tuple[str, int] | None:
-    """The first key of a YAML document that its mapping has already, and its line."""
+    """The first duplicate key of a YAML document, and its line."""
     import yaml  # here, because most runs have no file
 
     nodes, known = [yaml.compose(text, yaml.SafeLoader)], set()
@@ -237,7 +237,7 @@ def _layer(path: Path, key: str, values: JSON) -> ConfigLayer:
 
 
 def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
-    """The value of a field from `words`, which followed its flag and may be empty. Raises `ValueError`."""
+    """The value of a field from the `words` after its flag, which may be empty. Raises `ValueError`."""
     kinds = members(annotation)
     if takes_mapping(annotation) and words and not (len(words) == 1 and words[0].lower() in _NONE):
         return _read_mapping(words)

@@ -1,7 +1,7 @@
-"""`evaluate`: rolls out what is to be evaluated, and writes the result files.
+"""`evaluate`: rolls out the tasks of an evaluation and writes the result files.
 
-A class environment's own method decides what that is; of a function environment it is the held-out tasks, or all if
-none are held out, each as often as a group is large. An evaluation that was stopped has no metrics.
+A class environment chooses the tasks in its own method; a function environment evaluates its held-out tasks, or all if
+none are held out, `group_size` times each. A stopped evaluation has no metrics.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class EvaluatedEnvironment(Environment):
 
     @abstractmethod
     async def evaluate(self, evaluation: Evaluation) -> Logged:
-        """Roll out what is to be evaluated through `evaluation.roll_out`: task, metrics and samples.
-
-        Raises `RunStopped`, `ConfigError`.
-        """
+        """Roll the tasks out with `evaluation.roll_out`; return task, metrics and samples. Raises `RunStopped`,
+        `ConfigError`."""
 
 
 class Evaluation:
@@ -61,7 +59,7 @@ class Evaluation:
         """What `evaluate_log` was given: task, metrics, samples."""
 
     async def run(self) -> Totals:
-        """Roll out what is to be evaluated; `logged` then has the result. Raises `RunStopped`, `ConfigError`."""
+        """Roll the tasks out; `logged` then has the result. Raises `RunStopped`, `ConfigError`."""
         self.logged = await self.environment.evaluate(self)
         return self.totals
 
@@ -90,7 +88,7 @@ class Evaluation:
 
 
 def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
-    """Write what was logged: `metrics.json` and `samples.jsonl`. Raises `DiskError`."""
+    """Write `metrics.json` and `samples.jsonl`. Raises `DiskError`."""
     results = {f"atropos|{logged['task']}|0": logged["metrics"], "all": logged["metrics"]}
     document = {"config_general": {"model_name": model, **logged.get("general", {})}, "results": results}
     with writing(folder):

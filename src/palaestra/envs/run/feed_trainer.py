@@ -1,7 +1,6 @@
-"""`serve`: the groups of a run go to a trainer as they finish, besides into the run's own files.
+"""`serve`: sends the groups of a run to a trainer as they finish, in addition to the run's own files.
 
-Not for how they are sent (`trainers/atropos/feed.py`). Invariant: a group is on disk before it is sent, so that going
-on with a run that was killed sends what the trainer does not have, and nothing twice.
+Invariant: a group is on disk before it is sent, so that a resumed run sends only groups that the trainer lacks.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
 
 
 def serve_limit(total_steps: int, source: str) -> int | None:
-    """Groups at most. The trainer decides, unless a user said a number: an environment's own is meant for `process`."""
+    """The most groups to serve: only if a user set a number, because an environment's own is for `process`."""
     return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
 
 
 async def trainers_tracking(url: str) -> dict[str, str]:
-    """The `project` and `group` under which the trainer at `url` tracks its run; nothing where none is there yet."""
+    """The `project` and `group` under which the trainer at `url` tracks its run, if there are any."""
     client = TrajectoryClient(url, timeout_s=ASK_S)
     try:
         answer = await client.ask("GET", "/wandb_info")
@@ -69,7 +68,7 @@ class Serving:
         self._unsent: Counter[str] = Counter()
 
     async def run(self, roll_out: Callable[[OnGroup, Gate], Awaitable[Totals]], keep: OnGroup) -> Totals:
-        """Feed what `roll_out` finishes, which gets a gate that lets groups begin as the trainer needs them."""
+        """Feed the groups of `roll_out`, whose gate admits groups as the trainer needs them."""
         config, deliveries = self._config, Deliveries(self._output.folder.path / "deliveries.jsonl")
         settings = feed_settings(config, self._output.env)
         try:
@@ -91,7 +90,7 @@ class Serving:
         return f"{self._output.folder.run_id}/{group.group_id}"
 
     def _line(self, group: Group, most_tokens: int | None) -> dict[str, JSON] | None:
-        """What is sent of the group; nothing where equal scores teach nothing, or all is too long for the trainer."""
+        """The line to send; None if equal scores teach nothing, or every rollout is too long for the trainer."""
         sent = fitting(group, most_tokens)
         if self._config.ensure_scores_are_not_same and (group.same_scores or sent.same_scores):
             self._leave(EQUAL, f"group {group.group_id} is not sent: its scores are equal (ensure_scores_are_not_same)")
@@ -113,7 +112,7 @@ class Serving:
         return line
 
     def _leave(self, why: str, told: str) -> None:
-        """Count a group that is not sent, and tell of the first of its kind: a trainer may wait for nothing else."""
+        """Count an unsent group, and report the first of its kind: a trainer may be waiting for it."""
         self._unsent[why] += 1
         if self._unsent[why] == 1:
             self._note(told)

@@ -1,8 +1,5 @@
-"""What an evaluation comes to: rates, pass@k and their intervals, overall and by label. Does no I/O.
-
-How sure a rate or a mean is comes from `rollouts/observe/intervals.py`. Unscored rollouts are counted, and count as
-neither passed nor failed.
-"""
+"""The metrics of an evaluation: rates, pass@k and their intervals, overall and by label. Unscored rollouts are counted,
+but neither as passed nor as failed."""
 
 from __future__ import annotations
 
@@ -18,10 +15,8 @@ PASSED = 1.0
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that at least one of `k` attempts passes, where `passed` of `n >= k` did.
-
-    The unbiased estimate of Chen et al. 2021 (arXiv:2107.03374), eq. 1.
-    """
+    """The chance that at least one of `k` attempts passes, if `passed` of `n >= k` did: the unbiased estimate of Chen
+    et al. 2021 (arXiv:2107.03374), eq. 1."""
     if not 0 <= passed <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be told from {passed} of {n}")
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
@@ -30,10 +25,8 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 def figures(
     done: Sequence[Trajectory], attempts: int, *, tasks: int, labels: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, JSON]:
-    """The figures of an evaluation that tried each of so many tasks `attempts` times.
-
-    `labels` are those of each task, by its id; the figures of the tasks that share one stand below `LABEL/`.
-    """
+    """The metrics of an evaluation with `attempts` at each of `tasks` tasks. `labels` are those of each task, by its
+    id; metrics of the tasks with a label are below `LABEL/`."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in done:
         by_task[trajectory.task_id].append(trajectory)

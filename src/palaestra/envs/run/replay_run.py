@@ -1,8 +1,7 @@
 """Replays a recorded run: its environment and fresh slots, with the recorded replies in place of a model.
 
-Not for resuming a run (`--resume`), and not the policy `replay:FILE`, which makes a new run. No model server is asked,
-tools that reach outside answer from the run's own recording, and slots have no network unless the caller allows it. The
-run's folder is only read.
+The run's folder is only read; tools that reach outside answer from its recording, and slots have no network unless the
+caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a new one.)
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class _Replay:
         return self.comparison
 
     def _compare(self, replayed: Group) -> None:
-        """A group that the recording has not finished was played for nothing: only evaluations cannot leave one out."""
+        """A group that the recording has not finished is not compared: only evaluations cannot leave it out."""
         self._played.add(replayed.number)
         recorded = self.recording.numbered(replayed.number)
         if recorded is not None:
@@ -135,7 +134,7 @@ class OfflinePool(SlotPool):
 
 
 def _form(recording: Recording, given: str | None) -> Form:
-    """The environment that made the recording, from where it was or from where it is said to be."""
+    """The environment of the recording, from its recorded or its given place."""
     recorded = recording.meta.config.get("environment") or ""
     reference = given or recorded
     if not reference:
@@ -165,7 +164,7 @@ def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
 
 
 def _said(recorded: Mapping[str, JSON], group: str) -> dict[str, JSON]:
-    """The settings that somebody had made; what was a default is left to be one, and secrets were not recorded."""
+    """The recorded settings that are not defaults, without secrets, which were not recorded."""
     sources = recorded.get("sources") or {}
     values = recorded.get(group) or {}
     return {
@@ -177,7 +176,7 @@ def _said(recorded: Mapping[str, JSON], group: str) -> dict[str, JSON]:
 
 @contextlib.contextmanager
 def _where_it_ran(recorded: Mapping[str, JSON]) -> Iterator[None]:
-    """Relative paths in settings and environments mean what they meant. A folder that is gone changes nothing."""
+    """Resolve relative paths of settings and environments in the run's folder, if it still exists."""
     folder = Path(str(recorded.get("folder") or "."))
     with contextlib.chdir(folder) if folder.is_dir() else contextlib.nullcontext():
         yield

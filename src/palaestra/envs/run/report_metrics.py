@@ -1,8 +1,6 @@
 """Sends a run's metrics to its trackers: those of the latest groups during the run (`train/…` or `eval/…`), those of
-the whole run at its end, without a prefix.
-
-Trackers and the environment's own `wandb_log` cannot end a run: the first failure of each is reported, and that is all.
-"""
+the whole run at its end, without a prefix. Failures of trackers and of `wandb_log` are reported once and never end a
+run."""
 
 from __future__ import annotations
 
@@ -42,10 +40,10 @@ METRICS_SCHEMA = "palaestra.metrics/1"
 
 
 class MetricsFile:
-    """`metrics.jsonl`, the tracker that every run has: one line per call, written immediately and never rewritten.
+    """`metrics.jsonl`, the tracker that every run has: one line per call, written immediately.
 
-    A last line that a kill or a full disk tore is ended with a newline, so that what follows stays readable. A line
-    that the disk does not take is lost with a warning; the journal is what stops a run on a full disk.
+    A torn last line gets a newline, so that later lines are readable. A line that cannot be written is lost with a
+    warning; the journal stops a run on a full disk.
     """
 
     def __init__(self, path: Path, *, clock: Clock | None = None) -> None:
@@ -90,7 +88,7 @@ def _torn(path: Path) -> bool:
 
 
 class Reporting:
-    """Logs to the trackers after every `every` groups. `known` are the numbers of groups that they were sent before."""
+    """Logs to the trackers after every `every` groups. `known` are the numbers of groups that were logged before."""
 
     def __init__(
         self,

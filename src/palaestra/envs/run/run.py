@@ -1,8 +1,7 @@
 """Runs an environment from a command line: one assembly of engine, slots and journal for every form of environment.
 
-`palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes. The
-exit code is 0 if the run is done, 3 if it has more unscored rollouts than allowed or is paused, and 130 if it was
-drained. However a run ends, what was finished is kept, and the output is made from it.
+`palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes.
+However a run ends, finished work is kept, and the output is made from it.
 """
 
 from __future__ import annotations
@@ -52,11 +51,8 @@ from palaestra.sandbox.isolation.isolation_probe import warning
 
 
 class Form(Protocol):
-    """A form of environment that a command line can run.
-
-    `command` is used when the line names none. `reference` is where the environment can be loaded from again, see
-    `envs.discovery`; empty if nowhere.
-    """
+    """A form of environment that a command line can run. `command` is the default command. `reference` is the
+    environment's reference for `envs.discovery`; empty if it has none."""
 
     name: str
     reference: str
@@ -116,7 +112,7 @@ def run_command(form: Form, argv: Sequence[str], *, prog: str | None = None, com
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a run came to and where its files are."""
+    """The result of a run and the paths of its files."""
 
     exit_code: int
     totals: Totals
@@ -127,10 +123,8 @@ class RunReport:
 
 
 async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None) -> RunReport:
-    """Run to the end and report where the files are. Whatever ends the run, what was finished is kept.
-
-    Nothing is written before model server, slots and environment are known to work.
-    """
+    """Run to the end and report the paths of the files. Nothing is written before model server, slots and environment
+    work."""
     stream = stream or sys.stderr
     config = parsed.env_config
     servers = server_settings(config, parsed.server_configs)
@@ -214,7 +208,7 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
 
 
 def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
-    """The limits of a run. What an earlier part of it cost counts; how its rollouts ended does not."""
+    """The limits of a run. The cost of its earlier parts counts; the outcomes of their rollouts do not."""
     spent, counted = 0.0, set()
     if output.resumes:
         output.status.read()
@@ -297,7 +291,7 @@ class CommandRun:
                 yield
 
     async def _until_stopped(self) -> Totals:
-        """Run the command's groups until the limits stop it. Cancelling this cancels what is in flight."""
+        """Run the command's groups until the limits stop it. Cancelling this cancels the rollouts in flight."""
         running = asyncio.create_task(self._roll_out(), name="run")
         with self._draining(running), self.reporting.running(self.environment):
             try:
@@ -310,7 +304,8 @@ class CommandRun:
 
     @contextmanager
     def _draining(self, running: asyncio.Task[Totals]) -> Iterator[None]:
-        """SIGTERM lets what is in flight finish for a while; a second one, or one before any group, does not wait."""
+        """SIGTERM lets rollouts in flight finish for `drain_s`; a second one, or one before any group, stops the run
+        immediately."""
         loop, patience, limits = asyncio.get_running_loop(), self.parsed.env_config.drain_s, self.context.limits
 
         def drain() -> None:
@@ -373,7 +368,7 @@ class CommandRun:
         return await runner.run()
 
     async def _evaluate(self, limit: int | None) -> Totals:
-        """Evaluate, and save what was logged: where the settings say, else in the run's own folder."""
+        """Evaluate, and save the result in the configured folder, or else in the run's own."""
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         workers = concurrency(self.parsed.env_config)

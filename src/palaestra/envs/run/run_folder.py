@@ -1,8 +1,8 @@
-"""Where a run writes: its folder, and the projections of its journal.
+"""The folder of a run, and the files made from its journal.
 
 The folder holds the journal, the settings, `metrics.jsonl` and, if tools reached outside, `world.jsonl`. The groups
-file (JSONL in the Atropos shape) and the report are next to each other: in the folder, or at the path that was asked
-for, numbered rather than overwritten. A resumed run whose path is gone, and a copy of a run, have them in the folder.
+file (JSONL in the Atropos shape) and the report are next to each other: in the folder, or at the configured path,
+numbered rather than overwritten.
 """
 
 from __future__ import annotations
@@ -94,11 +94,8 @@ def resumed_folder(path: Path) -> RunFolder:
 
 
 class RunOutput:
-    """The open files of a run. `close` writes what is made from the whole run.
-
-    `groups_file` is the groups file of an earlier part of the run; it is written again from its beginning. `own` are
-    the environment's own metrics; `resumed` describes what a resumed run took from its earlier part.
-    """
+    """The open files of a run. `own` are the environment's own metrics; `resumed` describes the work taken from the
+    earlier part of a resumed run, whose groups file is written again from its beginning."""
 
     def __init__(
         self,
@@ -133,11 +130,8 @@ class RunOutput:
         return {GroupFinished: lambda event: self._figures.add(event.group)}
 
     def close(self, reason: str) -> dict[str, float]:
-        """Write the journal's last line, close everything and write the report. Returns the run's metrics.
-
-        Raises `DiskError`. The report reads the journal one group at a time, so the end of a long run takes no more
-        memory than its middle.
-        """
+        """Write the journal's last line, close everything and write the report. Returns the run's metrics. Raises
+        `DiskError`. The report reads the journal one group at a time, so a long run needs no more memory at its end."""
         try:
             self.journal.append(RunEnded(at=time.time(), reason=reason))
         finally:
@@ -214,8 +208,8 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
 
 
 def _groups_file(recorded: Mapping[str, JSON], folder: RunFolder) -> Path:
-    """Where a resumed run writes its groups: where they were; in its own folder if that place is gone, or if this run
-    is a copy of the one that wrote there."""
+    """The groups file of a resumed run: the recorded one; in the run's folder if that place is gone, or if the run is a
+    copy."""
     path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
     copied = first.exists() and not first.samefile(folder.path)
     return path if path.is_absolute() and path.parent.is_dir() and not copied else folder.groups

@@ -3,13 +3,11 @@
 from palaestra.inference.parsers.parser import (
     BrokenCall,
     BrokenReason,
-    OutputPiece,
     ParsedCall,
     ParsedOutput,
     ReasoningPiece,
     TextPiece,
     ToolCallParser,
-    Tools,
     Unwritable,
 )
 from palaestra.inference.parsers.reader import GrammarParser
@@ -19,13 +17,11 @@ __all__ = [
     "BrokenCall",
     "BrokenReason",
     "GrammarParser",
-    "OutputPiece",
     "ParsedCall",
     "ParsedOutput",
     "ReasoningPiece",
     "TextPiece",
     "ToolCallParser",
-    "Tools",
     "UnknownParser",
     "Unwritable",
     "get_parser",
