@@ -152,6 +152,11 @@ async def settled(answer: object) -> JSON:
     return await answer if inspect.isawaitable(answer) else answer
 
 
+async def called(hook: Callable[..., object], *args: object) -> JSON:
+    """Call a hook and await its answer, so that an error of either is raised here."""
+    return await settled(hook(*args))
+
+
 def place(error: BaseException) -> str:
     """Where in the author's code an error arose, as ` (my_env.py, line 12)`; empty if none of it took part."""
     found = ""

@@ -1,6 +1,6 @@
-"""What the agent asks: chat servers, and the engines that open a session for each rollout.
+"""The model servers that the agent calls, and the engines that open a session for each rollout.
 
-What a server can do besides chat is declared as attributes of `ChatServer`, so that nobody has to guess it.
+The attributes of `ChatServer` declare what a server can do besides chat.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from palaestra.inference.ledger import Ledger, Piece
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """The rollout that a session is for. Real engines ignore it; scripted ones play its task.
-
-    `branch` is 0 for the rollout's own conversation and the number of the sub-agent otherwise. `tools` names what the
-    agent has; None where nobody said.
-    """
+    """The rollout of a session. Real engines ignore it; scripted ones play its task. `branch` is 0 for the rollout's
+    own conversation and the number of the sub-agent otherwise. `tools` are the names of the agent's tools, None if
+    unknown."""
 
     rollout_id: str = ""
     task: Task | None = None
@@ -39,13 +37,11 @@ class SessionContext:
 
 
 class ChatServer:
-    """A model server as the agent loop asks it. Also the shape of `self.server` in contract environments.
+    """A model server as the agent loop calls it, and `self.server` in contract environments.
 
-    `ledger` has the exact tokens of its conversations; None for a server that only chats. `recorded` is set by whoever
-    resumes a rollout: it gives what was sampled after the prompt with a checksum, and is asked before the engine; only
-    servers with a ledger use it. `segments` are those of the ledger that hold this server's own conversation.
-
-    Objects that are not ours are asked through `ForeignChat`.
+    `ledger` has the exact tokens of its conversations; None for a server that only chats. A resumed rollout sets
+    `recorded`, which returns the recorded sample for a prompt's checksum; only servers with a ledger use it. `segments`
+    are those of the ledger that hold this server's own conversation.
     """
 
     recorded: Callable[[int], list[Piece] | None] | None = None
@@ -69,7 +65,7 @@ class ChatServer:
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """One reply. Raises `EngineError` (already retried) when there is none."""
+        """One reply. Raises `EngineError` after the retries."""
         raise NotImplementedError
 
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
@@ -86,10 +82,8 @@ class ChatServer:
 
 
 class ForeignChat(ChatServer):
-    """A chat server that is not ours, such as an environment's own client.
-
-    Only what the contract knows of a managed server is looked for in it: `get_state`, whose `ledger` then counts.
-    """
+    """A chat server that is not ours, such as an environment's own client. Its `get_state`, if it has one, is also
+    used, and the `ledger` in it."""
 
     def __init__(self, server: object) -> None:
         self.server: Any = server
@@ -118,7 +112,7 @@ class Engine(Protocol):
     def name(self) -> str: ...
 
     async def start(self) -> None:
-        """Connect and check. Raises `EngineUnavailable` or `EngineRefused`, and says what to do."""
+        """Connect and check. Raises `EngineUnavailable` or `EngineRefused` with the fix."""
         ...
 
     async def aclose(self) -> None: ...
@@ -127,10 +121,8 @@ class Engine(Protocol):
 
 
 class ServerEngine(ChatServer):
-    """The engine of one configured model server, which can also be asked directly. Implements `Engine`.
-
-    `token_exact`: it continues token ids, and its `managed_server` opens token-exact chat.
-    """
+    """The engine of one configured model server, which can also be called directly. Implements `Engine`. `token_exact`:
+    it continues token ids, and its `managed_server` opens token-exact chat."""
 
     config: APIServerConfig
     token_exact = False

@@ -1,8 +1,5 @@
-"""How to reach a model server: `APIServerConfig`, the contract's fields with the contract's defaults.
-
-Agents' settings (temperature, turns) belong to the environment. The command line reads the process environment and
-passes values in.
-"""
+"""The settings of a model server: `APIServerConfig`, with the contract's fields and defaults. The agent's settings
+(temperature, turns) belong to the environment."""
 
 from __future__ import annotations
 

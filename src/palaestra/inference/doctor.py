@@ -1,8 +1,8 @@
-"""Checks a model server or a model's folder, and reports what works, what does not, and the fix.
+"""Checks a model server or a model's folder, and reports failures with their fixes.
 
-The token checks request a handful of tokens from the engine. The template checks use tokenizer, template and parser
-only, with the same renderer as a run. Invariant: only the given endpoint is contacted, and a tokenizer is fetched only
-for a model that the user named; a server's list of models is not consent.
+The token checks request a few tokens from the engine. The template checks use tokenizer, template and parser, with the
+renderer of a run. Only the given endpoint is contacted, and a tokenizer is fetched only for a model that the user
+named.
 """
 
 from __future__ import annotations
@@ -67,11 +67,8 @@ def not_applicable(name: str, found: str, way_out: str = "") -> DoctorCheck:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """All checks, in the order in which they depend on each other.
-
-    `server` is the kind of server. `refusal` is set if it could not be reached or refused: then the other checks did
-    not run.
-    """
+    """All checks, in the order of their dependencies. `server` is the kind of server. `refusal` is set if it could not
+    be reached or refused; the other checks are then not applicable."""
 
     target: str
     server: str = ""

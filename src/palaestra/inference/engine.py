@@ -1,6 +1,6 @@
-"""Engines, the sessions they open, and the completions they return. No I/O.
+"""Completions and the engines that sample tokens. No I/O.
 
-Completions are OpenAI-shaped objects of our own. Every one reads as an object and as a dict (`call.function.name`,
+Completions are OpenAI-shaped objects that can be read as objects and as dicts (`call.function.name`,
 `call["function"]["name"]`), because environments for both kinds of client exist.
 """
 
@@ -40,8 +40,8 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as dicts. Environments append a reply's message, or its calls, to what they send next: ours, or
-    those of a vendor's client. Anything else stays as it is."""
+    """The messages as dicts. Environments append a reply's message, or its calls, to their next request: our objects,
+    or those of a vendor's client."""
     return [_plain_message(message) for message in messages]
 
 
@@ -134,11 +134,10 @@ class TextCompletion(Record, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The tokens that an engine sampled after a prompt: `ids[N]` and their `logprobs[N]`, the engine's own (natural
-    log).
+    """The tokens that an engine sampled after a prompt: `ids[N]` and the engine's own `logprobs[N]` (natural log).
 
     `finish_reason` is `stop`, `length` or `abort`; after `abort` (usually a weight update) the ids are those sampled so
-    far, perhaps none. Engines differ in whether the token that ended a `stop` is among the ids.
+    far. Engines differ in whether the token that ended a `stop` is among the ids.
     """
 
     ids: Sequence[int]
@@ -154,9 +153,7 @@ class TokenEngine(Protocol):
     def name(self) -> str: ...
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """Continue `input_ids[T]`. `sampling` has OpenAI's names (`max_tokens`, `temperature`, `stop_token_ids`, …).
-
-        Its entry `split`, train or eval, picks the in-flight limit that counts, for engines that have limits. Raises
-        `EngineError`, after retries, or `EngineReplyError` if the reply is not ids with one log-probability each.
-        """
+        """Continue `input_ids[T]`. `sampling` has OpenAI's names (`max_tokens`, `temperature`, `stop_token_ids`, …);
+        its `split`, train or eval, selects the in-flight limit. Raises `EngineError`, after retries, or
+        `EngineReplyError` if the reply is not ids with one log-probability each."""
         ...

@@ -1,7 +1,5 @@
-"""From configs to engines, and several servers as one: the contract's `self.server`.
-
-Invariant: an engine's module is imported only if a config needs it.
-"""
+"""Creates engines from configs, and joins several servers into the contract's `self.server`. An engine's module is
+imported only if a config needs it."""
 
 from __future__ import annotations
 
@@ -45,11 +43,11 @@ def create_engine(config: APIServerConfig) -> ServerEngine:
 
 
 class ServerGroup(ChatServer):
-    """One or several model servers as one engine, and as one chat server for code that asks without a session.
+    """One or several model servers as one engine, and as one chat server for calls without a session.
 
-    A session stays with its server, whose prefix cache then holds the conversation; sessions are assigned in turn. A
-    call without a session goes to the server with the fewest such calls in progress. If a server stays unavailable
-    after its retries, the call moves to the next.
+    A session stays with its server, whose prefix cache holds the conversation; sessions are assigned in turn. A call
+    without a session goes to the least busy server. If a server stays unavailable after its retries, the call moves to
+    the next.
     """
 
     def __init__(self, configs: ServerBaseline | Sequence[ServerBaseline]) -> None:
@@ -112,8 +110,8 @@ class ServerGroup(ChatServer):
     def managed_server(self, **options: JSON) -> ManagedChat:
         """Token-exact chat for one rollout: `tokenizer=`, `tool_call_parser=` or `tool_parser=`, `history=`.
 
-        Raises `NotImplementedError` for servers that only chat, so that contract environments fall back to chat
-        completions, and `ConfigError` for an unusable tokenizer, template or parser.
+        Raises `NotImplementedError` for servers that only chat, so that contract environments use chat completions, and
+        `ConfigError` for an unusable tokenizer, template or parser.
         """
         if not self.token_exact:
             kinds = ", ".join(dict.fromkeys(server.config.server_type for server in self.servers))
@@ -140,10 +138,8 @@ def _complete(config: ServerBaseline) -> APIServerConfig:
 
 
 class _FirstAvailable(ChatServer):
-    """Asks the first server, whose prefix cache holds the conversation, and the others only if it is unavailable.
-
-    Token ids mean the same at every server of one model.
-    """
+    """Calls the first server, whose prefix cache holds the conversation, and the others only if it is unavailable.
+    Token ids mean the same at every server of one model."""
 
     def __init__(self, servers: Sequence[JSON]) -> None:
         self.servers = list(servers)

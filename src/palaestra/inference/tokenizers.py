@@ -1,8 +1,7 @@
 """Tokenizers for token-exact chat, among them the fast one that most models ship as `tokenizer.json`.
 
-Invariant: text is encoded and decoded as it is, without tokens added at the start or special ones left out. Loading a
-folder uses no network. A name that is not a folder is a model's name; naming it is the user's consent to fetch its
-tokenizer files.
+Text is encoded and decoded without added or omitted tokens. A folder needs no network; any other name is a model's
+name, whose tokenizer files are fetched.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class Tokenizer(Protocol):
-    """Anything that encodes and decodes; the tokenizers of `transformers` do.
-
-    Optional attributes are read if present: `chat_template`, `special` or `bos_token` and its kin, `stop_ids` or
-    `eos_token_id`, `special_ids` or `all_special_ids`, and the length.
-    """
+    """Anything that encodes and decodes, such as the tokenizers of `transformers`. Optional attributes:
+    `chat_template`, `special` or `bos_token` and its kin, `stop_ids` or `eos_token_id`, `special_ids` or
+    `all_special_ids`, and the length."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> Sequence[int]:
         """Token ids of the text. Special tokens in it become themselves."""
@@ -49,11 +46,9 @@ class Tokenizer(Protocol):
 
 
 class FastTokenizer:
-    """A `tokenizer.json` with the other files of its folder. Extra: `tokens`.
-
-    `special` maps names (`bos_token`, …) to their text. `stop_ids` end a turn according to the folder; `added_ids` are
-    single tokens in any context; of these, `special_ids` are never text.
-    """
+    """A `tokenizer.json` with the other files of its folder. Extra: `tokens`. `special` maps names (`bos_token`, …) to
+    their text. `stop_ids` end a turn; `added_ids` are single tokens in any context, of which `special_ids` are never
+    text."""
 
     def __init__(
         self,
@@ -110,10 +105,8 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> FastTokenizer:
-    """The tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a name may fetch files.
-
-    Raises `ConfigError` if there is none, or the extra is missing.
-    """
+    """The tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a name may fetch files. Raises
+    `ConfigError` for a missing tokenizer or extra."""
     if name in ("", "none", "default"):
         raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
     path = local_path(name)

@@ -1,4 +1,5 @@
 import json
+from contextlib import closing
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_quantiles(values, q, expected):
 
 def test_lines_are_added_and_readable_at_once(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
-    with MetricsFile(path, clock=FixedClock()) as file:
+    with closing(MetricsFile(path, clock=FixedClock())) as file:
         file.log(3, {"reward/mean": 0.5})
         assert json.loads(path.read_text()) == {
             "schema": "palaestra.metrics/1",
@@ -147,12 +148,12 @@ def test_lines_are_added_and_readable_at_once(tmp_path):
 def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"ste')
-    with MetricsFile(path) as file:
+    with closing(MetricsFile(path)) as file:
         file.log(2, {})
     assert [line[:6] for line in path.read_text().splitlines()] == ['{"step', '{"ste', '{"sche']
 
 
 def test_a_number_json_cannot_hold_is_null(tmp_path):
-    with MetricsFile(tmp_path / "m.jsonl") as file:
+    with closing(MetricsFile(tmp_path / "m.jsonl")) as file:
         file.log(0, {"loss": float("nan")})
         assert json.loads(file.path.read_text())["loss"] is None

@@ -24,7 +24,7 @@ from palaestra.agent.subagents import Subagents
 from palaestra.core.config import later, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
-from palaestra.core.user_code import run_hook, settled
+from palaestra.core.user_code import called, run_hook, settled
 from palaestra.envs.api.base_env import ClassEnvironment, CollectedEnvironment, Item, collects
 from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv
 from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
@@ -317,10 +317,12 @@ class AgentEnvironment(ContractEnvironment):
             now = observation(result_text(result.success, result.output, result.error, result.metadata))
             return result_in(recorded.match_observation(expected, now))
 
+        doing = f"configuring the agent of {rollout.rollout_id}"
+        config = await run_hook(TaskError, called(self.inner.build_agent_config, rollout.task.data), doing)
         agent = AtroposAgent(
             rollout.conversation(),
             rollout.kit.registry,
-            await run_hook(TaskError, self._config(rollout), f"configuring the agent of {rollout.rollout_id}"),
+            config,
             execute_tool=execute,
             task_id=rollout.rollout_id,
             extra_body=rollout.settings.extra_body,
@@ -335,9 +337,6 @@ class AgentEnvironment(ContractEnvironment):
             return await agent.converse(opening)
         finally:
             rollout.ended(agent.result)
-
-    async def _config(self, rollout: Rollout) -> AgentConfig:
-        return self.inner.build_agent_config(rollout.task.data)
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
         meta = {"workspace_meta": rollout.meta.get("workspace_meta")} if self._takes_meta else {}

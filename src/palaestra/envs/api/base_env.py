@@ -29,7 +29,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError, PalaestraError, TaskError
 from palaestra.core.exits import report_failure
 from palaestra.core.types import JSON, Outcome, Score, Task, number, numbers
-from palaestra.core.user_code import is_loaded, place, run_hook, settled, told
+from palaestra.core.user_code import called, is_loaded, place, run_hook, settled, told
 from palaestra.envs.api.scored_data import (
     ROW_KEYS,
     Row,
@@ -304,10 +304,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         self.inner.mcp = mcp_servers(self.inner.config)
         if self.inner.mcp is not None:
             await self.inner.mcp.open()
-        await run_hook(ConfigError, self._begun(), f"{self.name} cannot begin: setup")
-
-    async def _begun(self) -> None:
-        await settled(self.inner.setup())
+        await run_hook(ConfigError, called(self.inner.setup), f"{self.name} cannot begin: setup")
 
     async def aclose(self) -> None:
         if self.inner.mcp is not None:
@@ -319,12 +316,12 @@ class ClassEnvironment(EvaluatedEnvironment):
                 yield self._task(item, number)
             return
         number = 0
-        while (item := await self._next_item(number)) is not None:
+        while True:
+            item = await run_hook(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
+            if item is None:
+                return
             yield self._task(item, number)
             number += 1
-
-    async def _next_item(self, number: int) -> Item:
-        return await run_hook(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
 
     async def next_item(self) -> Item:
         """The next item, or None at the end."""
@@ -360,11 +357,8 @@ class ClassEnvironment(EvaluatedEnvironment):
             return trajectories
 
         self.inner._run_items = run_items
-        await run_hook(ConfigError, self._asked_to_evaluate(), f"{self.name} is not evaluated: evaluate")
+        await run_hook(ConfigError, called(self.inner.evaluate), f"{self.name} is not evaluated: evaluate")
         return self.inner._evaluation
-
-    async def _asked_to_evaluate(self) -> None:
-        await settled(self.inner.evaluate())
 
     def over(self, items: Sequence[Item], first: int) -> Self:
         """The same environment over these items, numbered from `first`, instead of its data set."""

@@ -18,7 +18,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Message, Score, Task, numbers
-from palaestra.core.user_code import run_hook, score_of, settled
+from palaestra.core.user_code import called, run_hook, score_of, settled
 from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import BaseEnv, ClassEnvironment, CollectedEnvironment, Item, collects
 from palaestra.envs.api.scored_data import ROW_KEYS, ScoredDataItem
@@ -258,16 +258,12 @@ class ContractEnvironment(ClassEnvironment):
             said = f"{self.name}.verify_and_score_trajectory"
         else:
             context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
-            answer = await bridged(self._reward(rollout.task.data, rollout.result, context))
+            answer = await bridged(called(self.inner.compute_reward, rollout.task.data, rollout.result, context))
             said = f"{self.name}.compute_reward"
         score = score_of(answer, said)
         if isinstance(answer, Score):
             return score
         return Score(score.reward, numbers(score.metrics), score.metrics)  # it may name more than numbers
-
-    async def _reward(self, item: Item, result: AgentResult, context: ToolContext) -> object:
-        """The reward of a hook that may be a plain function."""
-        return await settled(self.inner.compute_reward(item, result, context))
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
         """Call the verification hook in the shape that this kind of class gives it."""

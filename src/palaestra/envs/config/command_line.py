@@ -170,8 +170,9 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             case "--config":
                 given.files += [read_file(Path(word)) for word in words or [self._read(str, written, words)]]
             case "--mcp" if "mcp_servers" in self.env_type.model_fields:
+                annotation = self.env_type.model_fields["mcp_servers"].annotation
                 for word in words or [self._read(str, written, words)]:
-                    self._set_env(given, written, "mcp_servers", read_servers(Path(word)))
+                    given.add("env", "mcp_servers", read_servers(Path(word)), written, annotation)
             case "--policy":
                 given.policy = self._read(str, written, words)
             case "--resume":
@@ -192,9 +193,6 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
         key = name + dot + rest
         given.add(group, key, self._read(JSON if dot else annotation, written, words), written, annotation)
-
-    def _set_env(self, given: _Given, written: str, name: str, value: JSON) -> None:
-        given.add("env", name, value, written, self.env_type.model_fields[name].annotation)
 
     def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
         try:
@@ -225,8 +223,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             if file.shared:
                 servers = [[*layers, *file.servers] for layers in servers]
             else:
-                lower = _padded(servers, len(file.servers))
-                servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=True)]
+                lower = [*servers, *([] for _ in file.servers)]
+                servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer("command line", given.values["openai"], given.spelled["openai"])
         top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables), flags]
         if given.policy is not None:
@@ -303,10 +301,6 @@ def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
     if takes_mapping(annotation) and isinstance(old, dict) and isinstance(new, dict):
         return old | new
     return new
-
-
-def _padded(servers: list[list[ConfigLayer]], count: int) -> list[list[ConfigLayer]]:
-    return [servers[index] if index < len(servers) else [] for index in range(count)]
 
 
 def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:

@@ -53,12 +53,6 @@ class MetricsFile:
         self._file = path.open("ab", buffering=0)
         self._torn = _torn(path)
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add a line. A number that is not finite becomes null."""
         line: dict[str, JSON] = {"schema": METRICS_SCHEMA, "time": self._clock.wall(), "step": step, **numbers}

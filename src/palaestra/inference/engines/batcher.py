@@ -1,11 +1,8 @@
-"""Many requests, one model, one thread: concurrent requests are sampled in one batch, and their sampling settings.
+"""Concurrent requests to one model, sampled in one batch by the thread that owns it, and their sampling settings.
 
-The thread owns the model. New requests join between two tokens, finished and cancelled ones leave, so no request waits
-for the end of another. After an idle time the first request waits `WINDOW_S` for others.
-
-Invariants: every request is answered exactly once, also if the model fails, the weights change or the thread ends; a
-cancelled request is out of the batch before the next token; a sampling setting that is not supported is refused, never
-ignored.
+New requests join between two tokens; finished and cancelled ones leave. After an idle time the first request waits
+`WINDOW_S` for others. Invariants: every request is answered exactly once, also if the model fails, the weights change
+or the thread ends; an unsupported sampling setting is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -16,11 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from palaestra.core.errors import EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
+
+if TYPE_CHECKING:
+    from palaestra.inference.engines.torch_decoder import TorchDecoder
 
 _IGNORED = frozenset({"n", "logprobs", "top_logprobs", "user", "return_token_ids", "split"})
 """Settings that clients send along and that have no effect here: log-probabilities and ids are always returned, and one
@@ -30,9 +30,7 @@ batch serves all."""
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling settings. `max_tokens` None: up to the model's window. `temperature` 0 takes the likeliest token.
-
-    `processed_logprobs`: report log-probabilities after temperature, `top_k` and `top_p`, not the model's own.
-    """
+    `processed_logprobs`: report log-probabilities after temperature, `top_k` and `top_p`, not the model's own."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -92,26 +90,6 @@ WINDOW_S = 0.002
 CLOSE_TIMEOUT_S = 60.0
 
 
-class BatchDecoder(Protocol):
-    """A model that is continuing some sequences, its rows, in the order in which they came."""
-
-    def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
-        """Add rows after the existing ones."""
-        ...
-
-    def step(self) -> list[tuple[int, float]]:
-        """Sample one token for every row: (id, log-probability)."""
-        ...
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these; ascending."""
-        ...
-
-    def load(self, folder: str) -> None:
-        """Load the weights in this folder. Called while there are no rows."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Request:
     """One row: prompt and settings, the tokens so far, and the future for the answer."""
@@ -151,13 +129,11 @@ _Message: TypeAlias = "_Request | _NewWeights | _End"
 
 class Batcher:
     """Runs a decoder in a thread of its own. Thread-safe; `close` is idempotent and blocks until the thread has ended.
-
-    `make` builds the decoder inside the thread. `most_rows` limits the batch; further requests wait in order.
-    """
+    `make` builds the decoder inside the thread. `most_rows` limits the batch; further requests wait in order."""
 
     def __init__(
         self,
-        make: Callable[[], BatchDecoder],
+        make: Callable[[], TorchDecoder],
         *,
         name: str,
         most_rows: int = 64,
@@ -228,7 +204,7 @@ class Batcher:
                 self._fail_rows(decoder, error)
         self._drain(EngineUnavailable("The engine was closed before the request was answered."))
 
-    def _receive(self, decoder: BatchDecoder) -> bool:
+    def _receive(self, decoder: TorchDecoder) -> bool:
         """Take all messages; wait only if there is nothing else to do. False at the end."""
         idle = not self._rows and not self._waiting
         try:
@@ -245,7 +221,7 @@ class Batcher:
         except queue.Empty:
             return True
 
-    def _admit(self, decoder: BatchDecoder) -> None:
+    def _admit(self, decoder: TorchDecoder) -> None:
         """Move waiting requests into the batch as far as there is room."""
         self._leave(decoder)
         room = self._most_rows - len(self._rows)
@@ -256,19 +232,19 @@ class Batcher:
             self.most_at_once = max(self.most_at_once, len(self._rows))
             decoder.admit([request.prompt for request in coming], [request.sampling for request in coming])
 
-    def _leave(self, decoder: BatchDecoder) -> None:
+    def _leave(self, decoder: TorchDecoder) -> None:
         """Remove rows whose request was cancelled or answered."""
         staying = [row for row, request in enumerate(self._rows) if not request.answer.done()]
         if len(staying) < len(self._rows):
             self._rows = [self._rows[row] for row in staying]
             decoder.keep(staying)
 
-    def _step(self, decoder: BatchDecoder) -> None:
+    def _step(self, decoder: TorchDecoder) -> None:
         for request, (token, logprob) in zip(self._rows, decoder.step(), strict=True):
             if reason := request.sampled(token, logprob):
                 request.finish(reason, self.version)
 
-    def _change_weights(self, decoder: BatchDecoder, message: _NewWeights) -> None:
+    def _change_weights(self, decoder: TorchDecoder, message: _NewWeights) -> None:
         for request in self._rows:
             request.finish("abort", self.version)
         self._leave(decoder)
@@ -280,7 +256,7 @@ class Batcher:
         self.version = message.version
         _answer(message.answer, None)
 
-    def _fail_rows(self, decoder: BatchDecoder, error: Exception) -> None:
+    def _fail_rows(self, decoder: TorchDecoder, error: Exception) -> None:
         rows, self._rows = self._rows, []
         for request in rows:
             _fail(request.answer, error)

@@ -1,7 +1,6 @@
 """Any server that speaks OpenAI chat completions with native tool calls: vLLM, SGLang, llama.cpp, OpenRouter, OpenAI.
 
-Not token-exact: the server renders the template and parses the calls, and returns only text. Invariant: a reply is the
-server's own, with its `finish_reason`; model output is never repaired.
+Not token-exact: the server renders the template and parses the calls, and returns only text, which is never repaired.
 """
 
 from __future__ import annotations

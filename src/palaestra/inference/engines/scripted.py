@@ -1,10 +1,9 @@
 """Scripted policies, and the engine that plays them in the shape of chat completions.
 
-`oracle` plays a task's reference solution, `noop` answers without acting, `patch:FILE` applies a given diff, `replay`
-plays a recording. They prove environments and repeat runs exactly: a policy only replaces the model; the loop, the
-validation, the tools and the grading are the real ones. Invariant: a policy keeps no state between turns. The reply
-depends on the rollout's context and the messages alone, ids included, so a resumed or repeated call gives the same
-answer. Not token-exact: tokens are estimated as UTF-8 bytes of the text, divided by four and rounded up.
+`oracle` plays a task's reference solution, `noop` answers without acting, `patch:FILE` applies a diff, `replay` plays a
+recording. A policy replaces only the model and keeps no state between turns: its reply, ids included, depends on the
+rollout's context and the messages alone, so a repeated call gives the same answer. Tokens are estimated as UTF-8 bytes
+divided by four, rounded up.
 """
 
 from __future__ import annotations
@@ -151,11 +150,10 @@ class PatchPolicy(Policy):
 
 
 class ReplayPolicy(Policy):
-    """Plays the assistant's side of recorded trajectories, picked by task id and index.
+    """Plays the assistant's side of recorded trajectories, selected by task id and index.
 
-    A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run, whose lines
-    hold them under `trajectory`. Other lines and a torn last line are ignored. A trajectory's `turns` give the
-    `finish_reason` and the token counts. Of two trajectories with one task id and index, the later counts.
+    A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run. Other lines
+    and a torn last line are ignored. Of two trajectories with one task id and index, the later counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,11 +164,8 @@ class ReplayPolicy(Policy):
         self._turns = await asyncio.to_thread(_read_recording, self._path)
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        """The next recorded message.
-
-        Raises `TaskError` if nothing was recorded for this task and index, and `EngineUnavailable` if the recording
-        ends before the conversation, as when the recorded run lost its server.
-        """
+        """The next recorded message. Raises `TaskError` without a recording of this task and index, and
+        `EngineUnavailable` if it ends before the conversation, as when the recorded run lost its server."""
         task = _task(context, "replay")
         turns = self._turns.get((task.id, context.index))
         if turns is None:

@@ -1,8 +1,7 @@
-"""Engines that continue token ids: their base, and the servers over HTTP, SGLang and vLLM.
+"""Engines that continue token ids: their base `TokenChat`, and the servers over HTTP, SGLang and vLLM.
 
-`TokenChat` has the tokenizer, the chat format and token-exact chat; `TokenServer` the connection and the checks at the
-start. Invariants: an unusable tokenizer, template or parser is an error at the start, before anything is rolled out; so
-is a tokenizer that differs from the server's, if the server can be asked.
+An unusable tokenizer, template or parser is an error at the start; so is a tokenizer that differs from the server's, if
+the server has `/tokenize`.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 
 
 class TokenChat(ServerEngine):
-    """The chat side of one token engine; subclasses sample in `generate`.
-
-    `tokenizer` None loads the configured one on first use.
-    """
+    """The chat side of one token engine; subclasses sample in `generate`. `tokenizer` None loads the configured one on
+    first use."""
 
     token_exact = True
 
@@ -71,10 +68,8 @@ class TokenChat(ServerEngine):
         name: str = "",
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
-        """Token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one.
-
-        Raises `ConfigError`.
-        """
+        """Token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one. Raises
+        `ConfigError`."""
         return ManagedChat(
             engine or self,
             self._chat_format(tokenizer),
@@ -164,11 +159,9 @@ class TokenServer(TokenChat):
         self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
     async def start(self) -> None:
-        """Load the tokenizer, check the server, and compare its tokenizer with ours.
-
-        Raises `ConfigError` for a missing or differing tokenizer, `EngineUnavailable` within seconds if nothing
-        answers, `EngineRefused` if the key is refused.
-        """
+        """Load the tokenizer, check the server, and compare its tokenizer with ours. Raises `ConfigError` for a missing
+        or differing tokenizer, `EngineUnavailable` within seconds without a server, `EngineRefused` for a refused
+        key."""
         await super().start()
         if not self.config.health_check:
             return
@@ -235,8 +228,7 @@ class SGLangEngine(TokenServer):
     """One SGLang server, through its own `/generate`: token ids in, token ids with their log-probabilities out.
 
     Wire source: `sglang.srt.managers.io_struct.GenerateReqInput` and the server's `meta_info`, version 0.5. The
-    end-of-turn token is among the ids. A request aborted by a weight update ends with finish reason `abort`;
-    `weight_version` names the policy.
+    end-of-turn token is among the ids. A weight update ends requests with finish reason `abort`.
     """
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:

@@ -1,11 +1,8 @@
 """Continues several token sequences at once with a `transformers` model: one batch, a key-value cache, left padding.
 
-Used by `Batcher` from its one thread. Invariants: padding is never attended to, so a row's numbers do not depend on its
-neighbours beyond rounding; a row's random choices come from its own generator, so neither do they.
-
-The token is found by inverting the cumulative distribution at a number from Python's generator: the same seed and the
-same probabilities give the same token on every device. Rounding remains: the same sequence in another batch may differ
-in the last bits, and then a token at a boundary may differ.
+A row's numbers do not depend on its neighbours beyond rounding, because padding is never attended to and each row has
+its own random generator. The token is found by inverting the cumulative distribution at a number from Python's
+generator, so the same seed and probabilities give the same token on every device.
 
 Extra: `train` (torch, transformers).
 """
@@ -28,11 +25,8 @@ _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """The model of a folder, or of a name, ready to sample. Blocks.
-
-    `device` None takes the first GPU, if any. Raises `ConfigError` if the extra is missing, there is no such model, or
-    its layers keep a state that cannot be batched here.
-    """
+    """The model of a folder, or of a name, ready to sample. Blocks. `device` None takes the first GPU, if any. Raises
+    `ConfigError` without the extra, without such a model, or for layers that cannot be batched here."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -56,7 +50,7 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
 
 
 class TorchDecoder:
-    """One model and the rows it is continuing. See `BatchDecoder`."""
+    """One model and the sequences that it continues: its rows, in the order in which they came."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -86,7 +80,7 @@ class TorchDecoder:
         self._rngs += [random.Random(each.seed) for each in sampling]
 
     def step(self) -> list[tuple[int, float]]:
-        """One token per row. A row costs as much as the longest."""
+        """Sample one token for every row: (id, log-probability). A row costs as much as the longest."""
         import torch
 
         self._advance()
@@ -97,7 +91,7 @@ class TorchDecoder:
         return [(int(token), logprob) for token, logprob in zip(*both, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop the other rows, and the padding that only they needed."""
+        """Drop all rows but these, ascending, and the padding that only the others needed."""
         chosen = list(rows)
         self._lengths = [self._lengths[row] for row in chosen]
         self._sampling = [self._sampling[row] for row in chosen]
@@ -158,8 +152,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ids[B]` and `logprobs[B]` from `logits[B, V]` and the random numbers `chances[B]` in [0, 1).
 
-    The log-probabilities are the model's own, at temperature 1 and before `top_k` and `top_p`, so that one forward pass
-    over the tokens gives them again; for requests with `processed_logprobs`, those of the sampled distribution.
+    The log-probabilities are the model's own, at temperature 1 and before `top_k` and `top_p`; for requests with
+    `processed_logprobs`, those of the sampled distribution.
     """
     import torch
 

@@ -1,13 +1,11 @@
 """A `transformers` model in this process, on CPU or GPU: token ids in, ids with the model's own log-probabilities out.
 
-For development, tests, evaluation of small models and training on one machine; a model server is faster for a large
-model. The model lives in one thread (`batcher`), which samples all requests together; the event loop never blocks.
-Log-probabilities are the model's own (T4), at temperature 1 and before `top_k` and `top_p`, as vLLM reports them: one
-forward pass over a ledger's row gives them again, whatever the sampling settings were. A trainer that needs those of
-the sampled distribution sets `logprobs_mode: processed_logprobs` in `extra_body`.
+For development, small models and training on one machine; a server is faster for a large model. The event loop never
+blocks: the model lives in the thread of `batcher`. Log-probabilities are the model's own (T4), at temperature 1 and
+before `top_k` and `top_p`, so one forward pass over a ledger's row gives them again. Set `logprobs_mode:
+processed_logprobs` in `extra_body` for those of the sampled distribution.
 
-Extra: `train` (torch, transformers). Source: `model_name`, a folder; or a model's name, and naming it is consent to
-fetch it.
+Extra: `train` (torch, transformers). `model_name` is a folder, or a model's name, which is then fetched.
 """
 
 from __future__ import annotations
@@ -38,10 +36,8 @@ DEFAULT_WINDOW_TOKENS = 4096
 
 
 class TransformersEngine(TokenChat):
-    """One model. `make` builds it inside the engine's thread; None loads the config's `model_name`.
-
-    `seed` seeds the requests without a seed of their own.
-    """
+    """One model. `make` builds it inside the engine's thread; None loads the config's `model_name`. `seed` seeds the
+    requests without a seed of their own."""
 
     def __init__(
         self,
@@ -79,11 +75,9 @@ class TransformersEngine(TokenChat):
         return self._model
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """Continue `input_ids[T]`. The token that ended the reply is among the ids.
-
-        Raises `EngineRefused` for a setting that this engine does not have and `ContextExceeded` if the prompt fills
-        the window. Cancelling removes the request from the batch.
-        """
+        """Continue `input_ids[T]`. The token that ended the reply is among the ids. Raises `EngineRefused` for an
+        unsupported setting and `ContextExceeded` if the prompt fills the window. Cancelling removes the request from
+        the batch."""
         wanted = Sampling.read(sampling, self._stop_ids())
         if wanted.seed is None:
             wanted = wanted.seeded(self._seeds.getrandbits(64))
@@ -104,11 +98,8 @@ class TransformersEngine(TokenChat):
         return await asyncio.wrap_future(answer)
 
     async def load_weights(self, folder: str, version: str) -> None:
-        """Continue with the weights in `folder`, under the policy version `version`.
-
-        Requests in progress end with `abort` and their tokens so far; token-exact chat then resumes them with the new
-        weights.
-        """
+        """Load the weights in `folder` as policy `version`. Requests in progress end with `abort` and their tokens so
+        far; token-exact chat then resumes them with the new weights."""
         await asyncio.wrap_future(self.batcher.load(folder, version))
 
     def _decoder(self) -> TorchDecoder:

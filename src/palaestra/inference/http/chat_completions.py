@@ -1,11 +1,8 @@
 """The chat completions wire: replies to our records, with the quirks of servers, and a server's list of models.
 
-Malformed arguments pass through as text. Invariant: a reply becomes a `ChatCompletion` with at least one choice, or an
-`EngineReplyError`.
-
-A reply of the expected shape is decoded once, straight into records. Only another one is converted piece by piece.
-Source of the shape: the OpenAI chat completions reference; the quirks are those of vLLM, SGLang, llama.cpp, Ollama and
-the proxies in front of them.
+A reply of the expected shape is decoded straight into records, any other one piece by piece; malformed arguments pass
+through as text. Sources: the OpenAI chat completions reference; the quirks of vLLM, SGLang, llama.cpp, Ollama and
+proxies in front of them.
 """
 
 from __future__ import annotations
@@ -145,10 +142,10 @@ def _dumped(value: JSON) -> str:
 
 
 def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
-    """The history without the parts that made a strict server refuse it, or None if there are none.
+    """The history without the parts that a strict server refused, or None if there are none.
 
-    Some chat templates parse every call's arguments, so one malformed call of the model would end its rollout as a
-    failure of the server. Such text is sent inside a JSON object. Fields of ours that the server names are left out.
+    Some chat templates parse every call's arguments, so one malformed call would end its rollout as a failure of the
+    server: such text is wrapped in a JSON object. Our fields that the server names are left out.
     """
     drop = "reasoning_content" if "reasoning_content" in server_said else None
     plain = [_plainer(message, drop) for message in messages]
@@ -201,10 +198,8 @@ class _ModelList(msgspec.Struct):
 
 
 def listed_models(body: bytes) -> list[ListedModel]:
-    """The models in the body of `GET /v1/models`; none if it is not such a list.
-
-    Wire source: OpenAI's list of models; vLLM and SGLang sign the entries with their names and add the window.
-    """
+    """The models in the body of `GET /v1/models`; none if it is not such a list. Wire source: OpenAI's list of models;
+    vLLM and SGLang add their names and the window."""
     try:
         return msgspec.json.decode(body, type=_ModelList).data
     except NOT_JSON:

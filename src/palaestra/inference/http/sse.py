@@ -1,11 +1,9 @@
 """A chat completion streamed as server-sent events, assembled into the body of an unstreamed reply.
 
-Nothing the model wrote is judged here. Invariant: an incomplete stream never counts as a reply; it ends in an error,
-and the transport retries.
-
-Sources of the shapes: the OpenAI reference (`chat.completion.chunk`, `stream_options`), the WHATWG's server-sent
-events. Servers differ in how they send calls: with or without an index, with the name in every chunk, with the whole
-call repeated at the end. None of that may write a name or arguments twice.
+An incomplete stream ends in an error, and the transport retries. Sources: the OpenAI reference
+(`chat.completion.chunk`, `stream_options`), the WHATWG's server-sent events. Servers send calls with or without an
+index, with the name in every chunk, or with the whole call repeated at the end; names and arguments are never written
+twice.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The content of one chunk for one choice: text, or thinking.
-
-    `restarted`: the connection broke and the request is repeated, so all earlier chunks are void.
-    """
+    """The content of one chunk for one choice: text, or thinking. `restarted`: the connection broke and the request is
+    repeated, so all earlier chunks are void."""
 
     index: int = 0
     content: str = ""
@@ -52,11 +48,9 @@ class EventStreamReader:
         self._tries = 0
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
-        """The reply as one JSON body, streamed or not.
-
-        Raises `aiohttp.ClientPayloadError` for an incomplete stream, `FailedWithin` for an error with a status inside
-        it, and `EngineReplyError` for an error without one or an invalid event.
-        """
+        """The reply as one JSON body, streamed or not. Raises `aiohttp.ClientPayloadError` for an incomplete stream,
+        `FailedWithin` for an error with a status inside it, and `EngineReplyError` for an error without one or an
+        invalid event."""
         if reply.content_type != "text/event-stream" or reply.status != 200:
             body = await reply.read()
             if reply.status == 200:
@@ -90,10 +84,7 @@ class EventStreamReader:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, in order, without comments, event names and ids.
-
-    An event without a blank line after it was cut off, and is dropped.
-    """
+    """The data of each server-sent event, in order. An event without a blank line after it is dropped."""
     lines: list[bytes] = []
     rest = b""
     async for chunk in chunks:
@@ -162,10 +153,7 @@ class _ChoiceParts:
 
     def _call_of(self, call: dict[str, JSON]) -> _Call:
         """The call of a delta, by index. Without an index, a new id begins a call, and anything else continues the
-        last.
-
-        Some servers give every call of a reply the same index: another id, with a name, begins a call too.
-        """
+        last. Some servers give every call the same index: another id, with a name, begins a call too."""
         key, id_ = call.get("index"), _text(call.get("id"))
         if not isinstance(key, int):
             key = id_ or (list(self.latest)[-1] if self.latest else 0)

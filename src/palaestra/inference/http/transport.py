@@ -1,8 +1,7 @@
 """The HTTP client: JSON requests to a model server, pooled, limited and retried, with errors that name the fix.
 
-Invariants: retries happen here and nowhere above; each lane has a limit of requests in flight, and the rest wait in
-order; every failure is an engine error that names address, status and model, and never a credential: addresses are
-shown without user, password and query.
+Retries happen only here; each lane limits its requests in flight, and the rest wait in order; errors name address,
+status and model, and never a credential.
 """
 
 from __future__ import annotations
@@ -68,11 +67,9 @@ class Response:
 
 
 class Transport:
-    """A pool of connections to one model server. Opens on first use; `aclose` is idempotent.
-
-    `lanes` maps a lane's name to its limit of requests in flight. `timeout_s` is for one request with its retries,
-    without its wait here. `query` is added to every address. `model` is only for messages.
-    """
+    """A pool of connections to one model server. Opens on first use; `aclose` is idempotent. `lanes` maps a lane's name
+    to its limit of requests in flight. `timeout_s` is for one request with its retries, without its wait here. `query`
+    is added to every address. `model` is only for messages."""
 
     def __init__(
         self,
@@ -124,11 +121,8 @@ class Transport:
             await session.close()
 
     async def post_json(self, url: URL, payload: JSON, *, lane: str = "train", read: Reader | None = None) -> bytes:
-        """The body of a successful reply to a POST, as `read` returns it.
-
-        Raises `EngineUnavailable` after the last retry, `EngineRefused` or `ContextExceeded` without retry if the
-        server refuses.
-        """
+        """The body of a successful reply to a POST, as `read` returns it. Raises `EngineUnavailable` after the last
+        retry, and `EngineRefused` or `ContextExceeded` without a retry."""
         body = encode_json(payload)
         response = await self.request("POST", url, lambda: body, lane=lane, read=read)
         if not 200 <= response.status < 300:
@@ -282,10 +276,8 @@ _WAYS_OUT = {
 
 
 class FailedWithin(Exception):
-    """Raised by a reader of a reply with status 200 whose body is an error with its own `status`.
-
-    Sources: OpenRouter's errors, which come so once a provider has begun; vLLM's and SGLang's inside a stream.
-    """
+    """Raised by a reader of a reply with status 200 whose body is an error with its own `status`, as OpenRouter's,
+    vLLM's and SGLang's may be."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status} within a reply")

@@ -1,7 +1,7 @@
 """The ledger of one rollout while it grows: append a turn, read the rows; and the prompts made from it.
 
-Invariants: appended tokens never change (T1); every token marked as trained was sampled, with the engine's own
-log-probability (T3, T4); a turn is appended whole or not at all, at a cost that grows with its new tokens only.
+Invariants: appended tokens never change (T1); every trained token was sampled, with the engine's own log-probability
+(T3, T4); a turn is appended whole or not at all, at a cost that grows with its new tokens only.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def pieces_of(turn: SampledTurn) -> list[Piece]:
 @dataclass(slots=True)
 class _Segment:
     """`tokens[T]`, the `logprobs[S]` of the sampled ones, the running hash over both, and the tokens' checksum.
-
-    `branch` is the number of its conversation. `json` are the first `json_count` tokens as JSON numbers.
-    """
+    `branch` is the number of its conversation. `json` are the first `json_count` tokens as JSON numbers."""
 
     reason: SegmentReason
     branch: int = 0
@@ -130,11 +128,8 @@ def _unsampled(length: int) -> array[float]:
 
 
 class Prompt(Sequence[int]):
-    """The ids `[T]` of one request: a segment as it is now and `rest` after it.
-
-    The segment is not copied, because it only grows; later tokens are not in this prompt. `checksum` is the CRC-32 of
-    the ids (`sent_checksum`).
-    """
+    """The ids `[T]` of one request: a segment as it is now and `rest` after it. The segment is not copied, because it
+    only grows. `checksum` is the CRC-32 of the ids (`sent_checksum`)."""
 
     __slots__ = ("_kept", "_rest", "_segment", "checksum")
 
@@ -199,10 +194,8 @@ class Ledger:
         return len(self._segments)
 
     def open(self, reason: SegmentReason, branch: int = 0) -> int:
-        """Begin a segment with its reason; return its number. The reason of the first one is always `START`.
-
-        `branch` is the number of its conversation, 0 for the rollout's own.
-        """
+        """Begin a segment with its reason; return its number. The reason of the first one is always `START`. `branch`
+        is the number of its conversation, 0 for the rollout's own."""
         if not self._segments:
             reason = SegmentReason.START
         elif reason in (SegmentReason.START, SegmentReason.ABORT_RESUME):
@@ -220,11 +213,9 @@ class Ledger:
         return tokens[-1] if tokens else None
 
     def append(self, segment: int, delta: Sequence[int], pieces: Sequence[Piece]) -> int:
-        """Add a whole turn, the new prompt tokens and the tokens sampled after them; return its number.
-
-        Several pieces are one reply whose request was aborted and resumed. Raises `ValueError`, without a change, if a
-        piece does not have one log-probability per token.
-        """
+        """Add a whole turn, the new prompt tokens and the tokens sampled after them; return its number. Several pieces
+        are one reply whose request was aborted and resumed. Raises `ValueError`, without a change, if a piece does not
+        have one log-probability per token."""
         for piece in pieces:
             if len(piece.sampled.ids) != len(piece.sampled.logprobs):
                 raise ValueError(f"{len(piece.sampled.ids)} ids with {len(piece.sampled.logprobs)} log-probabilities")
@@ -310,9 +301,9 @@ def _places(turns: Iterable[LedgerTurn]) -> dict[int, int]:
 class SequenceNode:
     """One row as contract environments read it (`managed.get_state()["nodes"]`), as an object or as a dict.
 
-    `tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`, `metadata`, of the segment as it was when the node was
-    made. The lists are made when one of them is first read: as Python lists they take ten times the memory. Wire
-    source: `SequenceNode` of atroposlib 0.4: -100 in the mask and 1.0 as log-probability where nothing was sampled.
+    `tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`, `metadata`, made when they are first read, because
+    Python lists need ten times the memory. Wire source: `SequenceNode` of atroposlib 0.4: unsampled tokens have mask
+    -100 and log-probability 1.0.
     """
 
     def __init__(self, segment: _Segment, number: int, tokenizer: Tokenizer) -> None:

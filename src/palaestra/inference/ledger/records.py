@@ -1,8 +1,8 @@
 """A ledger on disk, and the training rows made from it. Pure data.
 
-A rollout's tokens lie in segments. Within a segment history only grows: every turn appends a prompt span (the tokens
-added since the last sampled one) and one sampled span, or several if the request was aborted and resumed. When the
-history is rewritten, a new segment begins and records the reason.
+A rollout's tokens lie in segments, which only grow: every turn appends a prompt span (the tokens added since the last
+sampled one) and one sampled span, or several if the request was aborted and resumed. A rewritten history begins a new
+segment with its reason.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ SpanKind: TypeAlias = Literal["prompt", "sampled"]
 
 
 class SegmentReason(StrEnum):
-    """Why a segment began, or why a sampled span follows another.
-
-    An aborted request rewrites nothing: its tokens are continued where they ended, so `ABORT_RESUME` is declared on the
-    span that continues, and the row stays whole. `BRANCH`: another sample after the same history.
-    """
+    """Why a segment began, or why a sampled span follows another. `ABORT_RESUME` is the reason of a span that continues
+    an aborted request in the same row. `BRANCH`: another sample after the same history."""
 
     START = "start"
     TEMPLATE_REWRITE = "template_rewrite"
@@ -90,10 +87,8 @@ class SampledPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampledTurn(msgspec.Struct, frozen=True, array_like=True):
-    """One model call to be recalled: its pieces (several if it was aborted) and how it ended.
-
-    The prompt is rendered from the messages again, and `sent` shows whether it is the same.
-    """
+    """One recorded model call: its pieces (several if it was aborted) and how it ended. The prompt is rendered again
+    from the messages, and `sent` shows whether it is the same."""
 
     finish_reason: str
     pieces: list[SampledPiece]
@@ -119,12 +114,13 @@ class LedgerRecord(msgspec.Struct, kw_only=True):
 
 
 class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One training row: `tokens[T]`, `masks[T]` (-100 where nothing is trained, else the id), `logprobs[T]` or None.
+    """One training row: `tokens[T]`, `masks[T]` (-100 if not trained, else the id), `logprobs[T]` (1.0 if not sampled)
+    or None.
 
-    `logprobs` is 1.0 where nothing was sampled. `source` is `engine` if the ids were sampled, `placeholder` if no
-    tokens were recorded (such a row trains nothing), `environment` if the environment made the row. A row of a ledger
-    also has its segment's number and reason, `versions` as (start, stop, policy version) of the sampled spans, and the
-    finish reason of its last turn. Only the first four fields are on disk (`Trajectory.row`).
+    `source` is `engine` if the ids were sampled, `placeholder` without recorded tokens (such a row trains nothing),
+    `environment` if the environment made the row. A row of a ledger also has its segment's number and reason,
+    `versions` as (start, stop, policy version) of the sampled spans, and the finish reason of its last turn. Only the
+    first four fields are on disk (`Trajectory.row`).
     """
 
     tokens: list[int]

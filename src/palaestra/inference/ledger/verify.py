@@ -1,8 +1,7 @@
 """Checks a stored ledger: are its tokens provably the sampled ones, each trained exactly once?
 
-The record alone is the input, and everything is derived again: the layout of the spans, the mask from the spans, the
-checksums of the engine's prompts and the running hash from the bytes. Whether the engine was honest cannot be checked.
-Only the first violation is reported, with its place.
+Everything is derived again from the record: the layout of the spans, the mask, the checksums of the prompts and the
+running hash. The engine's honesty cannot be checked. Only the first violation is reported, with its place.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FINISHES = ("stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """The broken invariant (T1 to T4), its place, and what is wrong."""
+    """The broken invariant (T1 to T4), its place, and the problem."""
 
     invariant: str
     place: str

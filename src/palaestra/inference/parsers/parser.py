@@ -1,8 +1,7 @@
-"""What a tool-call parser returns: text, reasoning, calls and broken calls, in the order of the output. No I/O.
+"""The output of a tool-call parser: text, reasoning, calls and broken calls, in order. No I/O.
 
-Arguments are not checked against a tool's schema here; the code that runs the call does that. Invariant: sampled text
-is never repaired. A call either is what its format promises or is a `BrokenCall` with the reason, and a broken call
-does not affect its siblings.
+The code that runs a call checks its arguments against the tool's schema. Invariant: sampled text is never repaired. A
+call either follows its format or is a `BrokenCall` with the reason, and a broken call does not affect its siblings.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A well-formed call. `arguments_text` is JSON: the sampled text where the format writes JSON.
-
-    `start` and `end` bound the call in the output, with its tags.
-    """
+    """A well-formed call. `arguments_text` is JSON: the sampled text if the format writes JSON. `start` and `end` bound
+    the call in the output, with its tags."""
 
     id: str
     name: str
@@ -104,10 +101,8 @@ OutputPiece: TypeAlias = TextPiece | ReasoningPiece | ParsedCall | BrokenCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """The pieces of one output: in order, with ascending and disjoint spans.
-
-    Unpacks as the pair that the contract's parsers return: `content, tool_calls = parser.parse(text)`.
-    """
+    """The pieces of one output: in order, with ascending and disjoint spans. Unpacks as the pair of the contract's
+    parsers: `content, tool_calls = parser.parse(text)`."""
 
     pieces: tuple[OutputPiece, ...]
 

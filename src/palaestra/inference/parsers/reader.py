@@ -1,13 +1,13 @@
 """Reads one output with a format's grammar: text, thinking and calls in one pass, and thinking before calls.
 
-A grammar defines only how its calls begin and reads on from there. Thinking begins with its tag at the start of the
-output or after thinking or calls; if it is not closed, it extends to the end. A tag after text is a mention and stays
-text, unless it begins a line and is closed; if calls precede its end tag and text follows that on the same line, both
-tags are mentions. A call between two mentioned tags is broken, because nothing shows whether it was meant. An end tag
-without an opening one ends thinking that began in the prompt, unless the caller knows that none did.
+Thinking begins with its tag at the start of the output or after thinking or calls; if it is not closed, it extends to
+the end. A tag after text is a mention and stays text, unless it begins a line and is closed; if calls precede its end
+tag and text follows that on the same line, both tags are mentions. A call between two mentioned tags is broken, because
+its meaning is unclear. An end tag without an opening one ends thinking that began in the prompt, unless the caller
+knows that none did.
 
-Invariants: text is everything that no other piece covers, except white space alone; a grammar consumes what it has
-read, so no text is read more than a fixed number of times.
+Invariants: text is everything that no other piece covers, except white space alone; no text is read more than a fixed
+number of times.
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ class Grammar(ABC):
 
     @abstractmethod
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """Read the calls that begin at `mark`, one of `openers`, and add them to `output`.
-
-        Returns where text continues, or None if the mark is only mentioned.
-        """
+        """Read the calls that begin at `mark`, one of `openers`, and add them to `output`. Returns where text
+        continues, or None if the mark is only mentioned."""
 
     @abstractmethod
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
@@ -74,11 +72,11 @@ class GrammarParser:
     def parse(
         self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None, turn: int = 0
     ) -> ParsedOutput:
-        """The pieces of `text`. Never raises, whatever the model wrote; linear in the length of the text.
+        """The pieces of `text`. Never raises; linear in the length of the text.
 
         `cut`: the output ran out of room, so a call without its end is broken. `thinking`: whether the output begins
-        inside the thinking; None if that is unknown. `turn` (from 1) is the number of the reply in its conversation, so
-        that calls without an id get one that no other turn has.
+        inside the thinking, None if unknown. `turn` (from 1) is the number of the reply in its conversation, for unique
+        ids.
         """
         return OutputReader(text, self._grammar, tools=tools, cut=cut, thinking=thinking, turn=turn).read()
 
@@ -103,7 +101,7 @@ class FoundCall(NamedTuple):
 
 
 class _Mention(NamedTuple):
-    """A thinking tag after text, what was known there, and the number of pieces then."""
+    """A thinking tag after text, with the state at that position."""
 
     mark: Mark
     begins_line: bool
@@ -112,11 +110,8 @@ class _Mention(NamedTuple):
 
 
 class OutputReader:
-    """One output and the pieces found in it, added in the order of the text.
-
-    `written` is the position up to which everything is accounted for. `in_section`: tags that hold several calls are
-    open.
-    """
+    """One output and the pieces found in it, in order. `written` is the position up to which everything is accounted
+    for. `in_section`: tags that hold several calls are open."""
 
     def __init__(
         self, text: str, grammar: Grammar, *, tools: Tools | None, cut: bool, thinking: bool | None, turn: int
@@ -173,7 +168,7 @@ class OutputReader:
         self._add(BrokenCall(known_as, name, problem.reason, problem.detail, text, start, end))
 
     def add(self, found: FoundCall, start: int) -> int:
-        """Add the call that begins at `start`, broken or not; return where it ends."""
+        """Add the call that begins at `start`, broken or not; return its end."""
         if found.problem is not None:
             self.broken(found.problem, found.name, start, found.end)
         else:
@@ -186,10 +181,8 @@ class OutputReader:
         return mark.end if was_open else None
 
     def mentioned(self, mark: Mark, close: str) -> int | None:
-        """An opening tag without a call: a mention in prose (None), or a broken call up to its end tag.
-
-        At the very end of the output it is the beginning of a call.
-        """
+        """An opening tag without a call: a mention in prose (None), or a broken call up to its end tag. At the very end
+        of the output it is the beginning of a call."""
         if skip(self.text, mark.end) >= self.end:
             problem = Malformed(BrokenReason.UNCLOSED, "the output ends where a call begins")
             self.broken(problem, "", mark.start, self.end)

@@ -1,7 +1,5 @@
-"""Parsers by name, loaded when first asked for; scripts can register their own.
-
-Invariant: an unknown name is an error that suggests the nearest one; nothing falls back to another format silently.
-"""
+"""Parsers by name, loaded on first use; scripts can register their own. An unknown name is an error that suggests the
+nearest."""
 
 from __future__ import annotations
 
@@ -49,10 +47,8 @@ class UnknownParser(ConfigError, KeyError):
 
 
 def get_parser(name: str) -> GrammarParser:
-    """The parser of a format. Raises `UnknownParser`.
-
-    A parser that a script registered is returned as it is; it may have only the contract's `parse(text)`.
-    """
+    """The parser of a format. Raises `UnknownParser`. A registered parser may have only the contract's
+    `parse(text)`."""
     if name in _registered:
         return cast("GrammarParser", _registered[name]())
     location = _GRAMMARS.get(_ALIASES.get(name, name))

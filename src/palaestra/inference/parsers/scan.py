@@ -1,11 +1,10 @@
 """Functions over a text and a position in it: white space, tags, strict JSON. Each costs the distance it covers. Also
 the types that a tool's schema gives its arguments, for formats that write values as bare text.
 
-Invariants: in JSON a bracket or a tag inside a string ends nothing; duplicate keys, NaN, infinities and numbers that
-overflow to infinity are rejected, because two readers would disagree about them. Bare text becomes another value only
-if the schema names that value's type and the text is exactly such a value in JSON (or a boolean or None as Python
-prints it, which some families' templates write); otherwise it stays text, and the validation of the arguments reports
-the problem.
+Duplicate keys, NaN, infinities and numbers that overflow are rejected, because two readers would disagree about them.
+Bare text becomes another value only if the schema names that value's type and the text is exactly such a value in JSON
+(or True, False or None, which some templates write); otherwise it stays text, and the validation of the arguments
+reports the problem.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Closing(NamedTuple):
 
 
 def closing(text: str, position: int, *tags: str) -> Closing:
-    """Whether these end tags follow, with white space between them. A partial tag at the end of the text is none."""
+    """Whether these end tags follow, with white space between them. A partial tag at the end does not count."""
     for tag in tags:
         begin = skip(text, position)
         if text.startswith(tag, begin):

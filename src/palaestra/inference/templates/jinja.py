@@ -1,10 +1,9 @@
 """Renders a chat template as `transformers` does (sandboxed jinja2, its filters, globals and whitespace rules), and
 prepares messages in the OpenAI shape for it.
 
-Templates want text as text (anything else is printed as Python would), arguments as an object, names on tool results,
-and thinking in a field that differs between families. Invariants: the same messages give the same text during the whole
-run; a template that asks for the date gets the one at which it was loaded, so that a conversation does not change at
-midnight; the given messages are not changed.
+Templates want text as text, arguments as an object, names on tool results, and thinking in a field that differs between
+families. Invariants: the same messages give the same text during the whole run, so a template that asks for the date
+gets that of its loading; the given messages are not changed.
 
 Source of the semantics: `transformers.utils.chat_template_utils`, version 5.
 """
@@ -40,10 +39,8 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class ChatTemplate:
-    """One template with the special tokens it may name. `source` is the template's text.
-
-    Raises `ConfigError` if the text is not a template.
-    """
+    """One template with its special tokens. `source` is the template's text. Raises `ConfigError` if it is not a
+    template."""
 
     def __init__(
         self, source: str, special: Mapping[str, str] | None = None, now: Callable[[], datetime] = datetime.now

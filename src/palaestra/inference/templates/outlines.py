@@ -1,11 +1,11 @@
-"""What a template writes after a reply, kept by the form of the messages, so that like messages need no rendering.
+"""Caches the text that a template writes after a reply, by the form of the messages, so that similar turns need no
+rendering.
 
-Rendering a template costs more than everything else in a turn, and most turns differ from the last in their texts
-alone. A template is rendered once with a `Blank` for each text; the blank records every operation on it. A template
-that only passes a text on, or asks the same of it and gets the same answers, writes the same around it: an `Outline`
-holds what it wrote, what it asked, and the answers. Invariants: every operation on a blank is answered for the text
-that it stands for, and recorded, or ends the rendering with `Opaque`; an outline is only kept if it gives what
-rendering gives for adversarial texts too; a form that a template does not let be outlined is rendered every time.
+Rendering costs more than everything else in a turn, and most turns differ only in their texts. A template is rendered
+once with a `Blank` for each text, which records every operation on it. The `Outline` holds the written text, the
+operations and their answers; it fits all texts with the same answers. Invariants: every operation on a blank is
+answered for its text and recorded, or ends the rendering with `Opaque`; an outline is only kept if it equals the
+rendering of adversarial texts too; other forms are rendered every time.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ class Outlines:
         self._opaque: set[Hashable] = set()
 
     def measured(self, case: Hashable, head: Sequence[Message], ready: Sequence[Message], look: Look) -> Measured:
-        """The result of `look` in the rendering of `head` and `ready`: a reply and what came after it.
-
-        `head` and the reply's marks must be the same whenever `case` is. Raises `ConfigError`.
-        """
+        """The result of `look` in the rendering of `head` and `ready`: a reply and the messages after it. `head` and
+        the reply's marks must be the same whenever `case` is. Raises `ConfigError`."""
         form = _form(ready)
         if form is None or (case, form) in self._opaque:
             return look(self._render([*head, *ready]))
@@ -181,7 +179,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """`parts` joined, for all texts for which what was `asked` has the same answers."""
+    """`parts` joined, for all texts with the recorded answers to the questions in `asked`."""
 
     made: tuple[_Made, ...]
     asked: tuple[_Asked, ...]

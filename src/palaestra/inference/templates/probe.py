@@ -1,9 +1,8 @@
-"""Finds out what a template does, by rendering small conversations with marks, once per template and set of tools.
+"""Measures a template's behaviour by rendering small conversations with marks, once per template and set of tools.
 
-A mark stands for something that an assistant said. It is random per process, so nothing that a model or a tool writes
-can imitate it. Marks are only rendered to be measured; no token of them reaches an engine. Invariant (T5): a template
-that does not show the tools, or drops their results, is refused with the reason; nothing is sampled from a prompt in
-which the model cannot see its tools.
+A mark stands for an assistant's text. It is random per process, so no model or tool can imitate it, and no token of it
+reaches an engine. Invariant (T5): a template that does not show the tools, or drops their results, is refused with the
+reason.
 """
 
 from __future__ import annotations
@@ -134,12 +133,10 @@ RenderTemplate: TypeAlias = Callable[..., str]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The results of probing.
-
-    `reasoning_field` is the template's field for thinking, None without one; `joined`: it refuses thinking and content
-    together next to a call. `stop_ids` are the tokens with which a model ends its turn. The template writes one of
-    `closers` after a reply, as a part of it, or one of `openers`, which begin the next message, as GLM's do.
-    """
+    """The results of probing. `reasoning_field` is the template's field for thinking, None without one; `joined`: it
+    refuses thinking and content together next to a call. `stop_ids` are the tokens with which a model ends its turn.
+    The template writes one of `closers` after a reply, as a part of it, or one of `openers`, which begin the next
+    message, as GLM's do."""
 
     reasoning_field: str | None
     joined: bool

@@ -54,10 +54,8 @@ _LONGEST_OPENING = 32
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A conversation so far: the messages that the last reply was sampled after, and the reply.
-
-    `kinds` are the kinds of its steps, which the caller keeps from `Opening` and `TurnStep`.
-    """
+    """A conversation so far: the prompt of the last reply, and the reply. `kinds` are the kinds of its steps, which the
+    caller keeps from `Opening` and `TurnStep`."""
 
     prompt: Sequence[Message]
     reply: Message
@@ -66,7 +64,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class TurnStep:
-    """The tokens after the last sampled one: `ids[D]`; `rewrites` says how the template changes history, if it does."""
+    """The tokens after the last sampled one: `ids[D]`; `rewrites` describes how the template changes history, if it
+    does."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -82,11 +81,9 @@ class Opening:
 
 
 class TurnRenderer:
-    """One template, one set of tools, one set of template variables; shared by all rollouts that use them.
-
-    Raises `ConfigError` if the template does not show the tools to the model, drops tool results, or has no
-    recognisable token that ends a turn.
-    """
+    """One template, one set of tools, one set of template variables; shared by all rollouts that use them. Raises
+    `ConfigError` if the template hides the tools, drops their results, or has no recognisable token that ends a
+    turn."""
 
     def __init__(
         self,
@@ -133,17 +130,13 @@ class TurnRenderer:
 
     def thinks_at_once(self, delta: Sequence[int]) -> bool:
         """Whether the new prompt tokens `delta[D]` end by opening the thinking, so that the reply begins inside it.
-
-        Templates differ from turn to turn: some open it only after a user, some not if a message says so.
-        """
+        This differs from turn to turn in some templates."""
         end = self._tokenizer.decode(list(delta[-_LONGEST_OPENING:]), skip_special_tokens=False)
         return end.rstrip().endswith(self.traits.think_open)
 
     def step(self, history: History, new: Sequence[Message], last_token: int | None) -> TurnStep:
-        """The tokens that `new` messages and the prompt for a reply add after `last_token`.
-
-        Raises `ConfigError` if the template refuses the conversation or shows nothing of it.
-        """
+        """The tokens that `new` messages and the prompt for a reply add after `last_token`. Raises `ConfigError` if the
+        template refuses the conversation or shows nothing of it."""
         latest = step_kind(history.reply, new)
         text, rewrites = self._measure(history, new, latest)
         kinds = with_latest(history.kinds, latest)
@@ -286,11 +279,7 @@ def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
 
 class ChatFormat:
     """A model's tokenizer with a chat template: its own, or the given text. `stop_ids` adds to the tokens that end a
-    turn.
-
-    Each set of tools is probed once, however many rollouts use it. Raises `ConfigError` if there is no template or it
-    cannot be read.
-    """
+    turn. Each set of tools is probed once. Raises `ConfigError` for a missing or unreadable template."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, stop_ids: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer

@@ -52,10 +52,8 @@ _KEPT_THREADS = 64
 
 @dataclass(slots=True)
 class _Thread:
-    """One conversation. `seen` are the messages as the caller sent them, `shown` the same with our own replies.
-
-    `kinds` are the kinds of steps in its segment; `busy` while a reply is being sampled.
-    """
+    """One conversation. `seen` are the messages as the caller sent them, `shown` the same with our own replies. `kinds`
+    are the kinds of steps in its segment; `busy` while a reply is being sampled."""
 
     renderer: TurnRenderer
     segment: int = -1
@@ -118,10 +116,8 @@ def _calls(message: Message) -> list[tuple[JSON, JSON]]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where the next turn goes, with its new prompt tokens `delta[D]`.
-
-    It continues `thread` or, if it `begins`, opens a segment, with the `reason` if that is already known.
-    """
+    """The place of the next turn, with its new prompt tokens `delta[D]`. It continues `thread` or, if it `begins`,
+    opens a segment, with the `reason` if that is already known."""
 
     thread: _Thread
     delta: array[int]
@@ -139,12 +135,11 @@ class _Reply:
 
 
 class ManagedChat(ChatServer):
-    """A chat server for one rollout, and, for the contract's sake, an async context manager that closes nothing.
+    """A chat server for one rollout, and, as the contract requires, an async context manager that closes nothing.
 
-    `history` chooses how to treat a template that rewrites it. Requests may run concurrently; each continues the
-    conversation that its messages extend, or begins a segment; `segments` are the ones it began. Answers that
-    `recorded` returns are not sampled again: a resumed rollout gets its ledger back this way. Raises `ConfigError` for
-    an unusable template or parser.
+    `history` is how to treat a template that rewrites it. Requests may run concurrently; each continues the
+    conversation that its messages extend, or begins one of the `segments`. Answers of `recorded` are not sampled again.
+    Raises `ConfigError` for an unusable template or parser.
     """
 
     def __init__(
@@ -192,10 +187,8 @@ class ManagedChat(ChatServer):
         self._declared = SegmentReason(reason)
 
     def child(self, number: int = 0, *, reason: SegmentReason | str = SegmentReason.SUBAGENT) -> ManagedChat:
-        """A server for another conversation of the rollout, whose tokens go into the same ledger.
-
-        `number` identifies it within the rollout: the ledger is stored in the order of these.
-        """
+        """A server for another conversation of the rollout, with the same ledger, which is stored in the order of
+        `number`."""
         child = ManagedChat(
             self._engine, self._format, history=self._history, name=self._name, clock=self._clock, ledger=self.ledger
         )
@@ -214,11 +207,9 @@ class ManagedChat(ChatServer):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """`n` replies to a conversation; those after the first are segments of their own.
-
-        `chat_template_kwargs` among the settings go to the template, all others to the engine. Raises `EngineError` if
-        there is no reply and `ConfigError` if the template refuses.
-        """
+        """`n` replies to a conversation; those after the first are segments of their own. `chat_template_kwargs` go to
+        the template, all other settings to the engine. Raises `EngineError`, and `ConfigError` if the template
+        refuses."""
         if n < 1:
             raise ConfigError(f"n is {n}; a request asks for at least one reply.")
         settings = {**sampling, **(extra_body or {})}
@@ -247,11 +238,8 @@ class ManagedChat(ChatServer):
         )
 
     def get_state(self) -> dict[str, JSON]:
-        """The contract's record: `nodes` and the `ledger` that they come from.
-
-        There is one node per segment in the order they began, those of other conversations first. No node is part of
-        another, so a trainer takes them all.
-        """
+        """The contract's record: the `ledger` and its `nodes`, one per segment in order, those of other conversations
+        first. No node is part of another, so a trainer takes them all."""
         return {"nodes": self.ledger.nodes(self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(

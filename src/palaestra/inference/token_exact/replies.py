@@ -1,8 +1,7 @@
 """One reply: sampled over as many requests as needed, and read from text into an assistant message.
 
-The engine's client does the retries. Invariants: the tokens of an aborted request are the start of the next one's
-prompt, so nothing is sampled twice or lost; every answer is checked; nothing is repaired (T6): thinking is removed
-before calls are looked for, and unknown names and malformed arguments stay as the model wrote them.
+Invariants: the tokens of an aborted request are the start of the next one's prompt, so nothing is sampled twice or
+lost; every answer is checked; nothing is repaired (T6): unknown names and malformed arguments stay as sampled.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 async def sample(
     engine: TokenEngine, prompt: Prompt, settings: Mapping[str, JSON], vocabulary: int | None, clock: Clock
 ) -> list[Piece]:
-    """Sample the reply to `prompt[T]`, which grows by it: one piece, or several if requests were aborted.
-
-    `vocabulary` is the tokenizer's number of ids, if known. Raises `EngineReplyError` for an impossible answer and
-    `EngineUnavailable` if the engine keeps aborting.
-    """
+    """Sample the reply to `prompt[T]`, which grows by it: one piece, or several if requests were aborted. `vocabulary`
+    is the tokenizer's number of ids, if known. Raises `EngineReplyError` for an impossible answer and
+    `EngineUnavailable` if the engine keeps aborting."""
     pieces: list[Piece] = []
     left, empty = settings.get("max_tokens"), 0
     for _ in range(MAX_RESUMES):
@@ -66,7 +63,7 @@ async def sample(
 
 
 def _problem(sampled: Sampled, most: int | None, vocabulary: int | None) -> str:
-    """Why the answer cannot be what was sampled; empty if it can."""
+    """The reason why the answer cannot have been sampled; empty if it can."""
     ids, logprobs = sampled.ids, sampled.logprobs
     if len(ids) != len(logprobs):
         return f"{len(ids)} token ids with {len(logprobs)} log-probabilities"
@@ -86,8 +83,8 @@ def _problem(sampled: Sampled, most: int | None, vocabulary: int | None) -> str:
 class ReplyReader:
     """Reads replies with one parser, given as an object or by name; None and `none` leave calls in the content.
 
-    The contract's parsers take the text alone. Those of `palaestra.inference.parsers` also take `tools=`, `cut=`,
-    `thinking=` and `turn=`, and find thinking and broken calls too. Raises `ConfigError` for an unknown name.
+    The contract's parsers take only the text. Ours also take `tools=`, `cut=`, `thinking=` and `turn=`, and find
+    thinking and broken calls. Raises `ConfigError` for an unknown name.
     """
 
     def __init__(self, parser: ToolCallParser | str | None) -> None:

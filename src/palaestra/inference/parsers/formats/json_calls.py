@@ -202,10 +202,8 @@ def add_json(output: OutputReader, start: int, name: str, body: JsonBody, call_i
 
 
 def read_array(output: OutputReader, start: int, bracket: int, with_ids: bool = False) -> int:
-    """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns where the list ends.
-
-    `with_ids`: the calls' own ids count.
-    """
+    """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns the end of the list.
+    `with_ids`: the calls' own ids count."""
     text, position = output.text, bracket + 1
     while True:
         begin = skip(text, position)
@@ -257,10 +255,8 @@ def other_element(
 
 
 def after_element(text: str, end: int) -> tuple[int, str]:
-    """Where a list continues after the element that ends at `end`, and whether with `,` or `]` or neither.
-
-    Closing brackets that close nothing do not end a list: they belong to the element, which they break.
-    """
+    """Where a list continues after the element that ends at `end`, and the `,` or `]` there, if any. Unmatched closing
+    brackets belong to the element and break it."""
     after = skip(text, end, _STRAY)
     if text[after : after + 1] in (",", "]"):
         return after, text[after]
@@ -268,7 +264,7 @@ def after_element(text: str, end: int) -> tuple[int, str]:
 
 
 def _settled(output: OutputReader, body: JsonBody, sign: str, after: int) -> JsonBody:
-    """The element, broken if what follows it breaks it."""
+    """The element, broken if the text after it breaks it."""
     if sign and skip(output.text, body.end) < after:
         return JsonBody(body.text, after, body.problem or Malformed(BrokenReason.MALFORMED_JSON, STRAY))
     if body.problem is not None or sign:
@@ -284,7 +280,8 @@ _INSIDE_LONG = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 
 
 def string_end(text: str, start: int, quote: str) -> int:
-    """The end of the string that `quote`, or three, begins at `start`; minus the place where it breaks off."""
+    """The end of the string that `quote`, or three, begins at `start`; the negative position if the string breaks
+    off."""
     long = text.startswith(quote * 3, start)
     run = (_INSIDE_LONG if long else _INSIDE)[quote]
     ends = quote * 3 if long else quote

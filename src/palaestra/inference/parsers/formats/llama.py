@@ -41,7 +41,7 @@ _NAMED_CHARS = 64
 
 
 class LlamaJson(Grammar):
-    """Calls end with their JSON; there is no end tag."""
+    """Calls end with their JSON, without an end tag."""
 
     openers = (_TAG, "{")
 
@@ -185,7 +185,7 @@ def _element(output: OutputReader, begin: int) -> FoundCall:
 
 
 def _name_end(text: str, begin: int) -> int:
-    """Where the name that begins there ends; `begin` if there is none."""
+    """The end of the name that begins there; `begin` without one."""
     return skip(text, begin + 1, _NAME) if _LETTER.match(text, begin) else begin
 
 

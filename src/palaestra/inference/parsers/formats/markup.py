@@ -191,8 +191,8 @@ class Qwen3Coder(Markup):
     """One call per section; if a section holds several, each is a call.
 
     One line end after a parameter's opening tag and one before its end tag belong to the format, all other white space
-    to the value. `<function=…>` may stand without the tags around it, as in the family's own parser; an opening tag
-    requires its end tag after the last of its calls.
+    to the value. `<function=…>` may stand without the tags around it; an opening tag requires its end tag after the
+    last call.
     """
 
     section = ("<tool_call>", "</tool_call>")

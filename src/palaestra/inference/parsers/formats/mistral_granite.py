@@ -31,7 +31,7 @@ _NAME = re.compile(r"[^\s\[\]{}\"'(),;]*")
 
 
 class Mistral(Grammar):
-    """Calls end with their JSON; there is no end tag."""
+    """Calls end with their JSON, without an end tag."""
 
     openers = (_CALLS,)
     thinking = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))

@@ -38,10 +38,7 @@ class Header(NamedTuple):
 
 
 class Sections(Grammar):
-    """Calls in a section: `section` are the tags around all calls, `tags` those of one call.
-
-    A call counts by its own end tag, so a whole one survives a section that is not closed.
-    """
+    """Calls in a section: `section` are the tags around all calls, `tags` those of one call."""
 
     section: ClassVar[tuple[str, str]]
     tags: ClassVar[Tags]
