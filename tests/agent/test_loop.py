@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from manual_clock import ManualClock
 from palaestra.agent import AgentResult, Budget, HermesAgentLoop, Turn
-from palaestra.core.clock import ManualClock
 from palaestra.core.errors import (
     ConfigError,
     ContextExceeded,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 
+from manual_clock import ManualClock
 from palaestra.agent import AgentResult, HermesAgentLoop
 from palaestra.agent.budget import Budget
-from palaestra.core.clock import ManualClock
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Outcome
 from palaestra.inference.config import APIServerConfig

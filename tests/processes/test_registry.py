@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.errors import StaleLease
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import MAX_PROCESSES

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from toy import ADD, Sums, changed, services
 
+from manual_clock import ManualClock
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
-from palaestra.core.clock import ManualClock
 from palaestra.core.errors import EngineUnavailable
 from palaestra.core.types import JSON, Blame, Message, Outcome, Prices, Task
 from palaestra.inference.chat_server import ChatServer, Engine, SessionContext

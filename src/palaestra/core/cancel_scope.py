@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Ending:
-    """Blocks of one owner, on one loop. Invariant: after `end` none of the blocks that had begun still runs."""
+    """Blocks of one owner, on one loop, that another task can end. After `end` no block that had begun still runs."""
 
     def __init__(self) -> None:
         self._blocks: dict[asyncio.Timeout, asyncio.Event] = {}

@@ -21,7 +21,7 @@ class PalaestraError(Exception):
 
 
 class ConfigError(PalaestraError, ValueError):
-    """An unusable flag, file or environment; the message says how to fix it."""
+    """An unusable flag, file or environment; the message contains the fix."""
 
     exit_code = 2
 

@@ -1,8 +1,6 @@
-"""The parts of a prepared workspace's cache key that depend on the environment: hook code, settings and task data.
-
-The key's other parts are in `rollouts/group.py`. Modules that hooks import are not part of the key; a task's `recipe`
-names their version. Invariant: a part that has no key raises, and is never left out.
-"""
+"""The parts of a prepared workspace's cache key that depend on the environment: hook code, settings and task data; the
+others are in `rollouts/group.py`. Modules that hooks import are not part of the key; a task's `recipe` names their
+version."""
 
 from __future__ import annotations
 

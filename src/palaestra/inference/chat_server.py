@@ -1,7 +1,4 @@
-"""The model servers that the agent calls, and the engines that open a session for each rollout.
-
-The attributes of `ChatServer` declare what a server can do besides chat.
-"""
+"""The model servers that the agent calls, and the engines that open a session for each rollout."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from toy import Sums, tell
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.types import Outcome
 from palaestra.envs.api.base_env import BaseEnv
 from palaestra.envs.config.command_line import CommandLine, Parsed

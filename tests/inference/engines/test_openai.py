@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import SessionContext

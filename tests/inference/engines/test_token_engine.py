@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.errors import (
     ConfigError,
     ContextExceeded,

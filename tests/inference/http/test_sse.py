@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.errors import EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig

@@ -9,7 +9,7 @@ import socket
 import pytest
 from yarl import URL
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manual_clock import ManualClock
 from palaestra.agent.loop import HermesAgentLoop
-from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.engine import ChatCompletion, Sampled

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from toy import Sums, changed, services
 
+from manual_clock import ManualClock
 from palaestra.agent.result import AgentResult
 from palaestra.cli.main import main
-from palaestra.core.clock import ManualClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Blame, Outcome
 from palaestra.inference.chat_server import ChatServer, Engine, SessionContext

@@ -12,7 +12,7 @@ import pytest
 from recorded import broken, rollout, sky, write_run
 from toy import Sums, changed, services, tell, until_cancelled
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.events import Alive, AttemptDiscarded, GroupStarted, RolloutEnded, RunResumed

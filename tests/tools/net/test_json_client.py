@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Blame

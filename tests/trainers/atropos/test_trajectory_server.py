@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from talking import Talk, environment, group, trainer
 
-from palaestra.core.clock import ManualClock
+from manual_clock import ManualClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.trainers.atropos.exchange import SILENT_S

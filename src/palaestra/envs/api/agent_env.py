@@ -209,7 +209,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return (_scored_item(trajectory) if trajectory.scored else None), []
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """The same for a group of the configured size: the scored rows, None if there are none."""
+        """The same for a group of the configured size: the scored rows, or None without any."""
         done = await self.evaluate_items([item], self.config.group_size)
         rows = [_scored_item(trajectory) for trajectory in done if trajectory.scored]
         if not rows:

@@ -92,7 +92,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return self.config.dataset_name or str(self.name)
 
     def chosen(self, *, evaluating: bool) -> list[Item]:
-        """The items of `evaluate`, or those of the other commands. Raises `ConfigError` if there are none."""
+        """The items of `evaluate`, or those of the other commands. Raises `ConfigError` if the list is empty."""
         items = [item for item in self.items if self.config.serves(self.item_id(item, 0), evaluating=evaluating)]
         if not items:
             raise ConfigError(

@@ -9,9 +9,8 @@
     async def correct(task, sandbox):
         return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
 
-The generator's parameters become settings (`--env.n 20`). Each task is rolled out once unless `--group` says
-otherwise. The network is off unless a task's policy or `--env.allow_network true` turns it on. Hooks ask for `task,
-rollout, sandbox, rng` by name. A `tool` hook gives the agent a tool of the environment's own.
+The generator's parameters become settings (`--env.n 20`). Each task is rolled out once by default, without a network.
+Hooks may take `task, rollout, sandbox, rng`. A `tool` hook gives the agent a tool of the environment's own.
 """
 
 from __future__ import annotations

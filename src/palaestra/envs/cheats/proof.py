@@ -1,8 +1,6 @@
 """Check an environment: the oracle scores full; doing nothing and every cheat score at most the floor (invariant R3).
-
-Each policy plays the same few tasks through the real loop, tools, slots and grading. An environment whose tasks have no
-solution is checked without the oracle and reported as unproven.
-"""
+Each policy plays the same tasks through the real loop, tools, slots and grading. An environment without solutions is
+checked without the oracle and reported as unproven."""
 
 from __future__ import annotations
 
@@ -106,7 +104,7 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result of a check. `proven` is False if there was no solution to play."""
+    """The result of a check. `proven` is False without a solution to play."""
 
     environment: str
     tasks: tuple[str, ...]

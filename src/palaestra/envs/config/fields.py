@@ -319,11 +319,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
 
 class HeldOutConfig(HermesAgentEnvConfig):
-    """Settings of environments that know their tasks by their ids.
-
-    A task is drawn by its id and the seed alone, so it stays on its side whatever the order of the data set, whatever
-    else is in it, and on whatever machine. With a share above zero no task is both trained on and evaluated.
-    """
+    """Settings of environments that know their tasks by their ids. The id and the seed alone decide whether a task is
+    held out, on any machine and whatever else is in the data set."""
 
     held_out: float = setting(
         0.0,

@@ -1,10 +1,7 @@
-"""Settings from YAML files, `.env` files and environment variables, as layers to merge, and how their words are read.
+"""Settings from YAML files, `.env` files and environment variables, as layers to merge, and the reading of their words.
 
-A word is read by the type of its field, never by its looks alone, so a text field can hold `5`, `true` or `-x`. Ranges
-and required keys are validated by the fields themselves (`palaestra.core.config.merge`).
-
-Not for the command line itself or the precedence between layers (`command_line.CommandLine.parse`). The process's own
-environment is neither read nor changed. Invariant: a key that nothing reads is refused where it stands.
+A word is read by the type of its field, so a text field can hold `5`, `true` or `-x`. `palaestra.core.config.merge`
+validates ranges and required keys. An unknown key is an error.
 """
 
 from __future__ import annotations

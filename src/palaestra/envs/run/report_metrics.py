@@ -54,7 +54,7 @@ class MetricsFile:
         self._torn = _torn(path)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a line. A number that is not finite becomes null."""
+        """Add a line. Numbers that are not finite become null."""
         line: dict[str, JSON] = {"schema": METRICS_SCHEMA, "time": self._clock.wall(), "step": step, **numbers}
         text = b"\n" * self._torn + msgspec.json.encode(line) + b"\n"
         try:

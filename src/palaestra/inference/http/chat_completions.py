@@ -142,7 +142,7 @@ def _dumped(value: JSON) -> str:
 
 
 def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
-    """The history without the parts that a strict server refused, or None if there are none.
+    """The history without the parts that a strict server refused, or None if nothing can be removed.
 
     Some chat templates parse every call's arguments, so one malformed call would end its rollout as a failure of the
     server: such text is wrapped in a JSON object. Our fields that the server names are left out.

@@ -82,7 +82,8 @@ _BRACKET = re.compile(r"[{}\[\]()]")
 
 
 class Scan(NamedTuple):
-    """Where a value ends (`complete`), or where it stops being JSON; the end of the text counts as such a place."""
+    """The end of a value if it is `complete`, else the position at which it stops being JSON, perhaps the end of the
+    text."""
 
     end: int
     complete: bool

@@ -4,10 +4,10 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>…<|return|>
 
-Source: OpenAI's harmony format guide. A message with a recipient is a call, in whatever channel; other messages of the
-analysis channel are thinking; the rest is text. The recipient may precede the channel, as in the template of
-openai/gpt-oss; because the prompt ends with `<|start|>assistant`, an output may begin with it. `<|call|>` is a stop
-token, so it is usually missing at the end of an output; that breaks the call only in an output that was cut.
+Source: OpenAI's harmony format guide. A message with a recipient is a call, in any channel; other messages of the
+analysis channel are thinking; the rest is text. The recipient may precede the channel. An output may begin with the
+recipient, because the prompt ends with `<|start|>assistant`. `<|call|>` is a stop token, so only in a cut output does
+its absence break a call.
 """
 
 from __future__ import annotations
