@@ -102,7 +102,6 @@ class OneThread:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The loop that runs in this thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -473,7 +473,6 @@ def collects(cls: type[BaseEnv]) -> bool:
 
 
 def collects_groups(cls: type[BaseEnv]) -> bool:
-    """Whether it collects whole groups in one go."""
     return "collect_trajectories" in _own(cls)
 
 

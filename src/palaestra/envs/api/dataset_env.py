@@ -88,7 +88,6 @@ class ListedEnv(HermesAgentBaseEnv):
 
     @property
     def source(self) -> str:
-        """Where the items come from, for messages."""
         return self.config.dataset_name or str(self.name)
 
     def chosen(self, *, evaluating: bool) -> list[Item]:
@@ -122,9 +121,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return metrics
 
     def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
-        """Further metrics of an evaluation."""
         return {}
 
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
-        """One attempt, as the evaluation's samples show it."""
         return pass_at_k.sample(trajectory)

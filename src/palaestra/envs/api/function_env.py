@@ -78,7 +78,6 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """The name in metrics and messages."""
         return getattr(self.function, "__name__", "hook")
 
     async def __call__(self, sources: Mapping[str, Source]) -> JSON:
@@ -238,7 +237,6 @@ class FunctionForm:
         return keep if function is None else keep(function)
 
     def config_type(self) -> type[FunctionEnvConfig]:
-        """The common settings and the function's own parameters."""
         fields: dict[str, Any] = {}
         try:
             parameters = inspect.signature(self.source, eval_str=True).parameters.values()
@@ -318,7 +316,6 @@ class FunctionEnvironment(EvaluatedEnvironment):
         return {"task": self.name, "metrics": metrics, "samples": list(map(pass_at_k.sample, trajectories))}
 
     def evaluating(self) -> Self:
-        """The same environment, over the tasks of `evaluate`."""
         other = copy(self)
         other._evaluating = True
         return other

@@ -301,5 +301,4 @@ def _own_row(item: Mapping[str, JSON], result: AgentResult) -> TokenRow | None:
 
 
 def overrides(inner: HermesAgentBaseEnv, method: str) -> bool:
-    """Whether the subclass has its own version of a method."""
     return getattr(type(inner), method) is not getattr(HermesAgentBaseEnv, method)

@@ -113,11 +113,9 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether every policy got the right reward."""
         return all(line.ok for line in self.lines)
 
     def to_json(self) -> dict[str, JSON]:
-        """The proof as JSON."""
         return {**asdict(self), "holds": self.holds}
 
 

@@ -30,7 +30,6 @@ from palaestra.tools.tool import States, Tool
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
-    """The agent's part of the configuration."""
     return AgentSettings(
         max_turns=config.max_agent_turns,
         temperature=config.agent_temperature,

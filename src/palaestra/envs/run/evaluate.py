@@ -88,7 +88,6 @@ class Evaluation:
 
 
 def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
-    """Write `metrics.json` and `samples.jsonl`. Raises `DiskError`."""
     results = {f"atropos|{logged['task']}|0": logged["metrics"], "all": logged["metrics"]}
     document = {"config_general": {"model_name": model, **logged.get("general", {})}, "results": results}
     with writing(folder):

@@ -216,7 +216,6 @@ def _groups_file(recorded: Mapping[str, JSON], folder: RunFolder) -> Path:
 
 
 def _settings(parsed: RunLine) -> dict[str, JSON]:
-    """The merged configuration with the source of each value, without secrets."""
     values = {
         "command": parsed.command,
         "env": parsed.env_config.recorded(),

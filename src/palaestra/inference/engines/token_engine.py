@@ -80,7 +80,6 @@ class TokenChat(ServerEngine):
         )
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
-        """One reply outside any rollout; its tokens are not kept."""
         return await self.managed_server().chat_completion(messages=messages, **request)
 
     async def completion(

@@ -286,7 +286,6 @@ class FailedWithin(Exception):
 
 
 def raise_failed_within(body: bytes) -> None:
-    """Raise `FailedWithin` if a JSON body is an error with a status of its own."""
     if b'"error"' not in body:
         return
     try:
@@ -343,7 +342,6 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
 
 
 def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> EngineUnavailable:
-    """The error for a status that may pass, but did not within the tries allowed."""
     said = server_says(body)
     return EngineUnavailable(
         f"The model server at {shown(url)} answered HTTP {status} (model '{model}', {_times(tries)}): "
@@ -352,7 +350,6 @@ def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> En
 
 
 def unreachable(url: URL, error: Exception, model: str, tries: int, timeout_s: float) -> EngineUnavailable:
-    """The error for a connection that failed, broke or stayed silent."""
     where = f"the model server at {shown(url)}"
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         why = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else "no connection in time"

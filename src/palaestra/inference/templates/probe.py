@@ -297,7 +297,6 @@ def _encoded(tokenizer: Tokenizer, render: RenderTemplate, messages: Sequence[Me
 
 
 def _after_marks(text: str, shape: Shape) -> str:
-    """The text after the last mark; nothing if no mark is shown."""
     ends = [text.rfind(found) + len(found) for found in shape.marks() if found in text]
     return text[max(ends) :] if ends else ""
 

@@ -96,7 +96,6 @@ class Markup(Grammar):
             return FoundCall(name, {}, position, problem)
 
     def _arguments(self, output: OutputReader, name: str, start: int, arguments: dict[str, JSON]) -> int:
-        """Fill `arguments` and return the end of the call. Raises `Malformed`."""
         text = output.text
         position = skip(text, start)
         if text.startswith("{", position):
@@ -351,7 +350,6 @@ class Glm47(Grammar):
         return end
 
     def _pairs(self, output: OutputReader, name: str, start: int) -> tuple[dict[str, JSON], int]:
-        """The arguments and the end of the call. Raises `Malformed`."""
         text, position = output.text, start
         arguments: dict[str, JSON] = {}
         while not text.startswith(_GLM_CLOSE, position):
