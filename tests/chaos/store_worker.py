@@ -32,7 +32,7 @@ async def main(rung: Rung, store: Path, seed: int, count: int) -> None:
     """Take workspaces two at a time, at random."""
     rng = random.Random(seed)
     async with LocalBackend(rung=rung) as backend:
-        prepared = Prepared(backend, SnapshotStore(store, max_bytes=ROOM_BYTES))
+        prepared = Prepared(backend, SnapshotStore(store, max_bytes=ROOM_BYTES).open)
         for _ in range(count // 2):
             await asyncio.gather(*(taken(backend, prepared, rng.randrange(KINDS)) for _ in range(2)))
 

@@ -38,8 +38,8 @@ def test_what_runs_is_listed_and_what_is_used_is_kept(tmp_path: Path, capsys: py
         slot = await backend.create(SlotSpec(), "chat-7")
         store = SnapshotStore(tmp_path / "store")
         recipe = Recipe(steps=(Put("f", b"x"),))
-        await Prepared(backend, store).get(recipe)
-        held = await Prepared(backend, store).get(recipe)
+        await Prepared(backend, store.open).get(recipe)
+        held = await Prepared(backend, store.open).get(recipe)
         (store.folder / "new-dead").mkdir()
 
         seen = await slots(capsys, tmp_path, "list")

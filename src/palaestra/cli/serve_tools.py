@@ -217,7 +217,7 @@ def executor(**given: JSON) -> None:
 async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings) -> None:
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.sandbox.backends.local import LocalBackend
-    from palaestra.sandbox.isolation.isolation_probe import warning
+    from palaestra.sandbox.isolation.isolation_probe import WARNINGS
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.slot import SlotSpec
     from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
@@ -242,7 +242,7 @@ async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings)
             async with service.serving(options.host, options.port) as url:
                 click.echo(url)
                 click.echo(f"{pool.total_slots} slots, isolation {pool.rung.label}", err=True)
-                if weak := warning(pool.rung):
+                if weak := WARNINGS.get(pool.rung):
                     click.echo(f"WARNING: isolation {pool.rung.label}: {weak}", err=True)
                 _warn_open(options.host, settings.token)
                 await stop.wait()

@@ -1,10 +1,8 @@
 """The slots of one run: leased first come, first served, up to a limit.
 
-Each lease gets a slot of its own, made when it is acquired and dropped when it is released, so no workspace is reused
-and nothing has to be cleaned. The timeout covers waiting for a free place, not making the slot.
-
-A slot that cannot be ended is quarantined: its place is free again, nobody gets it, and each release tries again to end
-it.
+Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. The timeout covers waiting for
+a free place, not making the slot. A slot that cannot be ended is quarantined: its place is free again, and each release
+tries to end it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import AcquireTimeout, SandboxError, SlotLost
 from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Backend, Change, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
 
 _log = logging.getLogger(__name__)
 
@@ -54,9 +53,9 @@ class _Holding:
 class SlotPool:
     """Implements `SlotSource`. `async with` starts the backend and ends it with every slot."""
 
-    def __init__(self, config: SlotPoolConfig, backend: Backend, *, clock: Clock | None = None) -> None:
+    def __init__(self, config: SlotPoolConfig, backend: LocalBackend, *, clock: Clock | None = None) -> None:
         self.config = config
-        self._backend = backend
+        self.backend = backend
         self._clock = clock or SystemClock()
         self._free = self._places = config.max_slots
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -68,20 +67,15 @@ class SlotPool:
         self._started = False
 
     @property
-    def backend(self) -> Backend:
-        """What makes the slots."""
-        return self._backend
-
-    @property
     def rung(self) -> Rung:
-        """The isolation in force."""
-        return self._backend.rung
+        """The isolation level in force."""
+        return self.backend.rung
 
     async def start(self) -> None:
         """Start the backend. Raises `IsolationUnavailable` before any slot exists. Idempotent."""
-        await self._backend.start()
+        await self.backend.start()
         if not self._started:
-            capacity = self._backend.capacity
+            capacity = self.backend.capacity
             self._places = min(self.config.max_slots, capacity or self.config.max_slots)
             self._free = self._places
         self._started = True
@@ -92,13 +86,13 @@ class SlotPool:
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(SandboxError("the slot pool was closed"))
-        await self._backend.aclose()
+        await self.backend.aclose()
         self._held.clear()
         self._quarantine.clear()
         self._free = self._places
 
     async def stop(self) -> None:
-        """The contract's name for `aclose`."""
+        """The same as `aclose`."""
         await self.aclose()
 
     async def __aenter__(self) -> SlotPool:
@@ -117,10 +111,10 @@ class SlotPool:
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """A fresh slot, from a snapshot if one is given (`spec` None then means the snapshot's).
+        """A fresh slot, from a snapshot if one is given; `spec` defaults to the snapshot's.
 
-        Waits `timeout_s` for a free place (None: `acquire_timeout` of the configuration), then calls `admitted`, and
-        makes the slot. What `admitted` raises gives the place back. Raises `AcquireTimeout` when no place comes free.
+        Waits `timeout_s` for a free place (default: `acquire_timeout`), then calls `admitted` and makes the slot. An
+        exception of `admitted` gives the place back. Raises `AcquireTimeout` if no place becomes free.
         """
         timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
         if not timeout_s >= 0:  # also true for NaN
@@ -144,10 +138,10 @@ class SlotPool:
 
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         """Have the backend make a slot for a caller that has a place. Subclasses may change the spec."""
-        return await self._backend.create(spec, trajectory_id, snapshot)
+        return await self.backend.create(spec, trajectory_id, snapshot)
 
     def take_up(self, slot: Slot) -> None:
-        """Count a slot that the backend held before, as a service does, as leased; it is released like any other."""
+        """Count a slot that a service held before as leased; it is released like any other."""
         self._free -= 1
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
         self._leases += 1
@@ -168,7 +162,7 @@ class SlotPool:
     async def _end(self, slot: Slot) -> bool:
         """End a slot; quarantine one that cannot be ended now."""
         try:
-            await self._backend.destroy(slot)
+            await self.backend.destroy(slot)
         except SlotLost:
             return True  # nothing of it is left
         except SandboxError as error:
@@ -181,27 +175,27 @@ class SlotPool:
         """End a lease and keep what its slot changed as a snapshot, cut to `view` if given."""
         held = self._held.pop(slot.epoch, None) is not None
         try:
-            return await self._backend.seal(slot, view)
+            return await self.backend.seal(slot, view)
         finally:
             if held:
                 self._give_place()
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """A slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked."""
-        return await self._backend.checkpoint(slot)
+        return await self.backend.checkpoint(slot)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """A snapshot that shows only a part of the topmost layer's change."""
-        return await self._backend.view(snapshot, view)
+        return await self.backend.view(snapshot, view)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
-        """What the topmost layer of a snapshot changed."""
-        return await self._backend.changes(snapshot)
+        """The changes in the topmost layer of a snapshot."""
+        return await self.backend.changes(snapshot)
 
     async def holds(self, snapshot: Snapshot) -> bool:
         """Whether the snapshot still exists: a backend that died has lost it."""
         try:
-            await self._backend.changes(snapshot)
+            await self.backend.changes(snapshot)
         except SandboxError:
             return False
         return True
@@ -209,7 +203,7 @@ class SlotPool:
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the snapshot's topmost layer. A backend that died has dropped it already."""
         try:
-            await self._backend.forget(snapshot)
+            await self.backend.forget(snapshot)
         except SandboxError as error:
             _log.warning("dropping the snapshot %s failed: %s", snapshot.snapshot_id, error)
 
@@ -231,7 +225,7 @@ class SlotPool:
     def get_stats(self) -> Mapping[str, JSON]:
         """Counts, waiting times in seconds, and the backend's own statistics."""
         waits, makes = sorted(self._waits), sorted(self._makes)
-        of_backend = dict(self._backend.stats())
+        of_backend = dict(self.backend.stats())
         return {
             "total_slots": self.total_slots,
             "available_slots": self.available_slots,
@@ -272,7 +266,7 @@ class SlotPool:
         self._waits.append(self._clock.monotonic() - asked)
 
     async def _wait(self, trajectory_id: str, timeout_s: float) -> None:
-        """Queue for a place; whoever frees one passes it to the first in the queue."""
+        """Queue for a place; `_give_place` passes free ones to the first in the queue."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:

@@ -1,7 +1,7 @@
-"""Slots and what provides them: the types and Protocols of the sandbox layer. No I/O.
+"""The types and Protocols of the sandbox layer. No I/O.
 
-A *backend* creates slots; a *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number
-of slots start. `pool.py` leases slots; code above this layer uses only `Slot`, `Snapshot` and the pool.
+A *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number of slots start. `pool.py`
+leases slots; code above this layer uses only `Slot`, `Snapshot` and the pool.
 
 Paths are paths inside the slot. Relative ones start at `WORKSPACE`, which is also the directory where commands start.
 """
@@ -11,20 +11,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from pathlib import Path
-from typing import Protocol, overload, runtime_checkable
+from typing import Protocol, overload
 
 from palaestra.core.types import JSON, AllowList, Limits, Network, network
 
-WORKSPACE = "/workspace"
-"""Where commands start, in every backend."""
-
-DEFAULT_OUTPUT_BYTES = 50_000
-"""How much of a command's output is kept by default, head and tail together."""
-
-MAX_FILE_BYTES = 64 << 20
-"""How much one file call reads by default; larger files are refused, and the message names the limit."""
+WORKSPACE = "/workspace"  # where commands start, in every backend
+DEFAULT_OUTPUT_BYTES = 50_000  # how much of a command's output is kept by default, head and tail together
+MAX_FILE_BYTES = 64 << 20  # how much one file call reads by default; larger files are refused
 
 
 class Rung(IntEnum):
@@ -41,28 +36,19 @@ class Rung(IntEnum):
         return self.name.lower()
 
 
-class Fork(StrEnum):
-    """How a backend starts many slots from one prepared workspace."""
-
-    NATIVE = "native"
-    COPY = "copy"
-    REPREPARE = "reprepare"
-
-
 @dataclass(frozen=True, slots=True)
 class ExecutionResult:
     """The result of one command.
 
-    `output` is stdout and stderr as they were interleaved, decoded as UTF-8 with replacement; if it exceeded the bound
-    it holds head and tail, with a line between them that counts the missing bytes. `metadata` always holds `exit_code`
-    and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout` (bool), `rung`, `output_total_bytes`,
-    `truncated` (bool), `duration_s`; if the backend knows them, `cpu_s`, `max_rss_bytes`, `oom`. If output was left out
-    and the slot has it in a file, `full_output_path` is that file and `full_output_bytes` how much it holds (the first
-    4 MiB). Commands of a stateful shell have `shell_restarted` (bool). `verdict` holds the bytes that the command wrote
-    to descriptor 3, if the call asked for that channel.
+    `output` is the interleaved stdout and stderr, decoded as UTF-8 with replacement. If it exceeds the bound, it is
+    head and tail with a line between them that counts the missing bytes. `metadata` holds `exit_code` and `returncode`
+    (equal; 124 after a timeout, 128+n after signal n), `timeout`, `rung`, `output_total_bytes`, `truncated`,
+    `duration_s`, `cpu_s`, `max_rss_bytes`, `oom`. `full_output_path` is the slot's file with the first 4 MiB of
+    truncated output, `full_output_bytes` its size. Commands of a stateful shell have `shell_restarted`. `verdict` holds
+    the bytes written to descriptor 3, if the call asked for that channel.
 
-    `success` is `exit_code == 0`. `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out
-    after 5s"). A slot that dies raises `SlotLost` and never looks like a failed command.
+    `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out after 5s"). A slot that dies
+    raises `SlotLost` and never looks like a failed command.
     """
 
     success: bool
@@ -98,8 +84,7 @@ class FileInfo:
 class Change:
     """One path that differs from the snapshot a workspace started from. `kind`: file, dir, symlink, other, deleted.
 
-    A directory that replaced what was below it is one Change with `opaque` set, in addition to the Changes of its
-    entries.
+    `opaque` marks a directory that replaced the former entry; its own entries are Changes too.
     """
 
     path: str
@@ -126,11 +111,11 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class SlotSpec:
-    """What a slot is made from. Slots of equal specs are interchangeable.
+    """The settings of a slot. Slots of equal specs are interchangeable.
 
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
-    layout; None is the allow-list of the host's system directories. `env` is the whole environment of commands besides
-    PATH, HOME, LANG, TERM, which the backend sets. Raises ValueError if `network` is not a Network or AllowList.
+    layout; None selects the host's system directories. `env` is the environment of commands in addition to PATH, HOME,
+    LANG, TERM, which the backend sets. Raises ValueError if `network` is not a Network or AllowList.
     """
 
     image: str | None = None
@@ -153,10 +138,7 @@ class TerminalSize:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """A piece of a process's output, from the cursor `start` on.
-
-    `lost` is how many bytes after the requested cursor are no longer kept.
-    """
+    """A piece of a process's output from the cursor `start`. `lost` counts bytes before it that are no longer kept."""
 
     data: bytes
     start: int
@@ -172,9 +154,9 @@ class OutputPiece:
 class ProcessStatus:
     """The status of a background process. `exit_code` is None while it runs, 128+n after signal n.
 
-    `pid` is its number in the slot, `started_s` its start in seconds since the host's boot: together with `process_id`
-    they identify it, even if the slot's server was started again. `full_output_path` is a file in the slot with its
-    output from the start, once that exceeds what is kept for readers.
+    `pid` is its number in the slot, `started_s` its start in seconds since the host's boot: with `process_id` they
+    identify it, even after a restart of the server. `full_output_path` is a file in the slot with the output from the
+    start, once readers no longer get all of it.
     """
 
     process_id: int
@@ -203,50 +185,38 @@ class Process(Protocol):
     @property
     def pid(self) -> int:
         """Its number in the slot."""
-        ...
 
     async def status(self) -> ProcessStatus: ...
 
     async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
-        """Output from `cursor` on (negative: so many bytes before the end); other readers still get it.
+        """Output from `cursor` (negative: bytes before the end), of which at least the last 256 KiB are kept.
 
-        If there is none yet, wait at most `wait_s` for some, or for the end. At least the last 256 KiB are kept.
+        Without new output, wait up to `wait_s` for some or for the end.
         """
-        ...
 
     def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
         """Follow the output from `cursor` on until the process has ended."""
-        ...
 
     async def write(self, data: bytes) -> None:
-        """Write to its input, at the pace at which it reads. BrokenPipeError if it has closed its input or has
-        ended."""
-        ...
+        """Write to its input as fast as it reads. BrokenPipeError if it has closed its input or has ended."""
 
     async def close_input(self) -> None:
         """End its input; on a terminal, send the end-of-input character."""
-        ...
 
     async def signal(self, number: int) -> None:
         """Send a signal to its process group."""
-        ...
 
     async def resize(self, size: TerminalSize) -> None:
         """Resize its terminal; the foreground processes get SIGWINCH. OSError (ENOTTY) without a terminal."""
-        ...
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
         """Its status when it has ended, or after `timeout_s`: check `running`."""
-        ...
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill it and everything it has started: SIGTERM, up to `grace_s` for that, then SIGKILL until nothing
-        lives."""
-        ...
+        """Kill its whole process tree: SIGTERM, after `grace_s` SIGKILL."""
 
     async def forget(self) -> None:
         """Kill it, if it runs, and drop its output."""
-        ...
 
 
 class Shell(Protocol):
@@ -263,19 +233,16 @@ class Shell(Protocol):
     ) -> ExecutionResult:
         """Run a command; calls wait for each other.
 
-        A timeout interrupts the command and kills what it has started. If the shell had to die for that, ended itself
-        (`exit`, `exec`, `set -e`) or had died before, `metadata["shell_restarted"]` is true: from then on directory,
-        variables and functions are those of a new shell.
+        A timeout interrupts the command and kills the processes it has started. `metadata["shell_restarted"]` is true
+        if the shell was killed for that, ended itself (`exit`, `exec`, `set -e`) or had died before: the next command
+        gets a new shell.
         """
-        ...
 
     async def state(self) -> bytes:
         """Directory, variables, functions, aliases and options, for the `state` of another shell. Bash only."""
-        ...
 
     async def aclose(self) -> None:
         """End the shell; its background jobs stay. Idempotent."""
-        ...
 
 
 class Slot(Protocol):
@@ -312,11 +279,9 @@ class Slot(Protocol):
         command as a channel of its own, returned apart from the output (at most 16 MiB). Cancelling the call kills the
         command.
         """
-        ...
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
-        """A stateful shell, which starts with its first command; `state` comes from `Shell.state` of another one."""
-        ...
+        """A stateful shell; `state` comes from `Shell.state` of another one."""
 
     async def spawn(
         self,
@@ -327,31 +292,26 @@ class Slot(Protocol):
         stdin: bool = True,
         terminal: TerminalSize | None = None,
     ) -> Process:
-        """Start a background process; with `terminal` it has one of its own, otherwise a pipe for input if `stdin` is
-        set.
+        """Start a background process, in a terminal of its own or with a pipe for input (`stdin`).
 
         Raises FileNotFoundError for a missing program, PermissionError for one that cannot be run.
         """
-        ...
 
     async def processes(self) -> Sequence[Process]:
         """The background processes of this slot, including ended ones, oldest first."""
-        ...
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write atomically, creating parent directories. `mode` None keeps an existing file's mode, otherwise 0o644."""
-        ...
 
     @overload
     async def read_text(self, path: str) -> str: ...
     @overload
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, is returned for whatever cannot be
-        read as a file: nothing, a directory, a fifo, a circular link, more than one call may read."""
-        ...
+        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, replaces any file that cannot be read:
+        absent, a directory, a fifo, a circular link, too large."""
 
     async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None: ...
 
@@ -359,70 +319,53 @@ class Slot(Protocol):
 
     async def stat(self, path: str) -> FileInfo | None:
         """The entry at a path, symlinks not followed; None if nothing is there."""
-        ...
 
     async def make_dir(self, path: str) -> None:
         """Make a directory with its parents, if it does not exist."""
-        ...
 
     async def make_link(self, path: str, target: str) -> None:
-        """Make a symlink, in place of an existing file or symlink. Its target need not exist."""
-        ...
+        """Make a symlink, replacing a file or symlink. Its target need not exist."""
 
     async def upload(self, local: Path, path: str) -> int:
-        """Write a file of this machine, of any size, with its permission bits, atomically; its bytes.
-
-        For whole directories: `transfer.upload_dir`.
-        """
-        ...
+        """Copy a file of this machine, of any size, with its permission bits, atomically; returns its size."""
 
     async def download(self, path: str, local: Path) -> int:
-        """Write a file of the slot, of any size, to one of this machine, which appears whole; its bytes."""
-        ...
+        """Copy a file of the slot, of any size, to this machine, atomically; returns its size."""
 
     async def remove(self, path: str) -> None:
         """Remove a file or a whole directory, if it exists."""
-        ...
 
     async def arguments(self, pid: int) -> Sequence[str] | None:
-        """The arguments of a process by its number in the slot, as the kernel reports them; None if no such process
-        lives.
+        """The arguments of a live process by its number in the slot, from the kernel; otherwise None.
 
         A process that is just being started has none yet. This and `ask` use no program or file of the slot.
         """
-        ...
 
     async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
-        """What a service at 127.0.0.1 in the slot answers to these bytes until it closes the connection.
+        """Send bytes to 127.0.0.1 in the slot; returns the answer up to the end of the connection, or `max_bytes`.
 
-        Raises OSError if nothing listens, or the answer does not end in time; an answer longer than `max_bytes` is cut.
+        Raises OSError if nothing listens, or the answer does not end in time.
         """
-        ...
 
     async def changes(self) -> list[Change]:
-        """What differs from the snapshot (or image) this slot started from. The cost grows with the change alone."""
-        ...
+        """The changes since this slot's snapshot or image. The cost grows with the change alone."""
 
     async def freeze(self) -> int:
-        """Stop every process of the slot until the next call to it, for example while no agent acts; how many."""
-        ...
+        """Stop every process of the slot until the next call to it; returns how many."""
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
-        """Another slot with this one's present files, for as long as the block lasts; this one continues.
+        """Another slot with this one's present files until the end of the block; this one continues.
 
-        For trying the next step at any time. The fork does not count as one of the pool's slots: a holder of a slot
-        must not wait for another. Processes, `/tmp` and `/dev/shm` are not in it. Raises `SandboxError` on a rung
-        without layers.
+        The pool does not count it: a holder of a slot must not wait for another. It has no processes, `/tmp` or
+        `/dev/shm`. Raises `SandboxError` on isolation levels without layers.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Which part of a sealed workspace's change a new slot sees: everything under `only`, without `without`.
+    """A part of a sealed workspace's change: everything under `only`, without `without`.
 
-    Paths that are left out show the snapshot that the sealed slot had started from. Grading uses this to drop files
-    that an agent has planted.
+    Other paths show the snapshot that the sealed slot had started from. Grading drops planted files with it.
     """
 
     only: tuple[str, ...] = ("/",)
@@ -431,82 +374,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class RungStatus:
-    """Whether an isolation level is available here; if not, why, and what would change that."""
+    """Whether an isolation level is available here; `reason` also names the remedy."""
 
     rung: Rung
     available: bool
     reason: str
     covers: tuple[str, ...] = ()
-
-
-class Backend(Protocol):
-    """What provides slots. Implementations document what they isolate and what they do not."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fork(self) -> Fork: ...
-
-    async def start(self) -> None:
-        """Raises `IsolationUnavailable`, before any slot exists, if the requested rung is not available."""
-        ...
-
-    async def aclose(self) -> None:
-        """End every slot and leave nothing behind. Idempotent."""
-        ...
-
-    @property
-    def rung(self) -> Rung: ...
-
-    @property
-    def capacity(self) -> int | None:
-        """How many slots there can be at a time, after `start`; None if the backend has no limit."""
-        ...
-
-    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot: ...
-
-    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot and its processes (proved by pidfd); its change becomes an immutable layer."""
-        ...
-
-    async def checkpoint(self, slot: Slot) -> Snapshot:
-        """The slot's present files as a snapshot; the slot continues. The cost grows with the change since the last
-        one.
-
-        Processes are not in a snapshot. Raises `SandboxError` if a backend cannot do it.
-        """
-        ...
-
-    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """A snapshot that shows only a part of the topmost layer's change."""
-        ...
-
-    async def changes(self, snapshot: Snapshot) -> list[Change]:
-        """What the topmost layer of a snapshot changed."""
-        ...
-
-    async def destroy(self, slot: Slot) -> None: ...
-
-    async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer. Slots that started from it keep it until they end."""
-        ...
-
-    def stats(self) -> Mapping[str, JSON]: ...
-
-
-@runtime_checkable
-class Lasting(Protocol):
-    """What a backend has in addition if its slots can outlive the process that leased them."""
-
-    @property
-    def stays(self) -> bool:
-        """Whether they do: then closing the backend leaves them."""
-        ...
-
-    def leases(self) -> Sequence[Slot]:
-        """The slots that existed when it was started, under new leases."""
-        ...
 
 
 class SlotSource(Protocol):
@@ -536,7 +409,7 @@ class SlotSource(Protocol):
 
 
 def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
-    """What a slot was made from as plain JSON: a service keeps it for the next client."""
+    """The settings of a slot as JSON, which a service keeps for the next client."""
     network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
     mounts = [[mount.source, mount.target] for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from palaestra.sandbox.slot import Slot
 
-AT_ONCE = 16
-"""How many files are transferred concurrently."""
+AT_ONCE = 16  # how many files are transferred concurrently
 
 
 @dataclass(slots=True)

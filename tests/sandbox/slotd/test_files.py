@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from palaestra.sandbox.slotd import files
+from palaestra.sandbox.slotd.files import UNFINISHED
 from palaestra.sandbox.slotd.layers.copy_tree import TreeCopy
-from palaestra.sandbox.slotd.layers.overlay import UNFINISHED
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ async def shown(backend: LocalBackend, snapshot: Snapshot, command: str = SHOW) 
 
 def test_without_layers_a_recipe_is_prepared_in_every_run(tmp_path: Path) -> None:
     async def body(backend: LocalBackend) -> None:
-        prepared = Prepared(backend, SnapshotStore(tmp_path / "store"))
+        prepared = Prepared(backend, SnapshotStore(tmp_path / "store").open)
         recipe = Recipe(steps=(Put("f", b"x"), Run("echo y >> f")))
         assert await prepared.get(recipe) == await prepared.get(recipe)
         assert await shown(backend, await prepared.get(recipe), "cat f") == "xy\n"
@@ -73,7 +73,7 @@ def test_what_one_run_has_prepared_the_next_one_finds(rung: Rung, tmp_path: Path
     seen: list[str] = []
 
     async def body(backend: LocalBackend) -> None:
-        prepared = Prepared(backend, SnapshotStore(tmp_path / "store"))
+        prepared = Prepared(backend, SnapshotStore(tmp_path / "store").open)
         first, again = await asyncio.gather(prepared.get(MADE), prepared.get(MADE))
         assert first == again
         seen.append(await shown(backend, first))
@@ -88,10 +88,10 @@ def test_a_slot_of_a_kept_snapshot_changes_nothing_but_itself(tmp_path: Path) ->
     store = SnapshotStore(tmp_path / "store")
 
     async def fill(backend: LocalBackend) -> None:
-        await Prepared(backend, store).get(MADE)
+        await Prepared(backend, store.open).get(MADE)
 
     async def body(backend: LocalBackend) -> None:
-        snapshot = await Prepared(backend, store).get(MADE)
+        snapshot = await Prepared(backend, store.open).get(MADE)
         before = await shown(backend, snapshot)
         await shown(backend, snapshot, "rm -rf /workspace/*; echo x > /etc/ssl/mine; echo new > made")
         assert await shown(backend, snapshot) == before
@@ -108,7 +108,7 @@ def test_what_is_lost_is_made_again(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "store")
 
     async def body(backend: LocalBackend) -> None:
-        prepared = Prepared(backend, store)
+        prepared = Prepared(backend, store.open)
         first = await shown(backend, await prepared.get(MADE), "cat made")
         os.kill(backend.server_pid, signal.SIGKILL)
         while (await _outcome(shown(backend, Snapshot("", (), SlotSpec()), "true")))[:4] == "Slot":
@@ -133,7 +133,9 @@ async def _outcome(call: Awaitable[object]) -> str:
 def test_two_runs_prepare_a_recipe_once(tmp_path: Path) -> None:
     async def one() -> str:
         async with LocalBackend(rung=Rung.USERNS) as backend:
-            return await shown(backend, await Prepared(backend, SnapshotStore(tmp_path / "s")).get(MADE), "cat made")
+            return await shown(
+                backend, await Prepared(backend, SnapshotStore(tmp_path / "s").open).get(MADE), "cat made"
+            )
 
     async def main() -> None:
         assert len(set(await asyncio.gather(one(), one()))) == 1
@@ -147,10 +149,10 @@ def test_what_is_in_use_is_not_evicted(tmp_path: Path) -> None:
 
     async def body(backend: LocalBackend) -> None:
         for recipe in recipes:
-            await Prepared(backend, store).get(recipe)
+            await Prepared(backend, store.open).get(recipe)
         assert len(store.entries()) == 1  # whoever has made one stands on its own copy, not on the disk
         store.max_bytes = 250_000
-        held = [await Prepared(backend, store).get(recipe) for recipe in (*recipes, *recipes)][2:]
+        held = [await Prepared(backend, store.open).get(recipe) for recipe in (*recipes, *recipes)][2:]
         store.max_bytes = 0
         assert store.evict() == []
         await backend.forget(held[0])
@@ -171,7 +173,7 @@ def test_a_caller_that_gives_up_while_its_snapshot_is_kept_leaves_it_whole(tmp_p
     store = Slow(tmp_path / "store")
 
     async def body(backend: LocalBackend) -> None:
-        asking = asyncio.create_task(Prepared(backend, store).get(MADE))
+        asking = asyncio.create_task(Prepared(backend, store.open).get(MADE))
         await asyncio.to_thread(begun.wait)
         asking.cancel()
         await asyncio.sleep(0)
@@ -192,7 +194,7 @@ def test_what_is_taken_is_the_callers_to_forget(tmp_path: Path) -> None:
         async def never() -> Snapshot:
             raise AssertionError("it is there")
 
-        prepared = Prepared(backend, store)
+        prepared = Prepared(backend, store.open)
         await prepared.get(MADE)
         key = MADE.key(backend.rung)
         first, second = await prepared.take(MADE, never), await prepared.take(MADE, never)
@@ -235,12 +237,11 @@ def test_the_key_holds_all_that_goes_in() -> None:
 
 def test_a_step_that_fails_says_which_and_leaves_no_slot(tmp_path: Path) -> None:
     async def body(backend: LocalBackend) -> None:
-        prepared = Prepared(backend, SnapshotStore(tmp_path / "store"))
+        prepared = Prepared(backend, SnapshotStore(tmp_path / "store").open)
         with pytest.raises(PrepareError, match=r"step 2 of 2 \('ls missing'\) failed(.|\n)*No such file"):
             await prepared.get(Recipe(steps=(Run("true"), Run("ls missing"))))
         assert backend.stats()["slots"] == 0
-        assert prepared.store is not None
-        assert prepared.store.entries() == []
+        assert SnapshotStore(tmp_path / "store").entries() == []
 
     on(Rung.USERNS, body)
 
@@ -274,7 +275,9 @@ def test_a_disk_that_slots_cannot_start_from_is_named_and_done_without(tmp_path:
     heard: list[str] = []
 
     async def body(backend: LocalBackend) -> None:
-        prepared = Prepared(backend, SnapshotStore(below / "store"), trouble=lambda error: heard.append(str(error)))
+        prepared = Prepared(
+            backend, SnapshotStore(below / "store").open, trouble=lambda error: heard.append(str(error))
+        )
         assert await shown(backend, await prepared.get(Recipe(steps=(Put("f", b"x"),))), "cat f") == "x"
 
     try:
@@ -294,7 +297,7 @@ def test_a_full_disk_is_named_and_nothing_half_is_kept(tmp_path: Path) -> None:
 
         async def body(backend: LocalBackend) -> None:
             with pytest.raises(ConfigError, match=r"disk.*No space.*another folder"):
-                await Prepared(backend, store).get(Recipe(steps=(Put("big", bytes(3 << 20)),)))
+                await Prepared(backend, store.open).get(Recipe(steps=(Put("big", bytes(3 << 20)),)))
 
         on(Rung.USERNS, body)
         assert [path.name for path in store.folder.iterdir() if not path.name.startswith("turn-")] == []

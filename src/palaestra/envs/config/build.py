@@ -17,7 +17,6 @@ from palaestra.rollouts.recorded_tools.recording_policy import open_world
 from palaestra.rollouts.spec import AgentSettings, Kit, RecordedTools
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Backend
 from palaestra.sandbox.snapshots.cache import Prepared
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.tools.mcp.mcp_server import toolset_of
@@ -154,15 +153,17 @@ def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
     return recorded_tools
 
 
-def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
-    """The shared prepared workspaces of this machine; None if they are turned off. Raises `ConfigError` for a named
-    folder that cannot be used."""
-    if not config.keep_workspaces or not isinstance(backend, LocalBackend):
+def make_prepared(config: BaseEnvConfig, backend: LocalBackend) -> Prepared | None:
+    """The prepared workspaces of this machine; None if the settings do not keep any.
+
+    Raises `ConfigError` for a `workspace_store` that cannot be used.
+    """
+    if not config.keep_workspaces:
         return None
-    named = config.workspace_store
-    folder = default_folder() if named is None else local_path(named)
-    store = SnapshotStore(folder, max_bytes=config.workspace_store_bytes)
-    return Prepared(backend, store if named is None else store.open())
+    named, max_bytes = config.workspace_store, config.workspace_store_bytes
+    if named is None:
+        return Prepared(backend, lambda: SnapshotStore(default_folder(), max_bytes=max_bytes).open())
+    return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open)
 
 
 def make_pool(config: BaseEnvConfig) -> SlotPool:

@@ -47,7 +47,7 @@ from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.schedule import read_timings
 from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.isolation.isolation_probe import warning
+from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 
 
 class Form(Protocol):
@@ -145,7 +145,7 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
             recorded_tools.keep(output.folder.world)
         environment.world = recorded_tools
         stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
-        if weak := warning(pool.rung):
+        if weak := WARNINGS.get(pool.rung):
             stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
         limits = make_limits(config, output)
         reporting = await make_reporting(parsed, output, _writing_on(stream))

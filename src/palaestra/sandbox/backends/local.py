@@ -1,39 +1,33 @@
-"""Slots on this machine's own kernel, without a container runtime: the default backend.
+"""Slots on this machine's own kernel, without a container runtime.
 
-On the rungs `full` and `userns` a slot is a set of namespaces around a copy-on-write root. Creating one takes
-milliseconds, a command costs little more than outside, and a prepared workspace is forked by stacking layers, whatever
-its size.
+`full` and `userns`: a slot is a set of namespaces around a copy-on-write root; forks stack layers, whatever their size.
+Covered: processes, mounts, IPC, host name and (network off) network; a root with only the image or an allow-list of
+system directories; no new privileges, few capabilities, a system call filter; limits on disk, open files and output. If
+a process of ours is killed, the kernel ends all slots. A list of hosts needs root: the slot's network is empty except
+for a proxy that enforces the list.
 
-Covered there: own processes, mounts, IPC, host name and (network off) network; a root that holds nothing of the host
-but an allow-list of system directories or the given image, writable only as a copy; no new privileges, a handful of
-capabilities that reach nothing outside, a system call filter; limits on disk, open files and output. If any process of
-ours is killed, the kernel ends all slots and removes their mounts. With a list of hosts, a slot's network is empty
-except for a proxy that enforces the list; that needs root.
+`full` needs root. The slot's root is a private uid outside, the same range for all slots of a backend; owners of system
+files are mapped, so the slot can change everything in its root. Control groups limit memory (with files in the
+workspace and /tmp), processes and processor.
 
-`full` needs root. The slot's root is a private uid outside, and owners of the system's files are mapped, so everything
-in the root can be changed in the slot; memory (including files in the workspace and /tmp), processes and processor are
-limited by control groups. All slots of one backend share that uid range.
+`userns` needs no root. The slot's root is the caller (for root: a private uid range), and no other user exists: system
+files cannot be changed, `chown` to other users fails. Memory is limited per process; processor time is not limited.
 
-`userns` needs no root. The slot's root is the user who started the run, and no other user exists: system files belong
-to nobody and cannot be changed, `chown` to other users fails. Memory is limited per process, not per slot; processor
-time is not limited. (If root asks for this rung by name, slots get a private uid range instead of root's own uid.)
-
-`confined` is for ordinary containers, which allow no namespaces. A slot is a directory, Landlock around it, a system
-call filter, limits per process and, for root, a user. Covered: files outside its own workspace, home and TMPDIR (the
-system's programs and settings can be read, nothing else), signals and tracing, TCP, UDP and abstract sockets while the
-network is off, System V objects. Not covered: names and command lines of all processes in the container, sockets that
-are files open to all users (without root: to the same user), the amount of disk and of memory in all, processor time;
-before Linux 6.12 also abstract sockets while the network is on. Commands see these differences: no list of hosts, no
-image, mounts only at their own path; the workspace lies elsewhere and `/workspace` is a link to it if root could make
-one (lost by programs that close all descriptors); TMPDIR and not /tmp; absolute paths into a workspace do not hold in
-its forks, which are copies. Without root there is one slot at a time, and a command in it can end it.
+`confined` is for ordinary containers, which allow no namespaces. A slot is a directory with Landlock, a system call
+filter, limits per process and, for root, a user. Covered: files outside its own workspace, home and TMPDIR (it can read
+the system's programs and settings), signals, tracing, System V objects; with the network off TCP, UDP and abstract
+sockets. Not covered: names and command lines of all processes in the container, sockets that are files open to all
+users (without root: to the same user), total disk and memory, processor time; before Linux 6.12 abstract sockets while
+the network is on. Differences for commands: no list of hosts, no image, mounts only at their own path; `/workspace` is
+a link, if root could make it (lost by programs that close all descriptors); TMPDIR instead of /tmp; absolute paths into
+a workspace do not hold in its forks, which are copies. Without root there is one slot at a time, and a command in it
+can end it.
 
 `none`, only by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
-Not covered on any rung: kernel bugs, and side channels between slots. A slot with the network on shares the host's
-network namespace, its loopback and abstract sockets included, and can reach cloud metadata addresses except on `full`,
-where they are refused if control groups of version 2 are mounted; a list of hosts never leads to those. Files under the
-host's /usr can be read in a slot.
+Not covered at any level: kernel bugs, and side channels between slots. A slot with the network on shares the host's
+network namespace with its loopback and abstract sockets, and reaches cloud metadata addresses except on `full` with
+control groups of version 2; a list of hosts never leads to them. A slot can read files under the host's /usr.
 """
 
 from __future__ import annotations
@@ -55,16 +49,13 @@ from palaestra.sandbox.local.client import Requests, SlotClient
 from palaestra.sandbox.local.direct.direct_slot import DirectClient
 from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.service import service_client
-from palaestra.sandbox.slot import Change, Fork, Rung, Slot, SlotSpec, Snapshot, View, decode_lease, encode_lease
+from palaestra.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View, decode_lease, encode_lease
 from palaestra.sandbox.slotd.network import allowlist
 
-BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)
-"""The rungs of this backend, best first. The last is used only if it is asked for by name."""
+BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; the last only if asked for by name
 
 _TO_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
 _TO_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
-
-
 _NARROWER = "give a list of hosts instead, or run as root"
 
 _log = logging.getLogger(__name__)
@@ -72,11 +63,10 @@ _warned: set[str] = set()
 
 
 class LocalBackend:
-    """One slot server and its slots. `rung` asks for exactly that rung, `require` for that one or better.
+    """One slot server and its slots. `rung` asks for exactly that isolation level, `require` for that one or better.
 
-    Without either, the best available rung is used. With `service`, a name, the slots live in a process of their own:
-    they stay when this backend is closed or dies, and the next backend of that name has them in `leases`. `start`
-    raises `IsolationUnavailable`, with the reason, before any slot exists.
+    The default is the best available level. With `service`, a name, the slots live in a process of their own: they
+    stay when this backend is closed or dies, and the next backend of that name has them in `leases`.
     """
 
     name = "local"
@@ -91,7 +81,7 @@ class LocalBackend:
         service_directory: Path | None = None,
     ) -> None:
         self._wanted, self._required = rung, require
-        self._images = images or ImageStore()
+        self._images = images
         self._service = None if service is None else service_client.socket_path(service, service_directory)
         self._server: SlotClient | None = None
         self._rung: Rung | None = None
@@ -104,7 +94,7 @@ class LocalBackend:
 
     @classmethod
     def from_isolation(cls, isolation: str, *, require_sandbox: bool = False) -> LocalBackend:
-        """From the value of a configuration: `best`, or a rung's name. Raises `ConfigError` for another value."""
+        """From `best` or the name of an isolation level. Raises `ConfigError` for another value."""
         require = Rung.USERNS if require_sandbox else None
         if isolation == "best":
             return cls(require=require)
@@ -114,7 +104,10 @@ class LocalBackend:
         return cls(rung=names[isolation], require=require)
 
     async def start(self) -> None:
-        """Start the server on the best allowed rung and prove it in a throw-away slot. Idempotent."""
+        """Start the server at the best allowed level and prove it in a throw-away slot. Idempotent.
+
+        Raises `IsolationUnavailable`, with the reasons, before any other slot exists.
+        """
         if self._server is not None:
             return
         reasons = []
@@ -135,7 +128,7 @@ class LocalBackend:
         return allowed
 
     async def attempt(self, rung: Rung) -> str | None:
-        """Start on one rung and prove it; the reason if that fails, and then nothing is left running."""
+        """Start at one level and prove it; returns the reason for a failure, after which nothing is left running."""
         try:
             await self._start_server(rung)
             if not self._running().hello.get("leases"):  # a service with leases was proved when it was started
@@ -168,7 +161,8 @@ class LocalBackend:
         self._slots.clear()
         if server is not None:
             await server.aclose()
-        await self._images.aclose()
+        if self._images is not None:
+            await self._images.aclose()
 
     async def end(self) -> None:
         """Close, and end the service with all its slots if there is one."""
@@ -178,7 +172,7 @@ class LocalBackend:
 
     @property
     def stays(self) -> bool:
-        """Whether its slots stay when it is closed or dies: whether it is a service."""
+        """Whether it is a service, whose slots stay when it is closed or dies."""
         return self._service is not None
 
     def leases(self) -> list[Slot]:
@@ -197,19 +191,14 @@ class LocalBackend:
         await self.aclose()
 
     @property
-    def fork(self) -> Fork:
-        """Layers are stacked, except on the rungs without mounts, which copy."""
-        return Fork.NATIVE if self.rung >= Rung.USERNS else Fork.COPY
-
-    @property
     def rung(self) -> Rung:
-        """The rung in force; before `start`, the best that was asked for."""
+        """The isolation level in force; before `start`, the requested or best one."""
         chosen = self._wanted if self._rung is None else self._rung
-        return Rung.FULL if chosen is None else chosen  # not `or`: the rung `none` is 0
+        return Rung.FULL if chosen is None else chosen  # not `or`: `none` is 0
 
     @property
     def capacity(self) -> int | None:
-        """One on the rung `confined` without root: a second slot would be the same user."""
+        """The number of slots there can be: one on `confined` without root, where a second would be the same user."""
         return 1 if self.rung is Rung.CONFINED and os.geteuid() != 0 else None
 
     @property
@@ -218,10 +207,10 @@ class LocalBackend:
         return self._running().pid
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """A new slot. With a snapshot, `spec.image` must be the snapshot's; all else of the spec may differ."""
+        """A new slot. `spec.image` must be that of the snapshot."""
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
-        image = None if spec.image is None else await self._images.directory(spec.image)
+        image = await self._image(spec)
         fields: dict[str, JSON] = {
             "image": image,
             "layers": [] if snapshot is None else list(snapshot.layers),
@@ -239,6 +228,13 @@ class LocalBackend:
             _warn_once(f"slots with the network on reach cloud metadata addresses here: {made['exposed']}; {_NARROWER}")
         return self._add(server, requests, made, spec, trajectory_id)
 
+    async def _image(self, spec: SlotSpec) -> str | None:
+        """The directory of the spec's image."""
+        if spec.image is None:
+            return None
+        self._images = self._images or ImageStore()
+        return await self._images.directory(spec.image)
+
     def _add(
         self, server: SlotClient, requests: Requests, lease: Mapping[str, JSON], spec: SlotSpec, trajectory_id: str
     ) -> LocalSlot:
@@ -248,7 +244,7 @@ class LocalBackend:
         return self._slots.setdefault(epoch, slot)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot; its change becomes a layer, cut to `view` if given."""
+        """End the slot and its processes (proved by pidfd); its change, cut to `view`, becomes an immutable layer."""
         ours = self._own(slot)
         fields = {**ours.lease(), "view": _view(view)}
         ours.release()
@@ -256,10 +252,10 @@ class LocalBackend:
         return _snapshot(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """The slot's present files; the slot continues. Its processes are stopped meanwhile, and are not in it.
+        """The slot's present files; its processes are stopped meanwhile, then continue.
 
-        What has not changed since the slot's last checkpoint is shared with that one. Raises `SandboxError` for a
-        process that does not stop, and on a rung without layers.
+        Files are shared with the slot's last checkpoint; the cost grows with the change since then. Raises
+        `SandboxError` for a process that does not stop, and at isolation levels without layers.
         """
         ours = self._own(slot)
         return _snapshot(await ours.requests.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
@@ -283,24 +279,23 @@ class LocalBackend:
         return int(reply.fields["bytes"])
 
     async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
-        """A saved snapshot, used in place. Raises FileNotFoundError if it is gone.
+        """A saved snapshot, used in place; meanwhile the server locks the folder (flock, shared).
 
-        The server locks the folder (flock, shared) for as long as a slot or snapshot uses it.
+        Raises FileNotFoundError if it is gone.
         """
-        image = None if spec.image is None else await self._images.directory(spec.image)
+        fields: dict[str, JSON] = {"folder": os.path.realpath(folder), "image": await self._image(spec)}
         server = await self._living()
-        fields: dict[str, JSON] = {"folder": os.path.realpath(folder), "image": image}
         snapshot = _snapshot(await server.make("load", fields, lambda made: ("forget", made)), spec)
         self._loaded[snapshot.snapshot_id] = snapshot.layers
         return snapshot
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """A second snapshot of the same files, cut. Costs a link per changed file; `seal(slot, view)` costs none."""
+        """A second, cut snapshot of the same files. It costs a link per changed file, `seal(slot, view)` does not."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
         return _snapshot(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
-        """What the topmost layer changed, sorted by path."""
+        """The changes in the topmost layer, sorted by path."""
         found = await self._running().listing("layer_changes", {"layers": list(snapshot.layers)})
         return [Change(**change) for change in found]
 
@@ -316,7 +311,7 @@ class LocalBackend:
             await ours.requests.call("destroy", fields)
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer once nothing uses it. Does nothing if it is gone already."""
+        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is gone already."""
         layers = self._loaded.pop(snapshot.snapshot_id, snapshot.layers[:1])
         if self._server is not None:
             await self._running().call("forget", {"layers": list(layers)})
@@ -326,7 +321,7 @@ class LocalBackend:
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
 
     async def _living(self) -> SlotClient:
-        """The server, started again if it has died: its slots and snapshots are lost, but not the run."""
+        """The server, started again if it has died. Its slots and snapshots are lost then."""
         async with self._restarting:
             server, rung = self._running(), self.rung
             if server.ended:
@@ -381,7 +376,7 @@ def _environment(spec: SlotSpec, bin_dir: str) -> dict[str, JSON]:
 
 
 def _proxies(spec: SlotSpec) -> dict[str, str]:
-    """The proxy variables of a slot with a list of hosts, which has no other way out."""
+    """The proxy variables of a slot with a list of hosts."""
     if not isinstance(spec.network, AllowList):
         return {}
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
@@ -416,7 +411,7 @@ def _view(view: View | None) -> JSON:
 
 
 def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
-    """Undoes the making of a snapshot; the layers below its topmost one belong to others."""
+    """The request that drops a new snapshot; the layers below its topmost one belong to others."""
     return "forget", {"layers": made["layers"][:1]}
 
 

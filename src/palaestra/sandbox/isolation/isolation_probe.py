@@ -1,4 +1,4 @@
-"""Which isolation levels this machine has: tries each with a throw-away slot."""
+"""Reports the isolation levels of this machine: tries each with a throw-away slot."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ _COVERS = {
 }
 
 
-def warning(rung: Rung) -> str | None:
-    """What to warn about on this rung; None if slots are isolated."""
-    if rung is Rung.CONFINED:
-        return "slots share this container's kernel view: they are kept apart by users and Landlock, not by namespaces"
-    return "commands run as you, unprotected" if rung is Rung.NONE else None
+WARNINGS = {
+    Rung.CONFINED: "slots share this container's kernel view: users and Landlock keep them apart, not namespaces",
+    Rung.NONE: "commands run as you, unprotected",
+}
 
 
 async def probe() -> list[RungStatus]:
@@ -47,5 +46,5 @@ async def _try(rung: Rung) -> RungStatus:
     await backend.aclose()
     if reason is not None:
         return RungStatus(rung, False, reason)
-    held = "for who asks for it by name" if rung is Rung.NONE else "a throw-away slot held every check"
+    held = "only if you ask for it by name" if rung is Rung.NONE else "a throw-away slot passed every check"
     return RungStatus(rung, True, held, _COVERS[rung])

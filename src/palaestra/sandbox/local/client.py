@@ -42,8 +42,7 @@ OnHole = Callable[[int], object]
 OnLost = Callable[[str, int], None]
 """Gets the name and epoch of a slot that died without having been ended; an empty name for the whole server."""
 
-Undo = Callable[[Fields], tuple[str, Fields]]
-"""The request that undoes another, from that one's answer."""
+Undo = Callable[[Fields], tuple[str, Fields]]  # the request that undoes another, from that one's answer
 
 
 class CommandNotStarted(Exception):
@@ -215,8 +214,7 @@ class SlotClient(Requests):
     def __init__(self, on_lost: OnLost) -> None:
         super().__init__()
         self._on_lost = on_lost
-        self.loop = asyncio.get_running_loop()
-        """The event loop on which it can be used."""
+        self.loop = asyncio.get_running_loop()  # the event loop on which it can be used
         self._stream: socket.socket | None = None
         self._connection: FrameConnection
         self._ready: Callable[[], object] = lambda: None
@@ -226,8 +224,7 @@ class SlotClient(Requests):
         self._over: Exception | None = None
         self._refusal: Exception | None = None
         self._gone = asyncio.Event()
-        self.hello: Fields = {}
-        """The server's HELLO."""
+        self.hello: Fields = {}  # the server's HELLO
 
     @classmethod
     async def launch(cls, rung: str) -> tuple[SlotClient, socket.socket]:

@@ -44,15 +44,12 @@ from palaestra.sandbox.slotd.protocol.frames import Frame
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_STDIN_BYTES = 32 << 20
 
-SHELL_FILES = 107
-"""The descriptors that a shell takes to start: those up to 99, and a copy of each of its seven."""
-
+SHELL_FILES = 107  # the descriptors that a shell takes to start: those up to 99, and a copy of each of its seven
 _SHELLS: Mapping[int, str | None] = {0: None, frames.BASH: "bash", frames.SH: "sh"}
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _ENOENT = 2
 _PIECE_BYTES = 128 << 10
-_LONGEST_WAIT_S = 30.0
-"""Of one request; longer waits are repeated."""
+_LONGEST_WAIT_S = 30.0  # of one request; longer waits are repeated
 
 
 class TextFiles(ABC):
@@ -97,8 +94,7 @@ class LocalSlot(TextFiles):
     ) -> None:  # fmt: skip
         self.requests, self.slot_id, self.epoch, self.rung = requests, slot_id, epoch, rung
         self.spec, self.trajectory_id, self.loop, self._fork = spec, trajectory_id, loop, fork
-        self.released = False
-        """Whether the lease has ended; then no request is sent any more."""
+        self.released = False  # whether the lease has ended; then no request is sent any more
         self._rung = rung.label
         self._results = itertools.count(1)
 

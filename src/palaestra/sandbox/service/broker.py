@@ -62,8 +62,7 @@ class Broker:
         self._pending: dict[int, _Request] = {}
         self._own: dict[int, asyncio.Future[Frame]] = {}
         self._leases: dict[str, dict[str, JSON]] = {}
-        self._layers: set[str] = set()
-        """Of the snapshots that the client has."""
+        self._layers: set[str] = set()  # of the snapshots that the client has
         self._client: Visitor | None = None
         self._visitors: set[asyncio.Task[None]] = set()
         self.over = asyncio.Event()

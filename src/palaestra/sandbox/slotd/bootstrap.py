@@ -29,8 +29,7 @@ from .rung import AnyDriver
 from .server import SlotServer
 
 _REMOVE_PATIENCE_S = 5.0
-_FEWEST_FILES = 256
-"""With fewer, commands would fail for lack of descriptors and be scored for it."""
+_FEWEST_FILES = 256  # with fewer, commands would fail for lack of descriptors and be scored for it
 
 
 def main(arguments: list[str]) -> int:

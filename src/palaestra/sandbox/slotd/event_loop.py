@@ -19,12 +19,8 @@ from typing import Protocol
 Callback = Callable[[], object]
 Job = Iterator[None]
 
-_MANY = 64
-"""How many cancelled timers may pile up; how many descriptors one round handles."""
-
-_LONGEST_S = 3600.0
-"""The longest wait: epoll counts milliseconds in 31 bits, and a command's time limit may be a year."""
-
+_MANY = 64  # how many cancelled timers may pile up; how many descriptors one round handles
+_LONGEST_S = 3600.0  # the longest wait: epoll counts milliseconds in 31 bits, and a command's time limit may be a year
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -49,7 +45,6 @@ class EventLoop(Watcher, Protocol):
 
     def watch_soon(self, fd: int, call: Callback) -> None:
         """Like `watch`, but may begin a little later: for output that is read at the command's end anyway."""
-        ...
 
     def close(self, fd: int) -> None: ...
 
@@ -75,8 +70,7 @@ class EpollLoop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._watched: dict[int, Callback] = {}
-        self._special: set[int] = set()
-        """Descriptors that are watched for more than reading."""
+        self._special: set[int] = set()  # descriptors that are watched for more than reading
         self._timers: list[tuple[float, int, _Timer]] = []
         self._forgotten = 0
         self._order = itertools.count()

@@ -19,17 +19,14 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from . import syscalls
-from .layers.overlay import UNFINISHED, kind_of
 
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000
-MAX_NESTED = 1000
-"""How deep a tree may be that is removed."""
-
+MAX_NESTED = 1000  # how deep a tree may be that is removed
 _HANDLE = os.O_PATH | os.O_DIRECTORY
 _IN_ROOT = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
-PROC = 0x9FA0
-"""The type of a file system of processes."""
+PROC = 0x9FA0  # the type of a file system of processes
+UNFINISHED: set[str] = set()  # names (of random letters) of files that are being written from outside; lists omit them
 
 _MAX_LINKS = 40
 _PAUSE_EVERY = 256
@@ -367,6 +364,15 @@ def _status(folder: int, name: str) -> os.stat_result | None:
 def _plain(path: str) -> str:
     """A path without `.`, `..` and double slashes, even at the start, where POSIX would keep two."""
     return posixpath.normpath(f"/{path.lstrip('/')}")
+
+
+def kind_of(mode: int) -> str:
+    """The name of a file type: file, dir, symlink or other."""
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "dir"
+    return "symlink" if stat.S_ISLNK(mode) else "other"
 
 
 def _entry(path: str, status: os.stat_result, folder: int, name: str) -> dict[str, Any]:

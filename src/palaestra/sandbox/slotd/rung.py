@@ -22,8 +22,7 @@ class CannotMake(Exception):
 class SealedLayer:
     """The files of a sealed slot, which never change. Layers count their users: slots, and the layers above them."""
 
-    below: tuple[SealedLayer, ...]
-    """The layers it lies on, topmost first; it is a user of each."""
+    below: tuple[SealedLayer, ...]  # the layers it lies on, topmost first; it is a user of each
 
     def __init__(self, name: str, below: Sequence[SealedLayer]) -> None:
         self.name, self.below = name, tuple(below)
@@ -53,7 +52,6 @@ class SlotFiles(Protocol):
 
     def release(self) -> None:
         """Remove them, unless they have become a layer, and release the layers below."""
-        ...
 
 
 class NetworkScope(Enum):
@@ -73,15 +71,12 @@ class SlotInit(Protocol):
     @property
     def takes_lines(self) -> bool:
         """Whether the init takes a second socket for orders."""
-        ...
 
     def fork(self, control: socket.socket) -> int:
         """Start the init, which serves the other end of `control`; its pid. Never returns in the init."""
-        ...
 
     def gone(self) -> bool:
         """Whether no process of the slot is left once the init is dead. Kills those that are."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +124,15 @@ class Checkpoints(Protocol[F, L]):
 
         `mapped`: whether a process of the slot can write through memory.
         """
-        ...
 
     def slot_ended(self, files: F) -> None:
         """Drop what only the slot's next checkpoint would have needed."""
-        ...
 
     def save(self, layer: L, folder: str) -> Generator[None, None, int]:
         """Copy a layer and all below it to the host's empty `folder`, as a job: the bytes of the files."""
-        ...
 
     def load(self, folder: str, image: str | None) -> tuple[L, ...]:
         """The layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
-        ...
 
 
 class RungDriver(Protocol[F, L]):
@@ -150,38 +141,30 @@ class RungDriver(Protocol[F, L]):
     @property
     def checkpoints(self) -> Checkpoints[F, L] | None:
         """None if this isolation level has no layers to stack."""
-        ...
 
     def make(self, name: str, fields: Fields, layers: tuple[L, ...]) -> NewSlot:
         """Lay out a slot as a CREATE request describes it. Raises `CannotMake` or OSError, and leaves nothing then."""
-        ...
 
     def seal(self, files: F) -> L:
         """Turn a dead slot's files into a layer."""
-        ...
 
     def duplicate(self, layer: L) -> L:
         """A second layer of the same files, to be cut; slots may use the first one."""
-        ...
 
     def cut(self, layer: L, view: Fields) -> None:
         """Reduce a layer that nobody uses yet to a view of itself."""
-        ...
 
     def slot_changes(self, files: F) -> Iterator[Fields | None]:
         """What a slot has changed so far; None now and then, as a pause."""
-        ...
 
     def layer_changes(self, layer: L) -> Iterator[Fields | None]:
         """What a layer changes; None now and then, as a pause."""
-        ...
 
     def locate(self, files: F, root: int, path: str, writing: bool = False) -> Place:
         """Where the server finds an absolute path of a slot whose init has reported `root`.
 
         Raises OSError for a path that the slot may not read (or write).
         """
-        ...
 
 
 AnyDriver = RungDriver[Any, Any]

@@ -54,9 +54,7 @@ from .streams import Download, Listing, Upload
 
 _log = logging.getLogger("slotd")
 
-_KEPT_DESCRIPTORS = 4
-"""One in so many descriptors is reserved for the commands of the slots that exist."""
-
+_KEPT_DESCRIPTORS = 4  # one in so many descriptors is reserved for the commands of the slots that exist
 _GROUP_RETRY_S = 0.02
 
 _WAIT_FOR_CHECKPOINT = ("exec", "spawn", "run", "shell", "checkpoint", "freeze", "seal", "destroy")
@@ -92,8 +90,7 @@ class SlotServer:
         self._children = itertools.count(FIRST_CHILD)
         self._epochs = itertools.count(1)
         self._gates = EgressGates(self.loop)
-        self._held: dict[str, list[Frame]] = {}
-        """Requests that wait for the checkpoint of their slot."""
+        self._held: dict[str, list[Frame]] = {}  # requests that wait for the checkpoint of their slot
         self._frozen: dict[str, list[int]] = {}
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
             "create": self._create, "renew": self._renew, "destroy": self._destroy, "oom": self._oom,

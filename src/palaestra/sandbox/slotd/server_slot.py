@@ -55,16 +55,12 @@ class ServerSlot:
     ) -> None:  # fmt: skip
         self.name, self.epoch, self.files, self.groups = name, epoch, new.files, new.groups
         self.state = SlotState.STARTING
-        self.failure = "its first process died"
-        """Why it could not be made."""
-        self.root = self.process = -1
-        """Descriptors of its root directory and of its init's process."""
-        self.pid = -1
-        """Its init, as the server numbers processes."""
+        self.failure = "its first process died"  # why it could not be made
+        self.root = self.process = -1  # descriptors of its root directory and of its init's process
+        self.pid = -1  # its init, as the server numbers processes
         self.ending: Callable[[], None] | None = None
         """Set by whoever ends the slot on purpose; called instead of `on_end`."""
-        self.uploads: set[Upload] = set()
-        """Files that are being written."""
+        self.uploads: set[Upload] = set()  # files that are being written
         self.supervisor: Supervisor
         self.shells: ShellProcesses
         self.background: BackgroundProcesses

@@ -1,10 +1,8 @@
 """Prepared workspaces that outlive a run: recipes with a cache key, and the snapshots made from them, kept on disk.
 
-A `Recipe` says how a workspace is prepared (image, files, commands); its key names the result. `Prepared` gives the
-snapshot of a recipe: the one on disk, or a new one, which is then kept. So what is lost (a server that died, an entry
-that was evicted or damaged) is simply made again.
-
-If two runs prepare the same recipe concurrently, the second waits for the first and uses its result.
+A `Recipe` describes the preparation (image, files, commands); its cache key names the result. `Prepared` returns the
+snapshot of a recipe: the one on disk, or a new one, which it then keeps. Lost entries (evicted, damaged, their server
+died) are made again. If two runs prepare the same recipe concurrently, the second waits for the first.
 
 Not in a snapshot: processes, `/tmp` and `/dev/shm`.
 """
@@ -19,11 +17,11 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Protocol
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, PrepareError, SandboxError, SlotLost
 from palaestra.core.types import JSON, Network
+from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.snapshots import fingerprints
 from palaestra.sandbox.snapshots.folder import SCHEMA, SnapshotStore, to_the_end
@@ -48,8 +46,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a workspace is prepared. `version` is anything the steps depend on but do not show; `name`, which is not
-    in the key, what it is prepared for."""
+    """How a workspace is prepared. `version` covers what the steps depend on; `name`, for people, is not in the key."""
 
     spec: SlotSpec = SlotSpec()
     steps: tuple[Put | Run, ...] = ()
@@ -57,22 +54,14 @@ class Recipe:
     name: str = ""
 
     def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprints.of_image) -> str:
-        """The name of the result on one rung of this machine: a hash of everything that affects it, this package's code
-        included.
+        """The cache key on one isolation level: a hash of everything that affects the result, also of this package.
 
-        A step's timeout, which only decides whether there is a result, is not in it. Blocks while it reads the image's
-        metadata.
+        Timeouts of steps are not in it. Blocks while it reads the image's metadata.
         """
         spec = self.spec
         network = spec.network if isinstance(spec.network, Network) else spec.network.hosts
-        parts: list[JSON] = [
-            SCHEMA,
-            fingerprints.of_project(),
-            fingerprints.of_machine(),
-            rung.label,
-            of_image(spec.image),
-        ]
-        parts += [network, spec.env, asdict(spec.limits), self.version]
+        parts: list[JSON] = [SCHEMA, fingerprints.of_project(), fingerprints.of_machine(), rung.label]
+        parts += [of_image(spec.image), network, spec.env, asdict(spec.limits), self.version]
         parts += [[mount.source, mount.target, fingerprints.of_directory(mount.source)] for mount in spec.mounts]
         for step in self.steps:
             if isinstance(step, Put):
@@ -90,42 +79,20 @@ class Taken:
     found: bool
 
 
-class KeepsSnapshots(Protocol):
-    """The part of a backend that this needs; `LocalBackend` has it."""
-
-    @property
-    def rung(self) -> Rung: ...
-
-    @property
-    def server_pid(self) -> int: ...
-
-    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot: ...
-
-    async def seal(self, slot: Slot) -> Snapshot: ...
-
-    async def destroy(self, slot: Slot) -> None: ...
-
-    async def save(self, snapshot: Snapshot, folder: str) -> int: ...
-
-    async def load(self, folder: str, spec: SlotSpec) -> Snapshot: ...
-
-    async def forget(self, snapshot: Snapshot) -> None: ...
-
-
 def _raise(trouble: ConfigError) -> None:
     raise trouble
 
 
 @dataclass
 class Prepared:
-    """Snapshots by recipe, for one backend. With `store` None, or on `confined`, they last as long as this server.
+    """Snapshots by recipe, for one backend. `store` opens the store on first use: `SnapshotStore(folder).open`.
 
-    `trouble` gets the reason why something could not be kept. By default it raises; otherwise the snapshot is used all
-    the same.
+    Without a store, or on `confined`, snapshots last as long as the server. `trouble` gets the reason if one cannot be
+    kept; by default it raises.
     """
 
-    backend: KeepsSnapshots
-    store: SnapshotStore | None = None
+    backend: LocalBackend
+    store: Callable[[], SnapshotStore] | None = None
     clock: Clock = field(default_factory=SystemClock)
     trouble: Callable[[ConfigError], None] = _raise
     _known: dict[str, tuple[int, Snapshot]] = field(default_factory=dict, init=False)
@@ -148,16 +115,14 @@ class Prepared:
             return snapshot
 
     async def take(self, recipe: Recipe, make: Callable[[], Awaitable[Snapshot]]) -> Taken:
-        """The snapshot of a recipe from the store, otherwise what `make` makes, which is then kept. Raises what that
-        raises.
+        """The snapshot of a recipe from the store, or a new one of `make`, which is then kept.
 
-        It is the caller's, to `forget`. While another run makes it, this waits.
+        The caller owns it and calls `forget`. Waits while another run makes it. Raises the errors of `make`.
         """
-        store = self.store
-        if store is None or self.backend.rung < Rung.USERNS:  # without layers nothing can be used in place
+        if self.store is None or self.backend.rung < Rung.USERNS:  # without layers nothing can be used in place
             return Taken(await make(), False)
         try:
-            store.open()
+            store = self.store()
         except ConfigError as trouble:
             self.trouble(trouble)
             return Taken(await make(), False)
@@ -192,7 +157,7 @@ class Prepared:
             return self._images[image]
 
     async def _load(self, recipe: Recipe, key: str, store: SnapshotStore) -> Snapshot | None:
-        """The entry, from now on locked by the server; None if there is none. A damaged one is removed."""
+        """The entry, from now on locked by the server; otherwise None. Removes a damaged one."""
         if self.store is None or not store.has(key):
             return None
         snapshot = None
@@ -268,7 +233,7 @@ def _cannot(store: SnapshotStore, what: str) -> ConfigError:
 
 
 def _describe(recipe: Recipe) -> JSON:
-    """The recipe as people read it in the store."""
+    """The recipe for people who read the store."""
     steps = [step.path if isinstance(step, Put) else step.command for step in recipe.steps]
     about = {"name": recipe.name, "image": recipe.spec.image, "steps": steps, "version": recipe.version}
     return about | {"limits": asdict(recipe.spec.limits)}

@@ -30,27 +30,22 @@ class Screen(Protocol):
     @property
     def emulated(self) -> bool:
         """Whether `text` is what a terminal shows; otherwise it is the last lines, without control sequences."""
-        ...
 
     @property
     def cursor(self) -> tuple[int, int]:
         """Row and column, from 0."""
-        ...
 
     @property
     def application_cursor(self) -> bool:
         """Whether the program has asked for the other codes of the cursor keys."""
-        ...
 
     def feed(self, data: bytes) -> bytes:
         """Take what the program has sent; the terminal's answers to it."""
-        ...
 
     def resize(self, size: TerminalSize) -> None: ...
 
     def text(self) -> str:
         """The visible lines, without trailing blanks."""
-        ...
 
 
 def open_screen(size: TerminalSize, emulator: str = "best") -> Screen:

@@ -34,7 +34,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Backend, Lasting, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.mcp.mcp_config import servers_of
 from palaestra.tools.mcp.run_servers import ServersOnDemand
@@ -82,14 +82,14 @@ class ToolSession:
         registry: ToolRegistry | None = None,
         *,
         config: ToolExecutorConfig | None = None,
-        backend: Backend | None = None,
+        backend: LocalBackend | None = None,
         settings: ToolSettings | None = None,
         shared: Iterable[object] = (),
         delegates: DelegationSource | None = None,
         world: ToolRecordings | None = None,
     ) -> None:
         own = config if isinstance(config, ToolSessionConfig) else ToolSessionConfig()
-        self._lasting = _lasting(backend)
+        self._lasting = backend if backend is not None and backend.stays else None
         if own.checkpoint_path is not None and self._lasting is None:
             raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
         self.told = Notifications()
@@ -274,15 +274,10 @@ class ToolSession:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
-def _lasting(backend: object) -> Lasting | None:
-    """The backend, if its slots stay."""
-    return backend if isinstance(backend, Lasting) and backend.stays else None
-
-
 class _TaskSlots(SlotPool):
     """The pool of a session: it starts with its first slot, and makes slots as their task's overrides say."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: LocalBackend) -> None:
         super().__init__(SlotPoolConfig(), backend)
         self.overrides: dict[str, dict[str, JSON]] = {}
         self.leaving = False

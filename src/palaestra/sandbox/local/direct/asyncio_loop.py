@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from palaestra.sandbox.slotd.event_loop import EpollLoop, Timer
 
-_MOMENT_S = 0.01
-"""Most commands have ended by then."""
+_MOMENT_S = 0.01  # most commands have ended by then
 
 
 class AsyncioLoop(EpollLoop):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import resource
@@ -120,10 +121,19 @@ class DirectSlot(Requests):
         line.setblocking(False)
         shelf = Shelf(lambda path: Place(self.root, path, owner))
         supervisor = Supervisor(self, line, loop, self._on_result, self._open, env_block(env), shelf)
-        shells = ShellProcesses(supervisor, itertools.count(_FIRST_SHELL))
-        self._commands = {"exec": supervisor.exec, "shell": shells.open, "run": shells.run, "close_shell": shells.close}
         self._supervisor = supervisor
+        self._commands = {
+            "exec": supervisor.exec,
+            "shell": lambda frame: self._shells.open(frame),
+            "run": lambda frame: self._shells.run(frame),
+            "close_shell": lambda frame: self._shells.close(frame),
+        }
         supervisor.listen()
+
+    @functools.cached_property
+    def _shells(self) -> ShellProcesses:
+        assert self._supervisor is not None
+        return ShellProcesses(self._supervisor, itertools.count(_FIRST_SHELL))
 
     async def call(
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None

@@ -42,16 +42,10 @@ from .output import Capture, Ring, Spill
 from .pipes import PIPE_BYTES
 from .supervisor import Supervisor, start_error
 
-MAX_PROCESSES = 64
-"""Per slot, including ended ones. A new process replaces the oldest ended one."""
-
+MAX_PROCESSES = 64  # per slot, including ended ones. A new process replaces the oldest ended one
 RING_BYTES = 256 << 10
-END_OF_INPUT = b"\x04"
-"""Ends the input of a terminal in its usual mode."""
-
-MAX_SIDE = 1000
-"""The most rows and columns of a terminal."""
-
+END_OF_INPUT = b"\x04"  # ends the input of a terminal in its usual mode
+MAX_SIDE = 1000  # the most rows and columns of a terminal
 _BREATH_EVERY_BYTES, _BREATH_S, _NOBODY_S = 4 << 20, 0.02, 0.02
 """After so much output of one process the server serves others for a moment: at most 200 MB/s per process."""
 

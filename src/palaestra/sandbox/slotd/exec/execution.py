@@ -84,8 +84,7 @@ class Execution:
         self._timer: Timer | None = None
         self.killing = self._timed_out = self._cancelled = self._swept = False
         self._exit: InitReport | None = None
-        self.was_killed = False
-        """Whether it, or the last command that its shell ran, ended by SIGKILL."""
+        self.was_killed = False  # whether it, or the last command that its shell ran, ended by SIGKILL
         self.over = self.awaiting_oom = False
         """Whether its RESULT was sent; whether the answer is pending if memory had run out."""
         self.leftover: int | None = None

@@ -91,9 +91,7 @@ class Ring:
 
 
 DIRECTORY = "/tmp/full-output"  # noqa: S108 - of the slot
-MAX_SPILL_BYTES = 4 << 20
-"""Per file. Its pages are charged to the server, not to the slot, so it stays small."""
-
+MAX_SPILL_BYTES = 4 << 20  # per file. Its pages are charged to the server, not to the slot, so it stays small
 _MAX_FILES = 8
 
 
@@ -131,12 +129,10 @@ class Spill:
 
     def __init__(self, shelf: Shelf, name: str, limit: int) -> None:
         self._shelf, self._name, self._limit = shelf, name, limit
-        self.fd = -1
-        """Its file, while that is open."""
+        self.fd = -1  # its file, while that is open
         self._over = False
         self.path: str | None = None
-        self.size = 0
-        """How much of the stream the file holds."""
+        self.size = 0  # how much of the stream the file holds
 
     def add(self, data: bytes, before: Capture) -> None:
         """Take the next piece. `before`, which has not taken it yet, holds the whole stream until the file is

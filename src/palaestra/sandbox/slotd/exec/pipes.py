@@ -16,11 +16,8 @@ import socket
 import termios
 
 PIPE_BYTES = 256 << 10
-READ_BYTES = 64 << 10
-"""What a pipe holds unless its writer has changed that."""
-
-_NO_BYTES = bytes(4)
-"""Zero as FIONREAD gives it."""
+READ_BYTES = 64 << 10  # what a pipe holds unless its writer has changed that
+_NO_BYTES = bytes(4)  # zero as FIONREAD gives it
 
 
 def pipe() -> tuple[int, int]:

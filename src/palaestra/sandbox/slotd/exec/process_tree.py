@@ -23,18 +23,14 @@ from ..namespaced import freezer
 
 PATIENCE_S = 2.0
 
-Moment = tuple[int, int]
-"""A time in clock ticks since boot, and the last process id that had been given out by then."""
-
+Moment = tuple[int, int]  # a time in clock ticks since boot, and the last process id that had been given out by then
 ALWAYS: Moment = (0, 0)
 
 Noted = tuple[float, bytes]
 """A moment as it is noted at each command, for the few that are killed: seconds since boot, and `/proc/loadavg`, whose
 last word is the last process id."""
 
-KillSlot = Callable[[], None]
-"""Kills every process of a slot but its init."""
-
+KillSlot = Callable[[], None]  # kills every process of a slot but its init
 _TICK = os.sysconf("SC_CLK_TCK")
 
 

@@ -44,11 +44,8 @@ INTERRUPT_EVERY_S, INTERRUPTS = 0.25, 4
 of the command ends by itself, and continues with the next program."""
 
 _MAX_PID = 1 << 22
-_BETWEEN_BYTES = 64 << 10
-"""How much output of background jobs between two commands is kept for the second."""
-
-LOOK_EVERY_S = 0.005
-"""How long output of background jobs waits to be read while no command runs."""
+_BETWEEN_BYTES = 64 << 10  # how much output of background jobs between two commands is kept for the second
+LOOK_EVERY_S = 0.005  # how long output of background jobs waits to be read while no command runs
 
 
 class ShellProcesses:
@@ -123,8 +120,7 @@ class ShellProcess:
         self._input, self._command = pipes.MemoryFile(), pipes.MemoryFile()
         self._control = self._status = self._output = -1
         self._between = Capture(_BETWEEN_BYTES)
-        self._pausing = False
-        """Whether the output between commands is not watched for the moment."""
+        self._pausing = False  # whether the output between commands is not watched for the moment
         self._execution: Execution | None = None
         self._restarted = False
         self._sequence = 0

@@ -42,40 +42,32 @@ class Child(Protocol):
 
     def on_report(self, report: InitReport) -> None:
         """Take the init's report on it: STARTED, NOT_STARTED, EXIT or KILLED."""
-        ...
 
     def on_lost(self) -> None:
         """The slot is dead."""
-        ...
 
     def descriptors(self) -> Sequence[int]:
         """The descriptors that it has open in this process; negative numbers are none."""
-        ...
 
 
 class SlotOwner(Protocol):
     """Answers for the slot: the server's `ServerSlot`, or the client's `DirectSlot`, which asks the server."""
 
-    root: int
-    """A descriptor of the slot's root directory."""
+    root: int  # a descriptor of the slot's root directory
 
     @property
     def name(self) -> str:
         """The slot's name."""
-        ...
 
     @property
     def pid(self) -> int:
         """The slot's first process, as this process numbers it."""
-        ...
 
     def end_hung(self) -> None:
         """End the slot: a command cannot be killed, or the init takes no orders."""
-        ...
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
         """Call with whether the kernel has killed a process of the slot for memory since the last question."""
-        ...
 
 
 class Supervisor:
@@ -90,17 +82,14 @@ class Supervisor:
     ) -> None:  # fmt: skip
         self._owner, self._channel = owner, channel
         self.loop, self.send, self.open_requests, self.shelf = loop, send, open_requests, shelf
-        self.environment = environment
-        """The variables of every command, besides those of its request."""
+        self.environment = environment  # the variables of every command, besides those of its request
         self.live = True
         self._executions: dict[int, Execution] = {}
         self._children: dict[int, Child] = {}
-        self._dying: dict[int, object] = {}
-        """The last kill order for each child."""
+        self._dying: dict[int, object] = {}  # the last kill order for each child
         self._leftovers = LeftoverPipes(loop)
         self._unsent: list[tuple[bytes, list[int]]] = []
-        self._has_bash = True
-        """Whether to try bash without a look; false once it was missing."""
+        self._has_bash = True  # whether to try bash without a look; false once it was missing
 
     @property
     def name(self) -> str:

@@ -22,8 +22,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 Earlier = Callable[[os.stat_result], str | None]
 """Finds an earlier copy of a file, by the file's status, that must still be the same."""
 
-Index = dict[int, tuple[int, int, str]]
-"""For each inode: its time of change (ns), its size, and the path of the copy."""
+Index = dict[int, tuple[int, int, str]]  # for each inode: its time of change (ns), its size, and the path of the copy
 
 
 def never(status: os.stat_result) -> str | None:

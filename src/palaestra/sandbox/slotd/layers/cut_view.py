@@ -23,8 +23,7 @@ from .overlay import MAX_DEPTH, Marks, Stack, StackedRoot
 
 _MAX_LINKS = 40
 
-_MAX_PATH_BYTES = 4096
-"""The longest path that the kernel takes, with the zero that ends it."""
+_MAX_PATH_BYTES = 4096  # the longest path that the kernel takes, with the zero that ends it
 
 
 @dataclass(frozen=True, slots=True)

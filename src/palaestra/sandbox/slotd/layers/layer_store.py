@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from .. import syscalls
 from ..rung import SealedLayer
 
-FIRST_STORE = 64
-"""Stores have descriptors from this number on."""
-
+FIRST_STORE = 64  # stores have descriptors from this number on
 _UNLIMITED = "size=0,nr_inodes=0"
 _TRIAL = "/stage"
 

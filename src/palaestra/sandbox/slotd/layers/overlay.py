@@ -15,11 +15,10 @@ import stat
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..files import UNFINISHED, kind_of
 from ..protocol.frames import Fields
 
-MAX_DEPTH = 400
-"""How deep directories are followed; no program that works with paths gets there."""
-
+MAX_DEPTH = 400  # how deep directories are followed; no program that works with paths gets there
 _PAUSE_EVERY = 256
 
 
@@ -137,10 +136,6 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | Non
         os.close(root)
 
 
-UNFINISHED: set[str] = set()
-"""Names (of random letters) of files that are being written from outside; lists leave them out."""
-
-
 def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result]]]:
     """The entries of a directory, links not followed, as a job; without unfinished files and what is removed
     meanwhile."""
@@ -199,15 +194,6 @@ def _walk_directory(
 
 def _change(path: str, kind: str, opaque: bool = False) -> Fields:
     return {"path": path, "kind": kind, "opaque": opaque}
-
-
-def kind_of(mode: int) -> str:
-    """The name of a file type: file, dir, symlink or other."""
-    if stat.S_ISREG(mode):
-        return "file"
-    if stat.S_ISDIR(mode):
-        return "dir"
-    return "symlink" if stat.S_ISLNK(mode) else "other"
 
 
 def _attributes(status: os.stat_result) -> tuple[int, int, int]:

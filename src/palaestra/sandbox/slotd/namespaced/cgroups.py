@@ -60,8 +60,7 @@ def find(prefix: str = "") -> list[Hierarchy]:
     return found if {"memory", "pids"} <= covered else []
 
 
-_CLAIMS = 100
-"""How often a server tries to make its directory while others start or end."""
+_CLAIMS = 100  # how often a server tries to make its directory while others start or end
 
 
 class ServerCgroup:

@@ -65,8 +65,7 @@ class HostSetup:
     user_namespace: int | None
     user_xattrs: bool
     lowers: Lowers
-    init: int
-    """A descriptor of the program that is pid 1 of each slot."""
+    init: int  # a descriptor of the program that is pid 1 of each slot
     prefix: Bind | None = None
 
     @property

@@ -207,21 +207,15 @@ class NamespaceDriver:
 class NamespaceInit:
     """Implements `SlotInit`: the init is pid 1 of a process namespace, and the kernel ends everything with it."""
 
-    program: int
-    """A descriptor of the program that is pid 1."""
+    program: int  # a descriptor of the program that is pid 1
     root: RootPlan
-    shared_network: bool
-    """Whether the slot has the host's network; otherwise it gets an empty one."""
+    shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty one
     groups: tuple[str, ...]
-    user_namespace: int | None
-    """The namespace to enter; None makes one in which only uid 0 exists."""
+    user_namespace: int | None  # the namespace to enter; None makes one in which only uid 0 exists
     open_files: int | None
-    processes: int | None
-    """A limit per user, if no control group counts them."""
-    data_bytes: int | None
-    """A limit per process, if no control group sums them up."""
-    stores: tuple[int, ...]
-    """Descriptors, from `store.FIRST_STORE` on, that the root's paths name."""
+    processes: int | None  # a limit per user, if no control group counts them
+    data_bytes: int | None  # a limit per process, if no control group sums them up
+    stores: tuple[int, ...]  # descriptors, from `store.FIRST_STORE` on, that the root's paths name
 
     @property
     def network(self) -> NetworkScope:

@@ -24,9 +24,7 @@ from enum import IntEnum
 from .. import syscalls
 from ..protocol import init_messages
 
-SOURCES = ("init.c", "steps.c", "steps.h")
-"""The sources, in the order in which they enter the digest."""
-
+SOURCES = ("init.c", "steps.c", "steps.h")  # the sources, in the order in which they enter the digest
 _MFD_EXEC = 0x10
 _ANSWER = 100
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "native")
@@ -107,46 +105,27 @@ _STEP = struct.Struct("=HHIqq")
 class Do(IntEnum):
     """The operations, with the meaning of the numbers a and b and of the strings in brackets."""
 
-    JOIN = 1
-    """Move to a control group. [directory]"""
-    UNSHARE = 2
-    """[a: flags]"""
-    ENTER = 3
-    """Enter a namespace. [a: descriptor, b: kind]"""
-    MOUNT = 4
-    """[a: flags; source, target, type, options]"""
-    MKDIR = 5
-    """[a: mode, b: 1 if it may exist already; path]"""
-    WRITE = 6
-    """Write to an existing file. [a: 1 if that may fail; path, text]"""
-    CHANGE_DIRECTORY = 7
-    """[path]"""
-    OPEN = 8
-    """Open a directory or mount point under a descriptor number. [a: the number; path]"""
+    JOIN = 1  # move to a control group. [directory]
+    UNSHARE = 2  # [a: flags]
+    ENTER = 3  # enter a namespace. [a: descriptor, b: kind]
+    MOUNT = 4  # [a: flags; source, target, type, options]
+    MKDIR = 5  # [a: mode, b: 1 if it may exist already; path]
+    WRITE = 6  # write to an existing file. [a: 1 if that may fail; path, text]
+    CHANGE_DIRECTORY = 7  # [path]
+    OPEN = 8  # open a directory or mount point under a descriptor number. [a: the number; path]
     OPEN_INSIDE = 9
     """Open a path below an open directory, resolved with that directory as root. [a: the number, b: the root; path]"""
-    BECOME_ROOT = 10
-    """Make the current directory the root and detach the old root."""
-    HOST_NAME = 11
-    """[name]"""
-    LOOPBACK = 12
-    """Bring up the loopback interface."""
-    LIMIT = 13
-    """Set a resource limit, hard and soft, to at most the present hard limit. [a: which, b: value]"""
-    BE_ROOT = 14
-    """Become user and group 0, without supplementary groups."""
-    PRCTL = 15
-    """[a: option, b: argument]"""
-    KEEP_CAPABILITIES = 16
-    """Drop all other capabilities for good. [a: mask]"""
-    FILTER = 17
-    """Install a seccomp program. [bytes]"""
-    SESSION = 18
-    """Lead a new session."""
-    UMASK = 19
-    """[a: mask]"""
-    OWN = 20
-    """Change a file's owner and group to the same number. [a: the number; path]"""
+    BECOME_ROOT = 10  # make the current directory the root and detach the old root
+    HOST_NAME = 11  # [name]
+    LOOPBACK = 12  # bring up the loopback interface
+    LIMIT = 13  # set a resource limit, hard and soft, to at most the present hard limit. [a: which, b: value]
+    BE_ROOT = 14  # become user and group 0, without supplementary groups
+    PRCTL = 15  # [a: option, b: argument]
+    KEEP_CAPABILITIES = 16  # drop all other capabilities for good. [a: mask]
+    FILTER = 17  # install a seccomp program. [bytes]
+    SESSION = 18  # lead a new session
+    UMASK = 19  # [a: mask]
+    OWN = 20  # change a file's owner and group to the same number. [a: the number; path]
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,7 @@ _CALLS = {
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 
-Instruction = tuple[int, int, int, int]
-"""Code, jump if true, jump if false, constant."""
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
 
 def supported() -> bool:

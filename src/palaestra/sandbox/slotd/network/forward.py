@@ -20,8 +20,7 @@ from typing import Protocol
 
 from . import allowlist
 
-PROXY_NAME = "palaestra"
-"""Marks an answer in `Proxy-Status` as the proxy's own (RFC 9209)."""
+PROXY_NAME = "palaestra"  # marks an answer in `Proxy-Status` as the proxy's own (RFC 9209)
 HEAD_BYTES = 64 << 10
 _PIECE_BYTES = 64 << 10
 _HEAD_PATIENCE_S, _CONNECT_PATIENCE_S, _IDLE_PATIENCE_S = 30.0, 20.0, 600.0

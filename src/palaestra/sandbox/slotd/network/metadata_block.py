@@ -56,19 +56,11 @@ class _Jump:
     number: int = 0
 
 
-_Code = list[bytes | _Jump | str]
-"""Instructions, jumps and labels."""
-
+_Code = list[bytes | _Jump | str]  # instructions, jumps and labels
 _LOAD, _STORE, _COPY, _SET, _ADD, _AND, _CALL, _EXIT = 0x61, 0x7A, 0xBF, 0xB7, 0x07, 0x54, 0x85, 0x95
-_JUMP, _JUMP_IF_EQUAL = 0x05, 0x16
-"""Instructions of 64 bits, except a load, an AND and a comparison of 32."""
-
-_LOAD_BYTES = 26
-"""The helper that copies a part of a packet (bpf_skb_load_bytes)."""
-
-_DESTINATION = {4: (16, 4), 6: (24, 16)}
-"""Offset and size of the address in a packet's header."""
-
+_JUMP, _JUMP_IF_EQUAL = 0x05, 0x16  # instructions of 64 bits, except a load, an AND and a comparison of 32
+_LOAD_BYTES = 26  # the helper that copies a part of a packet (bpf_skb_load_bytes)
+_DESTINATION = {4: (16, 4), 6: (24, 16)}  # offset and size of the address in a packet's header
 _PORTS = {4: (20, (0, (0x45,))), 6: (40, (6, (6, 17)))}
 """The size of a header; which byte of it shows, by which values, that ports follow: a header without options; TCP or
 UDP."""

@@ -28,9 +28,7 @@ from .allowlist import Rule
 from .forward import HEAD_BYTES, Forwarder
 
 MAX_MESSAGE = 60_000
-MAX_CONNECTIONS = 64
-"""Per slot."""
-
+MAX_CONNECTIONS = 64  # per slot
 _NOBODY = 65534
 
 

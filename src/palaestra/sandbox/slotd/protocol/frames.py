@@ -33,25 +33,17 @@ from typing import Any, NamedTuple, Protocol
 VERSION = 6
 """Both sides must agree. The server is started from the same package, so a mismatch is a broken installation."""
 
-WINDOW = 256 << 10
-"""How many bytes of DATA a request may have under way before the receiver has taken them."""
-
-CHUNK = 128 << 10
-"""The size of one DATA frame: small enough that no stream keeps the others waiting."""
-
+WINDOW = 256 << 10  # how many bytes of DATA a request may have under way before the receiver has taken them
+CHUNK = 128 << 10  # the size of one DATA frame: small enough that no stream keeps the others waiting
 RECEIVE_BYTES = 256 << 10
 """The size of the receive buffer, which each side allocates once: a fresh one per read costs more than the read."""
 
 MAX_FRAME = 64 << 20
 
-USUAL_TIMEOUT_S, USUAL_OUTPUT_BYTES = 60.0, 50_000
-"""The bounds of a command whose request names no others."""
-
+USUAL_TIMEOUT_S, USUAL_OUTPUT_BYTES = 60.0, 50_000  # the bounds of a command whose request names no others
 _HEADER = struct.Struct("!IBII")
 
-Fields = dict[str, Any]
-"""The JSON object of a frame."""
-
+Fields = dict[str, Any]  # the JSON object of a frame
 _RESULT = struct.Struct("!iBIIQddQ")
 
 RESULT_SIZE = _RESULT.size
@@ -59,9 +51,7 @@ RESULT_SIZE = _RESULT.size
 TIMEOUT, CANCELLED, SWEPT, OOM = 1, 2, 4, 8
 """Flags of a command's RESULT: why it was killed, whether everything in the slot was, whether memory had run out."""
 
-BASH, SH = 16, 32
-"""Flags: which shell ran it, if any."""
-
+BASH, SH = 16, 32  # flags: which shell ran it, if any
 STATEFUL, RESTARTED = 64, 128
 """Flags: whether that shell is stateful, and whether it was started again since the last command."""
 
@@ -94,8 +84,7 @@ class FrameKind(IntEnum):
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 
-_PLAIN = (int, float, bool)
-"""Types besides text that JSON leaves unchanged."""
+_PLAIN = (int, float, bool)  # types besides text that JSON leaves unchanged
 
 
 class ProtocolError(Exception):
@@ -123,8 +112,7 @@ class OpenRequest(Protocol):
     def on_frame(self, frame: Frame) -> None: ...
 
 
-new = tuple.__new__
-"""Makes a named tuple without the intermediate call of its class, for what each command needs."""
+new = tuple.__new__  # makes a named tuple without the intermediate call of its class, for what each command needs
 
 
 def _encode_path(value: object) -> str:
@@ -176,8 +164,7 @@ class FrameDecoder:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._needed = 0
-        """How much the buffer must hold before a frame can be complete."""
+        self._needed = 0  # how much the buffer must hold before a frame can be complete
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
         """The frames that `data` completes. Raises `ProtocolError` for a stream of another protocol."""

@@ -23,13 +23,9 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-VERSION = 7
-"""Of these structs. A native init that was built for another version is not used."""
-
+VERSION = 7  # of these structs. A native init that was built for another version is not used
 MAX_DATAGRAM = 96 << 10
-MAX_REPORT = 1024
-"""Reports are shorter."""
-
+MAX_REPORT = 1024  # reports are shorter
 TERMINAL, ANNOUNCE = 1, 2
 """Flags of SPAWN: the descriptor at place 0 becomes the controlling terminal of the command's session; STARTED is
 reported, with the pid that the slot sees."""
@@ -64,12 +60,9 @@ class ReportKind(IntEnum):
     STARTED = 6
 
 
-Places = Sequence[tuple[int, int]]
-"""Which descriptor of an order's message, and the number at which the command has it."""
-
+Places = Sequence[tuple[int, int]]  # which descriptor of an order's message, and the number at which the command has it
 _KINDS = {int(kind): kind for kind in ReportKind}
-_new = tuple.__new__
-"""As in `frames.py`, which an init does not need."""
+_new = tuple.__new__  # as in `frames.py`, which an init does not need
 
 
 class EnvBlock(NamedTuple):

@@ -13,9 +13,10 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 
+from ..files import kind_of
 from ..layers.copy_tree import copy_data
 from ..layers.layer_store import copy_attributes
-from ..layers.overlay import MAX_DEPTH, kind_of
+from ..layers.overlay import MAX_DEPTH
 from ..protocol.frames import Fields
 
 _Copy = Callable[[str, str], None]

@@ -33,9 +33,7 @@ from ..protocol import init_messages
 from ..protocol.init_messages import InitReport, Order, ReportKind
 from . import copy_workspace, landlock, server_directory, users
 
-CONTROL = 3
-"""The descriptor of the control socket."""
-
+CONTROL = 3  # the descriptor of the control socket
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
 """Paths that clients use, and the directories of the slot behind them."""
 

@@ -70,8 +70,7 @@ class UnprivilegedInit:
     """Implements `SlotInit`. The slot's processes are those of its user; without one, all orphans of its init."""
 
     plan: unprivileged_init.UnprivilegedPlan
-    children: set[int]
-    """The server's own children, which are no orphans of a slot."""
+    children: set[int]  # the server's own children, which are no orphans of a slot
     pid: int = 0
 
     @property
