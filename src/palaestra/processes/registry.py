@@ -40,7 +40,8 @@ from palaestra.processes.session import (
     SessionLost,
     Watch,
 )
-from palaestra.sandbox.slot import WORKSPACE, Process, ProcessStatus, Slot, TerminalSize
+from palaestra.sandbox.local.local_slot import Process
+from palaestra.sandbox.slot import WORKSPACE, ProcessStatus, Slot, TerminalSize
 
 logger = logging.getLogger(__name__)
 

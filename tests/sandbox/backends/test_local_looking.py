@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Process, Slot
+from palaestra.sandbox.local.local_slot import Process
+from palaestra.sandbox.slot import Slot
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots

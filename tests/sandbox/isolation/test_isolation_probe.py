@@ -35,14 +35,15 @@ def test_every_rung_has_a_line_and_what_it_says_is_so() -> None:
 
 
 def test_the_proof_can_fail() -> None:
-    good = {
-        "uid": "0", "outside": "1879048192", "ids": "65536", "NoNewPrivs": "1", "Seccomp": "2",
-        "CapBnd": "00000000000004fb", "CapEff": "00000000000004fb", "init": "(slot-init)", "interfaces": "0",
+    lines = {
+        "uid": "0", "outside": "1879048192", "ids": "65536", "NoNewPrivs:": "1", "Seccomp:": "2",
+        "CapBnd:": "00000000000004fb", "CapEff:": "00000000000004fb", "init": "(slot-init)", "interfaces": "0",
         "workspace": "writable",
     }  # fmt: skip
+    good = {fact: [value] for fact, value in lines.items()}
     assert all(_claims(good, Rung.FULL).values())
     for fact, value in (
-        ("uid", "1"), ("outside", "0"), ("NoNewPrivs", "0"), ("Seccomp", "0"), ("CapEff", "1ffffffffff"),
+        ("uid", "1"), ("outside", "0"), ("NoNewPrivs:", "0"), ("Seccomp:", "0"), ("CapEff:", "1ffffffffff"),
         ("init", "(systemd)"), ("interfaces", "1"), ("shadow", "yes"), ("sysctl", "writable"), ("workspace", ""),
     ):  # fmt: skip
-        assert not all(_claims({**good, fact: value}, Rung.FULL).values()), fact
+        assert not all(_claims({**good, fact: [value]}, Rung.FULL).values()), fact

@@ -3,10 +3,10 @@
     DIGEST/          the root file system          DIGEST.json   its size and source; its time is the last use
     DIGEST.lock      shared while it is in use, exclusive while it is made or removed
     known/KEY        the digest of a file by path, inode, size and times, so that it is not read again
-    partial/         what is being unpacked or removed
+    partial/         unfinished or removed images
 
-A directory gets its name by a rename once it is complete. What a killed process leaves in `partial/` is removed by the
-next that takes the lock. The folder is open to its owner only, since images hold set-uid files of all users.
+A directory gets its name by a rename once it is complete. The next process that takes the lock removes leftovers in
+`partial/`. Only the owner can enter the folder, since images hold set-uid files of all users.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from palaestra.core.errors import ImageError
 from palaestra.sandbox.images import unpack
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def default_folder(kind: str = "images") -> str:
-    """Where this user's images, or stored things of another kind, are."""
+    """The folder for this user's images, or stored things of another kind."""
     if os.geteuid() == 0:
         return f"/var/lib/palaestra/{kind}"
     try:
@@ -44,14 +43,8 @@ def default_folder(kind: str = "images") -> str:
         return f"/var/tmp/palaestra-{kind}-{os.geteuid()}"  # noqa: S108
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    directory: str
-    lock: int
-
-
 class ImageStore:
-    """Turns the image of a spec into a directory. What it has handed out is kept until `aclose`."""
+    """Turns the image of a spec into a directory, and keeps it until `aclose`."""
 
     def __init__(
         self,
@@ -62,7 +55,7 @@ class ImageStore:
     ) -> None:
         self._folder = folder or default_folder()
         self._max_image_bytes, self._max_bytes = max_image_bytes, max_bytes
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, int] = {}  # the locks by digest
         self._stop = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
         self._asking: dict[str, asyncio.Lock] = {}
@@ -94,8 +87,8 @@ class ImageStore:
         threads, self._threads = self._threads, None
         if threads is not None:
             await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
-        for held in self._held.values():
-            os.close(held.lock)
+        for lock in self._held.values():
+            os.close(lock)
         self._held.clear()
         self._stop.clear()
 
@@ -108,7 +101,7 @@ class ImageStore:
         if digest not in self._held:
             self._held[digest] = self._take(digest, path)
             self._evict()
-        return self._held[digest].directory
+        return f"{self._folder}/{digest}"
 
     def _digest(self, path: str) -> str:
         if os.path.isdir(path):
@@ -122,8 +115,8 @@ class ImageStore:
         _write(key, digest)
         return digest
 
-    def _take(self, digest: str, path: str) -> _Held:
-        """The directory under a shared lock, unpacked under an exclusive one if it is missing."""
+    def _take(self, digest: str, path: str) -> int:
+        """Lock the directory (shared), and unpack it under an exclusive lock if it is missing; the lock."""
         final = f"{self._folder}/{digest}"
         lock = os.open(f"{final}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -135,7 +128,7 @@ class ImageStore:
                 fcntl.flock(lock, fcntl.LOCK_SH)  # not atomic with the line above, hence the loop
             with contextlib.suppress(FileNotFoundError):
                 os.utime(f"{final}.json")
-            return _Held(final, lock)
+            return lock
         except BaseException:
             os.close(lock)
             raise
@@ -194,7 +187,7 @@ class ImageStore:
 
 
 def _write(path: str, text: str) -> None:
-    """Write atomically, so that nobody reads half of it."""
+    """Write atomically, so that no reader sees an incomplete file."""
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,6 +1,6 @@
 """Reads images on disk and puts their layers into a directory.
 
-    a directory with bin/ or usr/       the root itself: nothing to do (a debootstrap tree, an unpacked image)
+    a directory with bin/ or usr/       the root itself (a debootstrap tree, an unpacked image)
     a directory with oci-layout         an OCI image layout (image-spec, image-layout.md): index.json, blobs/
     a tar file of a root                `docker export`, `debootstrap --make-tarball`, `tar -C root -c .`
     a tar file with manifest.json       `docker save`
@@ -9,11 +9,11 @@
 Layers may be plain or compressed with gzip, bzip2 or xz. Blobs of OCI layouts are checked against their digests.
 
 Nothing in a layer is trusted. Every name is opened below the directory (openat2, RESOLVE_IN_ROOT), so that no `..`,
-link or race leads out of it. Left out are devices (a slot has its own), set-uid and set-gid bits (a slot ignores them,
-but users of the host could use them) and extended attributes, including file capabilities.
+link or race leads out of it. Devices (a slot has its own), set-uid and set-gid bits (a slot ignores them, but users of
+the host could use them) and extended attributes with file capabilities are left out.
 
-Whiteouts follow the OCI image specification, layer.md: `.wh.NAME` removes NAME of the layers below, `.wh..wh..opq`
-everything that they have in its directory.
+Whiteouts follow the OCI image specification, layer.md: `.wh.NAME` removes NAME of the layers below, `.wh..wh..opq` all
+entries that they have in its directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ import tarfile
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import BinaryIO
+from typing import IO
 
 from palaestra.core.errors import ImageError
 from palaestra.core.types import JSON
@@ -42,8 +41,7 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _MAX_JSON_BYTES, _PIECE_BYTES = 16 << 20, 1 << 20
 
-OpenBlob = Callable[[str], AbstractContextManager[BinaryIO]]
-"""Opens a file of the image by its name inside it; raises KeyError or FileNotFoundError if it is missing."""
+OpenBlob = Callable[[str], IO[bytes]]  # opens a file of the image by name; raises KeyError or FileNotFoundError
 
 MAX_DEPTH = 256
 MAX_ENTRIES = 5_000_000
@@ -66,9 +64,8 @@ def layers(path: str) -> Iterator[tarfile.TarFile]:
             elif "manifest.json" in names:
                 yield from _of_saved(path, _member_opener(archive))
             else:
-                archive_again = tarfile.open(path)  # noqa: SIM115 - closed below; the first one has been read ahead
-                with archive_again:
-                    yield archive_again
+                with tarfile.open(path) as again:  # the first one has been read ahead
+                    yield again
     except (tarfile.TarError, EOFError, KeyError, json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         with open(path, "rb") if os.path.isfile(path) else io.BytesIO() as file:
             hint = _compression_hint(file.read(4))
@@ -76,10 +73,7 @@ def layers(path: str) -> Iterator[tarfile.TarFile]:
 
 
 def identity(path: str) -> str:
-    """The SHA-256 of an image in hexadecimal, so that it is unpacked once.
-
-    Of an OCI layout, the digest of its manifest; of a file, that of its bytes.
-    """
+    """The SHA-256 of an image, in hexadecimal: for an OCI layout of its manifest, for a file of its bytes."""
     if os.path.isdir(path):
         try:
             with open(os.path.join(path, "index.json"), "rb") as file:
@@ -121,7 +115,7 @@ def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
             yield from _layer(file, path)
 
 
-def _layer(file: BinaryIO, path: str) -> Iterator[tarfile.TarFile]:
+def _layer(file: IO[bytes], path: str) -> Iterator[tarfile.TarFile]:
     start = file.read(4)
     file.seek(0)
     if hint := _compression_hint(start):
@@ -140,15 +134,15 @@ def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
     return fitting[0] if fitting else entries[0]
 
 
-def _load(file: BinaryIO) -> dict[str, JSON]:
+def _load(file: IO[bytes]) -> dict[str, JSON]:
     loaded = json.loads(file.read(_MAX_JSON_BYTES))
     if not isinstance(loaded, dict):
         raise KeyError("an object was expected")
     return loaded
 
 
-@contextmanager
-def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[BinaryIO]:
+@contextlib.contextmanager
+def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[IO[bytes]]:
     """A blob, after its bytes have been checked against its digest."""
     kind, _, value = digest.partition(":")
     if kind not in ("sha256", "sha512") or not value.isalnum():
@@ -164,23 +158,16 @@ def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[BinaryIO]:
 
 
 def _file_opener(folder: str) -> OpenBlob:
-    @contextmanager
-    def opener(name: str) -> Iterator[BinaryIO]:
-        with open(os.path.join(folder, name), "rb") as file:
-            yield file
-
-    return opener
+    return lambda name: open(os.path.join(folder, name), "rb")
 
 
 def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
     names = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
 
-    @contextmanager
-    def opener(name: str) -> Iterator[BinaryIO]:
+    def opener(name: str) -> IO[bytes]:
         file = archive.extractfile(names[name])
         assert file is not None
-        with file:
-            yield file  # type: ignore[misc]  # typeshed has IO[bytes]
+        return file
 
     return opener
 
@@ -312,7 +299,7 @@ class Unpacking:
         os.utime(fd, (member.mtime, member.mtime))
 
     def _clear(self, parent: int, folder: str) -> None:
-        """Remove what is not of this layer."""
+        """Remove entries of lower layers."""
         for name in os.listdir(parent):
             path = f"{folder}/{name}" if folder else name
             if path not in self._made:
@@ -375,7 +362,7 @@ def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_by
 
 
 def _remove(parent: int, name: str) -> None:
-    """Remove what a layer below has at a name, if anything."""
+    """Remove an entry of a lower layer, if it exists."""
     status = _status(parent, name)
     if status is not None and stat.S_ISDIR(status.st_mode):
         shutil.rmtree(name, dir_fd=parent)
@@ -391,5 +378,5 @@ def _status(parent: int, name: str) -> os.stat_result | None:
 
 
 def _id(number: int) -> int:
-    """Owners beyond a slot's range become nobody."""
+    """Map owners beyond a slot's range to nobody's uid."""
     return number if 0 <= number < _IDS else _NOBODY

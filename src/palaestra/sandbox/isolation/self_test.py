@@ -1,11 +1,10 @@
-"""Checks a fresh slot from the inside before anything else runs on its rung: is it really isolated?
+"""Checks a fresh slot from the inside before anything else runs at its isolation level: is it really isolated?
 
-It finds a kernel, container or policy that accepted a call and did not do it. On the rungs without namespaces a slot
-tries to leave by means that any command has: builtins and redirections of any shell (only bash can try sockets), so
-that the kernel refuses and not a program.
+It finds a kernel, container or policy that accepted a call and did not perform it. At the levels without namespaces a
+slot tries to leave by builtins and redirections of any shell (only bash can try sockets), so that the kernel refuses
+and not a program.
 
-`explain` adds to an error what the kernel or a container usually has refused, and what would change that. The slot
-server reports only the call that failed; the setting behind it cannot be known for sure from inside.
+`explain` adds the usual cause and remedy to an error: the slot server reports only the call that failed.
 """
 
 from __future__ import annotations
@@ -82,61 +81,42 @@ _HINTS: Sequence[tuple[str, str]] = (
 
 
 async def prove(slot: Slot) -> None:
-    """Raise `IsolationUnavailable`, naming what is missing, unless the slot is what its rung promises."""
-    if slot.rung < Rung.USERNS:
-        await _prove_confined(slot)
-        return
-    result = await slot.execute(_SCRIPT, timeout_s=10.0)
-    lines = (line.split(None, 1) for line in result.output.splitlines())
-    facts = {parts[0].rstrip(":"): parts[1].strip() for parts in lines if len(parts) == 2}
-    failures = [name for name, held in _claims(facts, slot.rung).items() if not held]
-    if failures:
-        raise IsolationUnavailable(f"a throw-away slot shows: {', '.join(failures)}")
-    await _prove_files(slot)
-
-
-async def _prove_files(slot: Slot) -> None:
-    """Check that the server reaches the slot's files, which needs other system calls than commands do."""
-    await slot.read_bytes(".proof", max_bytes=0)
-
-
-async def _prove_confined(slot: Slot) -> None:
-    """The same for the rungs without namespaces; `none` only has to run commands."""
-    result = await slot.execute(CONFINED_SCRIPT, timeout_s=10.0)
+    """Raise `IsolationUnavailable`, naming the failed checks, unless the slot keeps the promises of its level."""
+    confined = slot.rung < Rung.USERNS
+    result = await slot.execute(CONFINED_SCRIPT if confined else _SCRIPT, timeout_s=10.0)
     facts: dict[str, list[str]] = {}
     for line in result.output.splitlines():
         name, _, value = line.partition(" ")
         facts.setdefault(name, []).append(value.strip())
-    claims = confined_claims(facts, server_is_root=os.geteuid() == 0)
+    claims = confined_claims(facts, server_is_root=os.geteuid() == 0) if confined else _claims(facts, slot.rung)
     if slot.rung is Rung.NONE:
         claims = {"commands do not run": claims["commands do not run"]}
     failures = [name for name, held in claims.items() if not held]
     if failures:
         raise IsolationUnavailable(f"a throw-away slot shows: {', '.join(failures)}")
-    await _prove_files(slot)
+    await slot.read_bytes(".proof", max_bytes=0)  # the server reaches its files by other system calls than commands
 
 
-def _claims(facts: dict[str, str], rung: Rung) -> dict[str, bool]:
-    capabilities = int(facts.get("CapBnd", "ffffffffffffffff"), 16) | int(facts.get("CapEff", "ffffffffffffffff"), 16)
+def _claims(facts: dict[str, list[str]], rung: Rung) -> dict[str, bool]:
+    capabilities = [int(word, 16) for word in facts.get("CapBnd:", ["ffff"]) + facts.get("CapEff:", ["ffff"])]
     return {
-        "commands do not run": facts.get("uid") == "0",
-        "its processes are not its own": facts.get("init") == "(slot-init)",
-        "it can gain privileges": facts.get("NoNewPrivs") == "1",
-        "no system call filter": facts.get("Seccomp") == "2",
-        "it holds capabilities it should not": capabilities & ~KEPT == 0,
-        "it sees network interfaces of the host": facts.get("interfaces") == "0",
+        "commands do not run": facts.get("uid") == ["0"],
+        "its processes are not its own": facts.get("init") == ["(slot-init)"],
+        "it can gain privileges": facts.get("NoNewPrivs:") == ["1"],
+        "no system call filter": facts.get("Seccomp:") == ["2"],
+        "it holds capabilities it should not": not any(held & ~KEPT for held in capabilities),
+        "it sees network interfaces of the host": facts.get("interfaces") == ["0"],
         "it sees the host's accounts": "shadow" not in facts,
         "it can write kernel settings": "sysctl" not in facts,
-        "its workspace is not writable": facts.get("workspace") == "writable",
-        "its root is root outside": rung is not Rung.FULL or int(facts.get("outside", "0")) > 0,
+        "its workspace is not writable": facts.get("workspace") == ["writable"],
+        "its root is root outside": rung is not Rung.FULL or int(facts.get("outside", ["0"])[0]) > 0,
     }
 
 
 def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]:
-    """What must hold, named by its failure. `facts` are the words that the script wrote, by the first one.
-
-    If the server is not root, a command can signal its own init, and a process keeps its bounding set, from which `no
-    new privileges` removes nothing.
+    """The checks, named by their failures. `facts` are the lines that the script wrote, by their first word. If the
+    server is not root, a command can signal its own init, and a process keeps its bounding set, from which `no new
+    privileges` removes nothing.
     """
     uid = facts.get("uid", [""])[0]
     bounding = facts.get("CapBnd:", ["1"]) if server_is_root else ["0"]
@@ -156,7 +136,7 @@ def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[s
 
 
 def explain(message: str) -> str:
-    """The message, with what usually causes it."""
+    """The message with its usual cause."""
     for pattern, hint in _HINTS:
         if re.search(pattern, message):
             return f"{message} ({hint})"

@@ -1,13 +1,12 @@
 """The client's side of a slot server: the process, the stream, and requests as coroutines.
 
-Requests are multiplexed by number on one stream, so a slow command delays no other request. Errors come back typed:
-those a file call can expect are builtins (`FileNotFoundError`, …), all others are errors of the sandbox.
+Requests are multiplexed by number on one stream, so a slow command delays no other request. File calls raise builtin
+errors (`FileNotFoundError`, …), other calls errors of the sandbox.
 
 A coroutine that is cancelled while its request runs waits for the answer first (a command is killed, and its death is
 proved), so that nothing continues without its caller.
 
-The stream uses asyncio's descriptor callbacks, not its transports and protocols, which cost as many calls per request
-as everything else that the client does.
+The stream uses asyncio's descriptor callbacks. Its transports and protocols would double the calls per request.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ _READ_AHEAD_BYTES = 4 << 20
 
 OnData = Callable[[bytes], object]
 OnHole = Callable[[int], object]
-OnLost = Callable[[str, int], None]
-"""Gets the name and epoch of a slot that died without having been ended; an empty name for the whole server."""
-
+OnLost = Callable[[str, int], None]  # name and epoch of a slot that died; an empty name means the whole server
 Undo = Callable[[Fields], tuple[str, Fields]]  # the request that undoes another, from that one's answer
 
 
@@ -91,11 +88,8 @@ class Pending:
 
 
 class Requests(ABC):
-    """Sends requests about slots and waits for their answers. `SlotClient` sends them to the slot server.
-
-    Forked children close the descriptors of every instance: they can use no slot, and would keep alive what this
-    process drops.
-    """
+    """Sends requests about slots and waits for their answers. Forked children close the descriptors of every instance,
+    which would keep alive the slots that this process drops."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -106,23 +100,20 @@ class Requests(ABC):
     async def call(
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
-        """Send a request and wait for its answer. `fields` becomes its own.
-
-        `on_data` and `on_hole` get what comes before the answer; their errors end the request. Raises ValueError for a
-        request that is too long.
-        """
+        """Send a request and wait for its answer. `fields` becomes its own. `on_data` and `on_hole` get the data before
+        the answer; their errors end the request. Raises ValueError for a request that is too long."""
 
     @abstractmethod
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
-        """A request that makes something, which its answer names. If it is cancelled, what it made is undone."""
+        """A request that makes something; if it is cancelled, its result is undone."""
 
     @abstractmethod
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
-        """Write a file whose pieces follow the request, at the pace at which the server takes them."""
+        """Write a file whose pieces follow the request, as fast as the server takes them."""
 
     @abstractmethod
     def slot_ended(self) -> None:
-        """The slot has ended: close what is held for it alone."""
+        """The slot has ended: close its own descriptors."""
 
     @abstractmethod
     def close_in_child(self) -> None:
@@ -141,12 +132,8 @@ class Requests(ABC):
 
     async def download(self, fields: Fields, file: IO[bytes]) -> None:
         """Read a file of a slot into one of this machine, with its holes."""
-        last = await self.call(
-            "read",
-            {**fields, "holes": True},
-            on_data=file.write,
-            on_hole=lambda size: file.seek(size, os.SEEK_CUR),
-        )
+        fields = {**fields, "holes": True}
+        last = await self.call("read", fields, b"", file.write, lambda size: file.seek(size, os.SEEK_CUR))
         file.write(last.data)
         file.truncate()
 
@@ -158,7 +145,7 @@ class Requests(ABC):
             await self.send_file(fields, _pieces_of(data))
 
     async def upload_file(self, fields: Fields, file: IO[bytes]) -> int:
-        """Write a file of a slot from one of this machine, of which little is in memory at a time: its bytes."""
+        """Write a file of a slot from one of this machine, piece by piece; returns its size."""
         await self.send_file(fields, _pieces_from(file))
         return file.tell()
 
@@ -243,14 +230,11 @@ class SlotClient(Requests):
         try:
             stream.setblocking(False)
             await client.loop.sock_connect(stream, path)
-        except BaseException:
-            stream.close()
-            raise
-        client._connect(stream)
-        try:
+            client._connect(stream)
             await client._greet({})
         except BaseException:
             await client.aclose()
+            stream.close()
             raise
         return client
 
@@ -286,7 +270,7 @@ class SlotClient(Requests):
             )
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
-        """Sockets that the server inherits besides the stream; they are closed here."""
+        """More sockets that the server inherits; they are closed here."""
         return ()
 
     def _connect(self, stream: socket.socket) -> None:
@@ -319,8 +303,7 @@ class SlotClient(Requests):
                 await settle(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
             self._end()
         if self._process is not None:
-            waiting = asyncio.ensure_future(self._process.wait())
-            await settle(waiting, _CLOSE_PATIENCE_S)
+            await settle(asyncio.ensure_future(self._process.wait()), _CLOSE_PATIENCE_S)
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
@@ -328,7 +311,7 @@ class SlotClient(Requests):
             self._log.close()
 
     async def create(self, fields: Fields) -> tuple[Fields, Requests]:
-        """Make a slot: the server's answer, and where requests about the slot go from now on."""
+        """Make a slot: the server's answer, and the object for requests about the slot."""
         return await self.make("create", fields, lambda made: ("destroy", made)), self
 
     async def call(
@@ -460,7 +443,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 async def settle(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:
-    """Wait for the end of work that cannot be left half done, however often the caller is cancelled meanwhile."""
+    """Wait for the end of indivisible work, even if the caller is cancelled meanwhile."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             done, _ = await asyncio.wait([future], timeout=patience_s)

@@ -1,7 +1,7 @@
-"""A leased slot of a slot server, with its shells and processes: what everything above this layer works with.
+"""A leased slot of a slot server, with its shells and processes.
 
-Each method sends one request. Where it goes is decided when the slot is made (`SlotClient.create`): to the server, or,
-for commands and small files of a slot of the rung `full`, to `direct/`.
+Each method sends one request: to the server, or, for commands and small files of a slot at the level `full`, to
+`direct/`. `SlotClient.create` decides that.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import secrets
 import signal
 import stat
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import overload
 
-from palaestra.core.errors import InfraError, SandboxError, SlotLost, StaleLease, TaskError
+from palaestra.core.errors import SandboxError, SlotLost, StaleLease, TaskError
 from palaestra.core.types import JSON
 from palaestra.sandbox.local.client import CommandNotStarted, Requests
 from palaestra.sandbox.slot import (
@@ -52,41 +50,8 @@ _PIECE_BYTES = 128 << 10
 _LONGEST_WAIT_S = 30.0  # of one request; longer waits are repeated
 
 
-class TextFiles(ABC):
-    """`read_text` and `write_text` of a slot that has `read_bytes` and `write_bytes`."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
-
-    @abstractmethod
-    async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None: ...
-
-    @overload
-    async def read_text(self, path: str) -> str: ...
-    @overload
-    async def read_text(self, path: str, *, missing: str) -> str: ...
-    async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced; `missing`, if given, for whatever cannot be read as a file."""
-        try:
-            return (await self.read_bytes(path)).decode(errors="replace")
-        except OSError as error:
-            if missing is None or isinstance(error, InfraError):
-                raise
-            return missing
-
-    async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None:
-        """Write as UTF-8. Surrogates, which UTF-8 does not have, are written as the bytes they stand for."""
-        try:
-            data = text.encode(errors="surrogateescape")
-        except UnicodeEncodeError:  # lone surrogates, as models write them in JSON
-            data = text.encode(errors="surrogatepass")
-        await self.write_bytes(path, data, mode=mode)
-
-
-class LocalSlot(TextFiles):
-    """Implements `Slot`, for as long as its lease lasts. Made by `LocalBackend.create`; `fork` forks it."""
+class LocalSlot(Slot):
+    """Implements `Slot` until its lease ends. Made by `LocalBackend.create`; `fork` forks it."""
 
     def __init__(
         self, requests: Requests, slot_id: str, epoch: int, rung: Rung, spec: SlotSpec, trajectory_id: str,
@@ -125,8 +90,7 @@ class LocalSlot(TextFiles):
         verdict: bool = False,
         spill: bool = True,
     ) -> ExecutionResult:
-        """Run a command; see `Slot.execute`. A missing `cwd` raises FileNotFoundError; a missing program is exit
-        127."""
+        """Run a command. A missing `cwd` raises FileNotFoundError; a missing program is exit 127."""
         fields = self.lease()
         _add_command(fields, command)
         _add_bounds(fields, timeout_s, max_output_bytes, stdin)
@@ -146,10 +110,8 @@ class LocalSlot(TextFiles):
             return self.not_started(command, error)
         return self.result(reply, timeout_s)
 
-    async def shell(
-        self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
-    ) -> LocalShell:
-        """A stateful shell; see `Slot.shell`. Raises `TaskError` if the task's limits allow too few open files."""
+    async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
+        """A stateful shell. Raises `TaskError` if the task's limits allow too few open files."""
         files = self.spec.limits.open_files
         if files is not None and files < SHELL_FILES:
             raise TaskError(
@@ -157,7 +119,7 @@ class LocalSlot(TextFiles):
                 f"set limits.open_files of the task to that or more"
             )
         reply = await self.requests.call("shell", {**self.lease(), "cwd": cwd, "env": dict(env or {})})
-        return LocalShell(self, reply.fields["shell"], state)
+        return Shell(self, reply.fields["shell"], state)
 
     async def spawn(
         self,
@@ -167,7 +129,7 @@ class LocalSlot(TextFiles):
         env: Mapping[str, str] | None = None,
         stdin: bool = True,
         terminal: TerminalSize | None = None,
-    ) -> LocalProcess:
+    ) -> Process:
         size = None if terminal is None else [terminal.rows, terminal.columns]
         extra = {} if terminal is None else {"TERM": "xterm-256color"}
         fields = {**self.lease(), "cwd": cwd, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
@@ -177,11 +139,11 @@ class LocalSlot(TextFiles):
         except CommandNotStarted as error:
             name = command if isinstance(command, str) else command[0]
             raise OSError(error.errno, str(error), name[:200]) from None
-        return LocalProcess(self, reply.fields)
+        return Process(self, reply.fields)
 
-    async def processes(self) -> list[LocalProcess]:
+    async def processes(self) -> list[Process]:
         reply = await self.requests.call("processes", self.lease())
-        return [LocalProcess(self, fields) for fields in reply.fields["processes"]]
+        return [Process(self, fields) for fields in reply.fields["processes"]]
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
         """The file from `offset` to its end. Raises OSError (EFBIG) if that is more than `max_bytes`."""
@@ -197,7 +159,7 @@ class LocalSlot(TextFiles):
         await self.requests.upload(fields, data)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
-        """The entries of a directory, sorted by name; their paths are absolute."""
+        """The entries of a directory with absolute paths, sorted by name."""
         found = await self.requests.listing("list", {**self.lease(), "path": path})
         return [FileInfo(**entry) for entry in found]
 
@@ -245,7 +207,7 @@ class LocalSlot(TextFiles):
         return (await self.requests.call("ask", fields, request)).data
 
     async def changes(self) -> list[Change]:
-        """What differs from the slot's start, as the walk sees it: commands may be running."""
+        """The changes since the slot's start; commands may run during the walk."""
         return [Change(**change) for change in await self.requests.listing("changes", self.lease())]
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
@@ -300,8 +262,8 @@ declare -f; alias -p; printf 'builtin cd -- %q\n__slot_options; unset -f __slot_
 _STATE_TIMEOUT_S = 30.0
 
 
-class LocalShell:
-    """Implements `Shell`. Made by `LocalSlot.shell`."""
+class Shell:
+    """A stateful shell: directory, variables and functions of a command remain for the next. Made by `Slot.shell`."""
 
     def __init__(self, slot: LocalSlot, name: int, state: bytes) -> None:
         self._slot, self._name, self._state = slot, name, state
@@ -317,7 +279,12 @@ class LocalShell:
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
     ) -> ExecutionResult:
-        """Run a command; see `Shell.run`. Its time begins when the commands before it are over."""
+        """Run a command; calls wait for each other, and the time of a call begins with its command.
+
+        A timeout interrupts the command and kills the processes it has started. `metadata["shell_restarted"]` is true
+        if the shell was killed for that, ended itself (`exit`, `exec`, `set -e`) or had died before: the next command
+        gets a new shell.
+        """
         fields = {**self._slot.lease(), "shell": self._name, "command": command}
         _add_bounds(fields, timeout_s, max_output_bytes, stdin)
         if on_output is not None:
@@ -341,42 +308,54 @@ class LocalShell:
             await self._slot.requests.call("run", fields)
 
     async def state(self) -> bytes:
-        """The state for another shell; see `Shell.state`. Raises `SandboxError` if it is too large."""
+        """Directory, variables, functions, aliases and options, for the `state` of another shell. Bash only. Raises
+        `SandboxError` if it is too large."""
         result = await self.run(_SAVE, timeout_s=_STATE_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
         if result.metadata["truncated"] or result.metadata["timeout"]:
             raise SandboxError(f"the state of the shell in {self._slot.slot_id} cannot be saved: it is too large")
         return result.output.encode(errors="surrogateescape")
 
     async def aclose(self) -> None:
+        """End the shell; its background jobs stay. Idempotent."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(StaleLease, SlotLost):  # then it has ended with its slot
                 await self._slot.requests.call("close_shell", {**self._slot.lease(), "shell": self._name})
 
-    async def __aenter__(self) -> LocalShell:
+    async def __aenter__(self) -> Shell:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
 
-class LocalProcess:
-    """Implements `Process`: a handle of a background process, which many readers may share. Made by `LocalSlot`."""
+class Process:
+    """A background process of a slot, which ends with the slot at the latest; many readers may share it. Made by
+    `Slot.spawn`.
+
+    Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError if the process was forgotten.
+    `pid` is its number in the slot.
+    """
 
     def __init__(self, slot: LocalSlot, fields: Mapping[str, JSON]) -> None:
         self._slot, self.process_id, self.pid = slot, int(fields["process"]), int(fields["pid"])
 
     def __repr__(self) -> str:
-        return f"<LocalProcess {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
+        return f"<Process {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
 
     async def status(self) -> ProcessStatus:
         return _status(await self._call("wait", wait_s=0))
 
     async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
+        """Output from `cursor` (negative: bytes before the end), of which at least the last 256 KiB are kept.
+
+        Without new output, wait up to `wait_s` for some or for the end.
+        """
         _require(max_bytes > 0, "max_bytes must be positive")
         return (await self._read(cursor, max_bytes, wait_s))[0]
 
     async def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
+        """Follow the output from `cursor` until the process has ended."""
         while True:
             piece, running = await self._read(cursor, _PIECE_BYTES, _LONGEST_WAIT_S)
             if piece.data:
@@ -386,12 +365,13 @@ class LocalProcess:
             cursor = piece.end
 
     async def write(self, data: bytes) -> None:
-        """Write to its input; see `Process.write`. Cancelled, it may have written a part."""
+        """Write to its input as fast as it reads. BrokenPipeError if it has closed its input or has ended. A cancelled
+        call may have written a part."""
         for start in range(0, len(data), _PIECE_BYTES):
             await self._call("input", data[start : start + _PIECE_BYTES], close=False)
 
     async def close_input(self) -> None:
-        """End its input, if it is open."""
+        """End its input, if it is open; on a terminal, send the end-of-input character."""
         with contextlib.suppress(BrokenPipeError):
             await self._call("input", close=True)
 
@@ -400,9 +380,11 @@ class LocalProcess:
         await self._call("signal", signal=int(signal.Signals(number)))
 
     async def resize(self, size: TerminalSize) -> None:
+        """Resize its terminal; the foreground processes get SIGWINCH. OSError (ENOTTY) without a terminal."""
         await self._call("resize", rows=size.rows, columns=size.columns)
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
+        """Its status when it has ended, or after `timeout_s`: check `running`."""
         left = math.inf if timeout_s is None else timeout_s
         while True:
             step = min(left, _LONGEST_WAIT_S)
@@ -412,9 +394,11 @@ class LocalProcess:
                 return status
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
+        """Kill its whole process tree: SIGTERM, after `grace_s` SIGKILL."""
         return _status(await self._call("kill", grace_s=grace_s))
 
     async def forget(self) -> None:
+        """Kill it, if it runs, and drop its output."""
         await self._call("dismiss")
 
     async def _read(self, cursor: int, max_bytes: int, wait_s: float) -> tuple[OutputPiece, bool]:

@@ -1,13 +1,12 @@
-"""The process of a service: holds slots for clients that come and go, one client at a time.
+"""The process of a service: holds slots for one client at a time.
 
 It is the slot server's client, and passes frames between that server and the client that is attached to its unix
-socket. When a client goes, its running commands are cancelled and its snapshots dropped, since nobody knows them any
-more. Its slots stay; the next client gets their leases with a new epoch, so that late calls of the former one are
-refused. If this process is killed, the slot server sees the end of its stream and everything ends with it, as with any
-client.
+socket. When a client leaves, its running commands are cancelled and its snapshots dropped; its slots stay. The next
+client gets their leases with a new epoch, so that late calls of the former one are refused. If this process is killed,
+the slot server ends with every slot.
 
-`service_client.py` runs it and makes the socket (in a directory of the user's alone, mode 0600). It ends when it is
-told to, when the slot server has died, or after a minute without client and slots.
+`service_client.py` starts it and makes the socket (in a directory of the user's alone, mode 0600). It ends on request,
+when the slot server has died, or after a minute without client and slots.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class Broker:
         self._leases: dict[str, dict[str, JSON]] = {}
         self._layers: set[str] = set()  # of the snapshots that the client has
         self._client: Visitor | None = None
-        self._visitors: set[asyncio.Task[None]] = set()
         self.over = asyncio.Event()
 
     # Above

@@ -57,8 +57,7 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
 
 
 async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
-    """Attach to a service, which is started if it does not run. Raises `SandboxError` while another process is
-    attached."""
+    """Attach to a service, and start it if it does not run. Raises `SandboxError` while another process is attached."""
     async with _turn(path):
         if not _listens(path):
             await _start(path, rung, settings)
@@ -71,7 +70,7 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
 
 
 async def look(path: Path) -> Service | None:
-    """What a service holds, without attaching; None if it does not run."""
+    """The state of a service, without attaching; None if it does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
@@ -93,7 +92,7 @@ async def look(path: Path) -> Service | None:
 
 
 async def end(path: Path) -> None:
-    """End a service and every slot it holds, whoever is attached. Does nothing if it does not run."""
+    """End a service and every slot it holds, also with a client attached. Does nothing if it does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:

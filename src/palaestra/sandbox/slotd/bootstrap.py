@@ -1,9 +1,8 @@
-"""Starts a server for the rungs with namespaces, and cleans up after its death.
+"""Starts a server for the isolation levels with namespaces, and cleans up after its death.
 
 There are two processes. The first, in a session of its own, makes a process namespace and starts the server as its pid
-1, so that the kernel kills every process of every slot when the server dies, whoever killed it. Then the first waits
-for that and removes the control groups. If the first dies, the server is killed with it, and the next start removes the
-groups.
+1, so that the kernel kills every process of every slot with the server. Then it waits for the server's end and removes
+the control groups. If the first dies, the server is killed with it, and the next start removes the groups.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ _FEWEST_FILES = 256  # with fewer, commands would fail for lack of descriptors a
 
 
 def main(arguments: list[str]) -> int:
-    """`slotd FD full|userns [HANDOVER]`: serve the client at the other end of the stream socket FD.
-
-    A client that is root as well gets descriptors of its slots over the socket HANDOVER.
-    """
+    """`slotd FD full|userns [HANDOVER]`: serve the client at the other end of the stream socket FD. A client that is
+    also root gets descriptors of its slots over the socket HANDOVER."""
     stream = socket.socket(fileno=int(arguments[0]))
     handover = socket.socket(fileno=int(arguments[2])) if len(arguments) > 2 else None
     full = arguments[1] == "full"
@@ -129,10 +126,8 @@ def run_server(
     watcher: int,
     handover: socket.socket | None = None,
 ) -> NoReturn:
-    """The life of the server, in the child of a fork, until the client or the watching process is gone.
-
-    The client gets an OSError from before the server's start as the refusal, and later errors as the reason of its end.
-    """
+    """The life of the server, in the child of a fork, until the client or the watching process is gone. The client gets
+    an OSError before the start as a refusal, later errors as the reason of its end."""
     status, started = 1, False
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)

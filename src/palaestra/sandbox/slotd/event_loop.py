@@ -1,8 +1,8 @@
-"""The server's event loop: descriptors, timers and long jobs, in one thread.
+"""The server's event loop: descriptors, timers and long jobs, in one thread, because forking next to other threads is
+unsafe.
 
-One thread, because the server forks slots and forking next to other threads is unsafe. Whatever takes long is a *job*,
-a generator that yields between pieces of work. Each round runs one piece of every job, so that no request waits for
-another one's large file.
+A *job* is a generator that yields between pieces of work. Each round runs one piece of every job, so that no request
+waits for another one's large file.
 """
 
 from __future__ import annotations
@@ -40,17 +40,6 @@ class Watcher(Protocol):
     def unwatch(self, fd: int) -> None: ...
 
 
-class EventLoop(Watcher, Protocol):
-    """What commands need of a loop; implemented by the server's `EpollLoop` and by the client's `AsyncioLoop`."""
-
-    def watch_soon(self, fd: int, call: Callback) -> None:
-        """Like `watch`, but may begin a little later: for output that is read at the command's end anyway."""
-
-    def close(self, fd: int) -> None: ...
-
-    def later(self, seconds: float, call: Callback) -> Timer: ...
-
-
 class _Timer:
     __slots__ = ("call", "loop")
 
@@ -86,7 +75,9 @@ class EpollLoop:
             self._epoll.modify(fd, READ)
         self._watched[fd] = call
 
-    watch_soon = watch
+    def watch_soon(self, fd: int, call: Callback) -> None:
+        """Like `watch`; a subclass may begin later, for output that is read at the command's end anyway."""
+        self.watch(fd, call)
 
     def watches(self, fd: int) -> bool:
         """Whether a descriptor is watched."""
@@ -108,8 +99,7 @@ class EpollLoop:
                 pass
 
     def close(self, fd: int) -> None:
-        """Stop watching a descriptor and close it. The kernel then drops it from the epoll set, unless a fork has
-        it."""
+        """Stop watching a descriptor and close it. The kernel drops it from the epoll set, unless a fork has it."""
         self._watched.pop(fd, None)
         self._special.discard(fd)
         os.close(fd)
@@ -121,7 +111,7 @@ class EpollLoop:
         return timer
 
     def forget_timer(self) -> None:
-        """Count a cancelled timer. They are removed once they are half of all: a time limit may be hours away."""
+        """Count a cancelled timer. They are removed once they are half of all, since a time limit may be hours away."""
         self._forgotten += 1
         if self._forgotten > _MANY and 2 * self._forgotten > len(self._timers):
             self._timers = [entry for entry in self._timers if entry[2].call is not None]
@@ -138,7 +128,7 @@ class EpollLoop:
             self.turn(self.patience())
 
     def turn(self, patience: float | None = 0) -> None:
-        """One round: handle what gets ready within so many seconds, and what is due."""
+        """One round: handle the descriptors that get ready within `patience` seconds, and due timers."""
         watched = self._watched
         ready = self._epoll.poll(patience, _MANY)
         if len(ready) == 1:

@@ -1,11 +1,11 @@
 """Files of a slot, reached from outside through its root: without a shell or program of the slot.
 
 Every path is opened with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS) from a descriptor of the slot's root, so no
-link, `..` or race leads out of it. The type is checked before a file is opened for real: only regular files are read or
-replaced, so a fifo or device cannot hold up the server, and files of /proc are left to commands.
+link, `..` or race leads out of it. Only regular files are read or replaced, so a fifo or device cannot hold up the
+server; files of /proc are left to commands.
 
-New files belong to the slot's root. Writing replaces: a new file is filled next to the old one and renamed over it,
-with the owner and mode of the old one.
+New files belong to the slot's root. Writing fills a new file next to the old one and renames it over that, with its
+owner and mode.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def open_at(root: int, path: str, flags: int) -> int:
 
 
 def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple[int, int]:
-    """A descriptor at `offset`, and how many bytes follow. Raises OSError (EFBIG) if they are more than `max_bytes`."""
+    """A descriptor at `offset`, and the number of bytes left. Raises OSError (EFBIG) if they exceed `max_bytes`."""
     handle = open_at(root, path, os.O_PATH)
     try:
         status = os.fstat(handle)
@@ -80,11 +80,8 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
 
 
 class Writing:
-    """One file that is being written. It appears with `finish`, or is dropped with `discard`.
-
-    After `finish` it waits for `close`, so that the answer can be sent first. Raises OSError: FileNotFoundError if the
-    directory does not exist and is not to be made.
-    """
+    """One file that is being written. `finish` puts it in place, `discard` drops it; after `finish`, `close` can wait
+    until the answer is sent. Raises OSError: FileNotFoundError for a missing directory without `make_folders`."""
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int, *, make_folders: bool = True) -> None:
         wanted = None if mode is None else mode & 0o7777
@@ -132,7 +129,7 @@ class Writing:
         os.close(self._folder)
 
     def discard(self) -> None:
-        """Drop what was written."""
+        """Remove the unfinished file."""
         try:
             os.unlink(self._temporary, dir_fd=self._folder)
         except OSError:
@@ -143,7 +140,7 @@ class Writing:
 
 
 def create(root: int, path: str, owner: int) -> int:
-    """A new file, open for writing, with its parent directories. Raises OSError if something is there already."""
+    """A new file, open for writing, with its parent directories. Raises OSError if the path exists."""
     folder = _make_folders(root, posixpath.dirname(path), owner)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -160,7 +157,7 @@ def make_directory(root: int, path: str, owner: int) -> None:
 
 
 def make_link(root: int, path: str, target: str, owner: int) -> None:
-    """Make a symbolic link with its parents, in place of a file or link. It may lead anywhere."""
+    """Make a symbolic link with its parents, replacing a file or link. It may lead anywhere."""
     folder, name = posixpath.split(_plain(absolute(path)))
     parent = _make_folders(root, folder, owner)
     try:
@@ -175,7 +172,7 @@ def make_link(root: int, path: str, target: str, owner: int) -> None:
 
 
 def describe(root: int, path: str) -> dict[str, Any] | None:
-    """The entry at a path, links not followed; None if nothing is there."""
+    """The entry at a path, links not followed; None if it does not exist."""
     path = absolute(path)
     try:
         fd = open_at(root, path, os.O_PATH | os.O_NOFOLLOW)
@@ -211,7 +208,7 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
 
 
 def remove(root: int, path: str) -> Iterator[None]:
-    """Remove what is at a path, if anything, as a job. Raises OSError, also if it is nested too deep."""
+    """Remove the entry at a path, if it exists, as a job. Raises OSError, also if it is nested too deep."""
     path = _plain(absolute(path))
     folder, name = posixpath.split(path)
     if not name:
@@ -239,10 +236,8 @@ def unlink(root: int, path: str) -> None:
 
 
 def _remove(parent: int, name: str) -> Iterator[None]:
-    """Remove depth first without recursion; the open descriptors are those of one chain of directories.
-
-    Whatever another process removes meanwhile is ignored.
-    """
+    """Remove depth first without recursion; the open descriptors are those of one chain of directories. Ignores entries
+    that another process removes meanwhile."""
     try:
         os.unlink(name, dir_fd=parent)
         return
@@ -269,8 +264,7 @@ def _remove(parent: int, name: str) -> Iterator[None]:
 
 
 def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> Iterator[None]:
-    """Remove all but directories from a directory, and put it on the trail, open, with the directories that it
-    holds."""
+    """Remove all but directories from a directory, and put it on the trail, open, with its directories."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     except FileNotFoundError:
@@ -291,11 +285,8 @@ def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> I
 
 
 def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tuple[int, os.stat_result | None, str]:
-    """Where writing to `path` leads: links in its last component are followed, inside the root.
-
-    Returns the directory, opened (and made if it is missing and `make_folders`); what is there; the path without links
-    at its end.
-    """
+    """Follow links in the last component of a path to write, inside the root. Returns the opened directory (made if
+    `make_folders`), the status of the entry, and its path."""
     for _ in range(_MAX_LINKS):
         folder, _, name = path.rpartition("/")
         if name in ("", ".", ".."):
@@ -333,7 +324,7 @@ def _make_folders(root: int, path: str, owner: int) -> int:
 
 
 def _open_folder(root: int, path: str) -> int:
-    """A handle of a directory. Directly below the root, as the workspace is, nothing has to be resolved."""
+    """A handle of a directory. Directly below the root, as the workspace is, no path needs resolving."""
     name = path[1:]
     if "/" not in name and name != "..":
         try:

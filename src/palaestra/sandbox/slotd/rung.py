@@ -1,61 +1,64 @@
-"""What an isolation level has to provide to the server: slots, their files, their layers.
+"""The interface of an isolation level for the server: slots, their files, their layers.
 
-The server knows leases, commands and transfers, and nothing of how a slot is isolated. `namespaced/` makes slots of
-namespaces and overlays, `unprivileged/` of users and plain directories.
+`namespaced/` makes slots of namespaces and overlays, `unprivileged/` of users and plain directories.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from .protocol.frames import Fields
 
+if TYPE_CHECKING:
+    from .namespaced.namespaced_rung import OverlayCheckpoints
+
 
 class CannotMake(Exception):
-    """A slot or snapshot that cannot be made as asked; the message says why and what would help."""
+    """A slot or snapshot cannot be made as requested; the message names the reason and a remedy."""
 
 
-class SealedLayer:
-    """The files of a sealed slot, which never change. Layers count their users: slots, and the layers above them."""
+class Counted:
+    """Files with users; the last `release` drops them."""
+
+    _users = 1
+
+    def keep(self) -> Self:
+        """Add a user."""
+        self._users += 1
+        return self
+
+    def release(self) -> None:
+        """Remove a user."""
+        self._users -= 1
+        if self._users == 0:
+            self.drop_files()
+
+    def drop_files(self) -> None:
+        """Remove the files after the last use."""
+        raise NotImplementedError
+
+
+class SealedLayer(Counted):
+    """The files of a sealed slot, which never change. Their users are slots and the layers above them."""
 
     below: tuple[SealedLayer, ...]  # the layers it lies on, topmost first; it is a user of each
 
     def __init__(self, name: str, below: Sequence[SealedLayer]) -> None:
         self.name, self.below = name, tuple(below)
-        self._users = 1
         for layer in below:
             layer.keep()
 
-    def keep(self) -> None:
-        """Add a user."""
-        self._users += 1
-
-    def release(self) -> None:
-        """Remove a user; the files go with the last one."""
-        self._users -= 1
-        if self._users == 0:
-            self.drop_files()
-            for layer in self.below:
-                layer.release()
-
     def drop_files(self) -> None:
-        """Remove the files: nobody uses them any more."""
-        raise NotImplementedError
-
-
-class SlotFiles(Protocol):
-    """The files of one slot."""
-
-    def release(self) -> None:
-        """Remove them, unless they have become a layer, and release the layers below."""
+        for layer in self.below:
+            layer.release()
 
 
 class NetworkScope(Enum):
-    """Where sockets of a slot's processes are: in a namespace of its own, where the server's are, or nowhere."""
+    """The network of a slot: a namespace of its own, that of the server, or none."""
 
     OWN = "own"
     SHARED = "shared"
@@ -81,21 +84,19 @@ class SlotInit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewSlot:
-    """A slot that is laid out but not started. `groups` are its control groups.
+    """A slot before its start. `groups` are its control groups, `exposed` the reason why it can reach metadata
+    addresses, if it can."""
 
-    `exposed` says why it can reach metadata addresses; empty if it cannot.
-    """
-
-    files: SlotFiles
+    files: Any  # those of the driver; `release` removes them, unless they have become a layer
     groups: tuple[str, ...]
     init: SlotInit
     exposed: str = ""
 
 
 class Place(NamedTuple):
-    """Where the server finds a path of a slot: `path` below `root`, an open directory that the slot knows as `prefix`.
+    """A path of a slot for the server: `path` below the open directory `root`, which the slot knows as `prefix`.
 
-    Files written there belong to `owner`.
+    New files belong to `owner`.
     """
 
     root: int
@@ -112,38 +113,19 @@ class Place(NamedTuple):
         return OSError(error.errno, error.strerror, f"{self.prefix}{error.filename or self.path}")
 
 
-F = TypeVar("F", bound=SlotFiles, contravariant=True)
+F = TypeVar("F", contravariant=True)
 L = TypeVar("L", bound=SealedLayer)
-
-
-class Checkpoints(Protocol[F, L]):
-    """Layers that outlive their source: checkpoints of running slots, snapshots on the host's disk."""
-
-    def checkpoint(self, files: F, mapped: bool, begun_ns: int) -> Generator[None, None, tuple[L, int]]:
-        """Copy a stopped slot's change, as a job: the layer, and how many bytes were copied. Raises OSError.
-
-        `mapped`: whether a process of the slot can write through memory.
-        """
-
-    def slot_ended(self, files: F) -> None:
-        """Drop what only the slot's next checkpoint would have needed."""
-
-    def save(self, layer: L, folder: str) -> Generator[None, None, int]:
-        """Copy a layer and all below it to the host's empty `folder`, as a job: the bytes of the files."""
-
-    def load(self, folder: str, image: str | None) -> tuple[L, ...]:
-        """The layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
 
 
 class RungDriver(Protocol[F, L]):
     """One isolation level at work in one server."""
 
     @property
-    def checkpoints(self) -> Checkpoints[F, L] | None:
+    def checkpoints(self) -> OverlayCheckpoints | None:
         """None if this isolation level has no layers to stack."""
 
     def make(self, name: str, fields: Fields, layers: tuple[L, ...]) -> NewSlot:
-        """Lay out a slot as a CREATE request describes it. Raises `CannotMake` or OSError, and leaves nothing then."""
+        """Lay out a slot for a `create` request. Raises `CannotMake` or OSError, and leaves nothing then."""
 
     def seal(self, files: F) -> L:
         """Turn a dead slot's files into a layer."""
@@ -152,20 +134,16 @@ class RungDriver(Protocol[F, L]):
         """A second layer of the same files, to be cut; slots may use the first one."""
 
     def cut(self, layer: L, view: Fields) -> None:
-        """Reduce a layer that nobody uses yet to a view of itself."""
+        """Reduce a layer that is not in use yet to a view of itself."""
 
     def slot_changes(self, files: F) -> Iterator[Fields | None]:
-        """What a slot has changed so far; None now and then, as a pause."""
+        """The changes of a slot so far; None is a pause."""
 
     def layer_changes(self, layer: L) -> Iterator[Fields | None]:
-        """What a layer changes; None now and then, as a pause."""
+        """The changes in a layer; None is a pause."""
 
     def locate(self, files: F, root: int, path: str, writing: bool = False) -> Place:
-        """Where the server finds an absolute path of a slot whose init has reported `root`.
-
-        Raises OSError for a path that the slot may not read (or write).
-        """
+        """The place of an absolute path of a slot. Raises OSError if the slot may not read (or write) it."""
 
 
 AnyDriver = RungDriver[Any, Any]
-AnyCheckpoints = Checkpoints[Any, Any]

@@ -1,5 +1,5 @@
-"""The slot server: takes requests from one client and owns all slots and layers of a run. It serves, besides the
-requests of `server_slot.OPERATIONS`:
+"""The slot server: takes requests from one client and owns all slots and layers of a run. In addition to the requests
+of `server_slot.OPERATIONS` it serves:
 
     op                  fields                                      RESULT
     create              image, layers, network, allow, limits,      slot, epoch, exposed: why it can reach metadata
@@ -21,9 +21,9 @@ requests of `server_slot.OPERATIONS`:
     save, load          layers, folder; folder, image               bytes; layers. The folder is the host's
     forget, stats       layers; nothing                             nothing; counts
 
-Quick requests run in the order of their frames; what takes time (a command, a long listing) continues concurrently. A
-request that fails is answered with an ERROR and affects no other. While a checkpoint is made, requests that would start
-or stop processes in its slot, or end it, wait; files written from outside meanwhile are in the checkpoint or not.
+Quick requests run in the order of their frames, long ones (a command, a listing) concurrently. A request that fails is
+answered with an ERROR and affects no other. During a checkpoint, requests that start or stop processes of the slot, or
+end it, wait; it may or may not contain files that are written meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from . import files, server_slot
 from .event_loop import EpollLoop, Job
@@ -48,9 +49,12 @@ from .protocol import frames
 from .protocol.frame_connection import FrameConnection
 from .protocol.frames import CHUNK, Fields, Frame, FrameKind, OpenRequest
 from .protocol.init_messages import env_block
-from .rung import AnyCheckpoints, AnyDriver, CannotMake, Place, SealedLayer
+from .rung import AnyDriver, CannotMake, Place, SealedLayer
 from .server_slot import ServerSlot, SlotState
 from .streams import Download, Listing, Upload
+
+if TYPE_CHECKING:
+    from .namespaced.namespaced_rung import OverlayCheckpoints
 
 _log = logging.getLogger("slotd")
 
@@ -71,7 +75,7 @@ class RequestError(Exception):
 class SlotServer:
     """One per run. `open_driver` starts the isolation level with the settings of the client's HELLO.
 
-    `handover` is a SOCK_SEQPACKET over which a client that is root as well gets descriptors of its slots.
+    Over `handover`, a SOCK_SEQPACKET, a client that is also root gets descriptors of its slots.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class SlotServer:
         self._open_driver = open_driver
         self._driver: AnyDriver
         self._slots: dict[str, ServerSlot] = {}
-        self._layers: dict[str, SealedLayer] = {}
+        self._layers: dict[str, Any] = {}  # the `SealedLayer`s of the driver
         self._open_requests: dict[int, OpenRequest] = {}
         self._children = itertools.count(FIRST_CHILD)
         self._epochs = itertools.count(1)
@@ -111,20 +115,17 @@ class SlotServer:
     def _on_frame(self, frame: Frame) -> None:
         """Handle a frame; an error in one request must not end the others."""
         try:
-            if frame.kind is not FrameKind.REQUEST:
-                self._on_other(frame)
+            if frame.kind is FrameKind.HELLO:
+                self._hello(frame)
+            elif frame.kind is not FrameKind.REQUEST:
+                if frame.request in self._open_requests:
+                    self._open_requests[frame.request].on_frame(frame)
             elif not self._hold(frame):
                 job = self._operations[frame.fields["op"]](frame)
                 if job is not None:
                     self.loop.start(self._guarded(frame, job))
         except Exception as error:
             self._fail(frame, error)
-
-    def _on_other(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.HELLO:
-            self._hello(frame)
-        elif frame.request in self._open_requests:
-            self._open_requests[frame.request].on_frame(frame)
 
     def _guarded(self, frame: Frame, job: Job) -> Job:
         try:
@@ -195,10 +196,8 @@ class SlotServer:
         self._reply(frame, {"slot": slot.name, "epoch": slot.epoch, "exposed": exposed})
 
     def _hand_over(self, slot: ServerSlot, client: socket.socket) -> None:
-        """Give the client descriptors of the slot's root, of a line to its init and of the init's process.
-
-        Only the root if the init takes no line; nothing if too many messages wait for the client.
-        """
+        """Send the client descriptors of the slot's root, of a line to its init (if that takes one) and of the init.
+        Sends nothing if too many messages wait for the client."""
         place, line = self._locate(slot, "/"), slot.open_line()
         with contextlib.suppress(OSError), line or contextlib.nullcontext():
             fds = [place.root] if line is None else [place.root, line.fileno(), slot.process]
@@ -213,7 +212,7 @@ class SlotServer:
             self._connection.send(FrameKind.LOST, 0, {"slot": slot.name, "epoch": slot.epoch})
 
     def _renew(self, frame: Frame) -> None:
-        """Give a lease to another holder: the former one is refused from now on."""
+        """Give a lease a new epoch; requests of the former holder are refused."""
         slot = self._leased(frame)
         slot.epoch = next(self._epochs)
         self._reply(frame, {"epoch": slot.epoch})
@@ -347,7 +346,7 @@ class SlotServer:
     # Frozen slots and checkpoints
 
     def _hold(self, frame: Frame) -> bool:
-        """Whether a request has to wait for a checkpoint of its slot, to be handled again then. Thaws a frozen slot."""
+        """Whether a request has to wait for a checkpoint of its slot. Thaws a frozen slot."""
         if not self._held and not self._frozen:
             return False
         name, op = frame.fields.get("slot", ""), frame.fields["op"]
@@ -362,7 +361,7 @@ class SlotServer:
             return
         slot = self._leased(frame)
         with self._exclusively(slot):
-            self._frozen[slot.name] = yield from _freeze(slot)
+            self._frozen[slot.name] = yield from freezer.freeze(slot.pid)
         self._reply(frame, {"processes": len(self._frozen.get(slot.name, []))})
 
     def _checkpoint(self, frame: Frame) -> Job:
@@ -371,7 +370,7 @@ class SlotServer:
         slot, checkpoints = self._leased(frame), self._checkpoints("checkpoint")
         with self._exclusively(slot):
             begun, begun_ns = time.monotonic(), time.time_ns()
-            stopped = yield from _freeze(slot)
+            stopped = yield from freezer.freeze(slot.pid)
             try:
                 mapped = freezer.maps_files_shared(slot.pid)
                 layer, copied = yield from checkpoints.checkpoint(slot.files, mapped, begun_ns)
@@ -406,9 +405,9 @@ class SlotServer:
         self._reply(frame, {"layers": [layer.name for layer in layers]})
         yield
 
-    def _checkpoints(self, op: str) -> AnyCheckpoints:
+    def _checkpoints(self, op: str) -> OverlayCheckpoints:
         if self._driver.checkpoints is None:
-            raise CannotMake(f"this rung has no layers to {op}; seal the slot instead, or use userns or full")
+            raise CannotMake(f"this level has no layers to {op}; seal the slot instead, or use userns or full")
         return self._driver.checkpoints
 
     # Layers
@@ -483,7 +482,7 @@ class SlotServer:
             raise RequestError("lost", f"{name} is dead")
         return slot
 
-    def _layer(self, name: str) -> SealedLayer:
+    def _layer(self, name: str) -> Any:
         if name not in self._layers:
             raise RequestError("sandbox", f"the snapshot's layer {name} does not exist any more")
         return self._layers[name]
@@ -497,10 +496,3 @@ def _require_descriptors() -> None:
     if lowest > most - most // _KEPT_DESCRIPTORS:
         what = f"the slot server has {lowest} files open and may have {most}"
         raise CannotMake(f"cannot make a slot: {what}; raise the limit (ulimit -Hn) before the run, or use fewer slots")
-
-
-def _freeze(slot: ServerSlot) -> Generator[None, None, list[int]]:
-    try:
-        return (yield from freezer.freeze(slot.pid))
-    except freezer.WillNotStop as error:
-        raise CannotMake(f"cannot stop {slot.name}: {error}") from None

@@ -1,7 +1,7 @@
 """One slot as the server sees it: its init, its descriptors, its processes, its end.
 
-A slot is dead when the process descriptor of its init reports it, and not before: the control socket is closed earlier,
-while other processes of the slot may still run.
+A slot is dead when the process descriptor of its init reports it. Its control socket closes earlier, while other
+processes may still run.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class SlotState(Enum):
 
 class ServerSlot:
     """Owned by the server. `on_ready` or `on_end` follows `start`; `on_end` is called once, when the slot is dead.
-
-    Implements `SlotOwner`.
-    """
+    Implements `SlotOwner`."""
 
     def __init__(
         self, name: str, epoch: int, new: NewSlot, loop: EpollLoop,
@@ -58,8 +56,7 @@ class ServerSlot:
         self.failure = "its first process died"  # why it could not be made
         self.root = self.process = -1  # descriptors of its root directory and of its init's process
         self.pid = -1  # its init, as the server numbers processes
-        self.ending: Callable[[], None] | None = None
-        """Set by whoever ends the slot on purpose; called instead of `on_end`."""
+        self.ending: Callable[[], None] | None = None  # set for an end on purpose; called instead of `on_end`
         self.uploads: set[Upload] = set()  # files that are being written
         self.supervisor: Supervisor
         self.shells: ShellProcesses
@@ -110,7 +107,7 @@ class ServerSlot:
             self._kill_init()
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
-        """The socket that `make` makes, in the slot's network. Raises OSError if it has none, or if `make` does."""
+        """Call `make` for a socket in the slot's network. Raises OSError if there is none, or if `make` does."""
         if self._init.network is NetworkScope.NONE:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the slot has no network")
         if self._init.network is NetworkScope.SHARED:
@@ -126,7 +123,7 @@ class ServerSlot:
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
 
     def _on_begin(self) -> None:
-        """Take the init's first message: that it is ready, or why it failed."""
+        """Take the init's first message: READY, or the reason of its failure."""
         try:
             data, fds = pipes.receive(self._channel, init_messages.MAX_REPORT, 1)
         except BlockingIOError:
@@ -151,7 +148,7 @@ class ServerSlot:
         self._bury()
 
     def _bury(self) -> None:
-        """The init is dead. The slot is dead once nothing that the init has left lives any more."""
+        """The init is dead. The slot is dead once the processes that the init has left are dead."""
         if not self._init.gone():
             self._loop.later(_GONE_EVERY_S, self._bury)
             return
@@ -172,6 +169,7 @@ class ServerSlot:
             self._on_end(self)
 
 
+# Requests that a slot's own parts serve, by name.
 OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
     "exec": lambda slot, frame: slot.supervisor.exec(frame),
     "shell": lambda slot, frame: slot.shells.open(frame),
@@ -179,11 +177,10 @@ OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
     "close_shell": lambda slot, frame: slot.shells.close(frame),
     **dict.fromkeys(background.OPERATIONS, lambda slot, frame: slot.background.serve(frame)),
 }
-"""Requests that a slot's own parts serve, by name."""
 
 
 def arguments(root: int, pid: int) -> list[str] | None:
-    """The arguments of a process as the slot numbers it, read from the kernel; None if no such process lives."""
+    """The arguments of a live process by its number in the slot, read from the kernel; otherwise None."""
     try:
         fd = files.open_at(root, f"/proc/{pid}/cmdline", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -201,10 +198,8 @@ def arguments(root: int, pid: int) -> list[str] | None:
 
 
 class ServiceQuery:
-    """One connection to a service at 127.0.0.1 of a slot: sends a request and keeps the answer.
-
-    `answered` gets what came until the service hung up, the time was over or the bound was reached. Raises OSError.
-    """
+    """One connection to a service at 127.0.0.1 of a slot: sends a request and passes the answer, up to the end of the
+    connection, of the time or of the bound, to `answered`. Raises OSError."""
 
     def __init__(
         self, loop: EpollLoop, slot: ServerSlot, fields: Fields, request: bytes,

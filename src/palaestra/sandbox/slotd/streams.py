@@ -1,7 +1,7 @@
-"""Contents that do not fit into one frame: files on their way, and lists whose length a slot controls.
+"""Contents that do not fit into one frame: files, and lists whose length a slot controls.
 
-A list's JSON is written to a file in memory, some entries at a time, and goes to the client as a file does: at the
-client's pace, so that no list is too long for a message and none holds others up.
+A list's JSON is written to a file in memory, some entries at a time, and sent like a file: at the client's pace, so
+that no list exceeds a message or delays others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Listing:
         self._size = 0
 
     def fill(self, entries: Iterable[Fields | None]) -> Iterator[None]:
-        """Take all entries, as a job; None among them is a pause. Raises OSError (EFBIG) if they are too many."""
+        """Take all entries, as a job; None among them is a pause. Raises OSError (EFBIG) for too many."""
         self._write(b"[")
         piece: list[str] = []
         comma = ""
@@ -65,10 +65,8 @@ class Listing:
 
 
 class Download:
-    """Sends a file as DATA, the last piece with the RESULT, and reads it only as fast as the client takes it.
-
-    With `holes`, a hole is a DATA frame that gives only its length: a slot may claim terabytes that do not exist.
-    """
+    """Sends a file as DATA, the last piece with the RESULT, as fast as the client takes it. With `holes`, a hole is a
+    DATA frame with its length: a sparse file may claim terabytes."""
 
     def __init__(
         self, number: int, fd: int, size: int, connection: FrameConnection, open_requests: dict[int, OpenRequest],
@@ -80,7 +78,7 @@ class Download:
         open_requests[number] = self
 
     def on_frame(self, frame: Frame) -> None:
-        """The client has taken so much, or cancels."""
+        """The client has taken some bytes, or cancels."""
         if frame.kind is FrameKind.CREDIT:
             self._credit += frame.fields["bytes"]
             self.pump()
@@ -88,7 +86,7 @@ class Download:
             self._end()
 
     def pump(self) -> None:
-        """Send what the credit allows. A file that has shrunk meanwhile ends early."""
+        """Send as much as the credit allows. A file that has shrunk meanwhile ends early."""
         while self._left > CHUNK and self._credit > 0:
             most = CHUNK
             if self._holes:
@@ -108,7 +106,8 @@ class Download:
         self._end(self._next())
 
     def _extent(self) -> tuple[int, int]:
-        """The length of a hole that begins here, which is skipped; otherwise how much of a piece comes before one."""
+        """The length of a hole here, which is skipped, and otherwise the number of bytes in a piece before the next
+        one."""
         here = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
             data = os.lseek(self._fd, here, os.SEEK_DATA)
@@ -165,7 +164,7 @@ class Upload:
             self._connection.send(FrameKind.RESULT, self._number)
 
     def lose(self, slot: str) -> None:
-        """The slot has ended: drop the file, since the slot's files may be a snapshot's now."""
+        """The slot has ended: drop the file, since the slot's files may belong to a snapshot now."""
         self._forget()
         self._writing.discard()
         lost = {"error": "lost", "message": f"{slot} ended while a file was written to it"}

@@ -1,7 +1,6 @@
 """System calls that Python 3.11 has no name for. Each returns a value or raises OSError with the errno.
 
-The modules that use them decide which mount or namespace, in what order. Numbers above 423 are the same on every
-architecture; the two below come from the kernel's tables for x86-64 and aarch64.
+Numbers above 423 are the same on every architecture; the others come from the kernel's tables.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_SLAVE = 4096, 8192, 16384, 1 << 18, 1 << 19
 MNT_DETACH = 2
 
-RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_IN_ROOT = 0x02, 0x04, 0x10
+RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 0x02, 0x10
 
 _HOW, _LONG = struct.Struct("=QQQ"), struct.Struct("@l")
 _StatFs = ctypes.c_char * 256
@@ -42,7 +41,8 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 38, 47
 
 
-def _check(result: int, what: str) -> int:
+def check(result: int, what: str) -> int:
+    """The result of a call of the C library. Raises OSError if it is negative."""
     if result < 0:
         errno = ctypes.get_errno()
         raise OSError(errno, f"{what}: {os.strerror(errno)}")
@@ -50,70 +50,64 @@ def _check(result: int, what: str) -> int:
 
 
 def raw(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """A system call by its number; negative if it failed (see `checked`)."""
+    """A system call by its number; negative if it failed (see `check`)."""
     wide = (ctypes.c_long(value) if isinstance(value, int) else value for value in arguments)
     return int(_libc.syscall(ctypes.c_long(number), *wide))
-
-
-def checked(result: int, what: str) -> int:
-    """The result of the last `raw`, or its OSError."""
-    return _check(result, what)
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """mount(2)."""
     names = (source.encode(), target.encode(), kind.encode() or None)
-    _check(_libc.mount(*names, ctypes.c_ulong(flags), options.encode() or None), f"mount {kind or 'bind'} on {target}")
+    check(_libc.mount(*names, ctypes.c_ulong(flags), options.encode() or None), f"mount {kind or 'bind'} on {target}")
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """umount2(2), by default lazily: what still uses the mount keeps it."""
-    _check(_libc.umount2(target.encode(), flags), f"umount {target}")
+    """umount2(2), by default lazily: present users of the mount keep it."""
+    check(_libc.umount2(target.encode(), flags), f"umount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
     """pivot_root(2)."""
     if _PIVOT_ROOT is None:
         raise OSError(38, f"no system call table for {MACHINE}")
-    _check(_libc.syscall(_PIVOT_ROOT, new.encode(), old.encode()), f"pivot_root {new}")
+    check(_libc.syscall(_PIVOT_ROOT, new.encode(), old.encode()), f"pivot_root {new}")
 
 
 def unshare(flags: int) -> None:
     """unshare(2)."""
-    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare {flags:#x}")
+    check(_libc.unshare(ctypes.c_int(flags)), f"unshare {flags:#x}")
 
 
 def setns(fd: int, kind: int) -> None:
     """setns(2)."""
-    _check(_libc.setns(fd, ctypes.c_int(kind)), f"setns {kind:#x}")
+    check(_libc.setns(fd, ctypes.c_int(kind)), f"setns {kind:#x}")
 
 
 def prctl(option: int, *arguments: int) -> int:
     """prctl(2) with integer arguments; missing ones are 0."""
     padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
-    return _check(_libc.prctl(option, *padded), f"prctl {option}")
+    return check(_libc.prctl(option, *padded), f"prctl {option}")
 
 
 def set_name(name: str) -> None:
     """The name that `ps` shows for this thread, at most 15 bytes."""
     buffer = ctypes.create_string_buffer(name.encode()[:15])
-    _check(_libc.prctl(PR_SET_NAME, buffer, 0, 0, 0), "prctl name")
+    check(_libc.prctl(PR_SET_NAME, buffer, 0, 0, 0), "prctl name")
 
 
 def capset(keep: int) -> None:
-    """Set the effective and permitted capabilities of this thread to the bits of `keep`, and clear the inheritable
-    ones."""
+    """Set the effective and permitted capabilities of this thread to `keep`, and clear the inheritable ones."""
     if _CAPSET is None:
         raise OSError(38, f"no system call table for {MACHINE}")
     low, high = keep & 0xFFFFFFFF, keep >> 32
     header, data = struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", low, low, 0, high, high, 0)
-    _check(_libc.syscall(_CAPSET, header, data), "capset")
+    check(_libc.syscall(_CAPSET, header, data), "capset")
 
 
 def close_from(first: int, last: int = 0xFFFFFFFF) -> None:
     """Close every descriptor from `first` to `last`."""
     if first <= last:
-        _check(_libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
+        check(_libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
 
 
 def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: int = 0) -> int:
@@ -133,39 +127,39 @@ def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: i
 def open_tree(path: str, recursive: bool = False) -> int:
     """A descriptor of a detached copy of the mount at `path`."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
-    return _check(_libc.syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
+    return check(_libc.syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
 
 
 def set_mount_attributes(tree: int, add: int, idmap: int | None = None, recursive: bool = False) -> None:
     """mount_setattr(2) on a detached mount: flags to add, and the user namespace through which owners are seen."""
     attributes = struct.pack("=QQQQ", add | (_MOUNT_ATTR_IDMAP if idmap is not None else 0), 0, 0, idmap or 0)
     flags = _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0)
-    _check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, attributes, len(attributes)), "mount_setattr")
+    check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, attributes, len(attributes)), "mount_setattr")
 
 
 def move_mount(tree: int, target: str) -> None:
     """Attach a detached mount at `target`."""
     result = _libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
-    _check(result, f"move_mount {target}")
+    check(result, f"move_mount {target}")
 
 
 def detached_tmpfs(options: str) -> int:
     """A descriptor of a new tmpfs that is mounted nowhere; nosuid and nodev. The options are those of mount(8)."""
-    context = _check(_libc.syscall(_FSOPEN, b"tmpfs", 1), "fsopen tmpfs")
+    context = check(_libc.syscall(_FSOPEN, b"tmpfs", 1), "fsopen tmpfs")
     try:
         _configure(context, options)
-        _check(_libc.syscall(_FSCONFIG, context, _FSCONFIG_CREATE, None, None, 0), "fsconfig tmpfs")
-        return _check(_libc.syscall(_FSMOUNT, context, 1, MS_NOSUID | MS_NODEV), "fsmount tmpfs")
+        check(_libc.syscall(_FSCONFIG, context, _FSCONFIG_CREATE, None, None, 0), "fsconfig tmpfs")
+        return check(_libc.syscall(_FSMOUNT, context, 1, MS_NOSUID | MS_NODEV), "fsmount tmpfs")
     finally:
         os.close(context)
 
 
 def reconfigure(mount: int, options: str) -> None:
     """Change the options of the file system mounted as the descriptor `mount`."""
-    context = _check(_libc.syscall(_FSPICK, mount, b"", _FSPICK_EMPTY_PATH), "fspick")
+    context = check(_libc.syscall(_FSPICK, mount, b"", _FSPICK_EMPTY_PATH), "fspick")
     try:
         _configure(context, options)
-        _check(_libc.syscall(_FSCONFIG, context, _FSCONFIG_RECONFIGURE, None, None, 0), "fsconfig")
+        check(_libc.syscall(_FSCONFIG, context, _FSCONFIG_RECONFIGURE, None, None, 0), "fsconfig")
     finally:
         os.close(context)
 
@@ -174,14 +168,14 @@ def _configure(context: int, options: str) -> None:
     for option in options.split(","):
         name, _, value = option.partition("=")
         result = _libc.syscall(_FSCONFIG, context, _FSCONFIG_SET_STRING, name.encode(), value.encode(), 0)
-        _check(result, f"fsconfig {option}")
+        check(result, f"fsconfig {option}")
 
 
 def filesystem_type(fd: int) -> int:
     """The magic number of the file system of `fd` (statfs(2))."""
     found = _StatFs()  # per call, since several threads may have a client
     if _libc.fstatfs(fd, found) < 0:
-        _check(-1, "fstatfs")
+        check(-1, "fstatfs")
     return int(_LONG.unpack_from(found)[0])
 
 
@@ -189,11 +183,11 @@ def install_filter(program: bytes) -> None:
     """Install a seccomp program (packed `sock_filter`s) for this process and all it starts."""
     code = ctypes.create_string_buffer(program, len(program))
     descriptor = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    _check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(descriptor), 0, 0), "seccomp")
+    check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(descriptor), 0, 0), "seccomp")
 
 
 def overwrite_command_line(title: str) -> None:
-    """Replace what `/proc/PID/cmdline` shows of this process, so that it shows no path of the host."""
+    """Replace `/proc/PID/cmdline` of this process, so that it shows no path of the host."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
     start, end = int(fields[45]), int(fields[46])

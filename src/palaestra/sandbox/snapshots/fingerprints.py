@@ -1,7 +1,7 @@
 """Cache fingerprints of images, directories, the host and this package.
 
 File contents are not read: that would cost more than preparing again. Invariant: a change through the file system
-changes the fingerprint; a copy elsewhere may change it too, which only costs a preparation.
+changes the fingerprint; a copy elsewhere may change it too, which costs only a preparation.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ _HOST = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib")
 
 
 def of_tree(folder: str) -> tuple[str, int]:
-    """A digest of everything under a folder, and the bytes that it takes on disk.
-
-    It covers names, kinds, owners, modes, sizes and times of change (which no program can set).
-    """
+    """A digest of all names, kinds, owners, modes, sizes and times of change (which no program can set) under a folder,
+    and its bytes on disk."""
     digest, taken, waiting = hashlib.sha256(), 0, [folder]
     while waiting:
         path = waiting.pop()
@@ -47,19 +45,15 @@ def of_tree(folder: str) -> tuple[str, int]:
 
 
 def _names(folder: str) -> list[str]:
-    """Sorted entries; empty if the folder is gone or unreadable, since its own time of change shows what came or
-    went."""
+    """Sorted entries; empty if the folder is gone or unreadable, since its own time of change shows that."""
     with contextlib.suppress(OSError):
         return sorted(os.listdir(folder))
     return []
 
 
 def of_image(image: str | None) -> JSON:
-    """Of a directory by everything in it, of a file by its inode, size and times.
-
-    Without an image, of the host's system: its release, and when packages last changed. A system file that is edited by
-    hand is not noticed.
-    """
+    """Of a directory by everything in it, of a file by its inode, size and times. Without an image, of the host's
+    release and times of package changes; it misses edits of system files by hand."""
     if image is None:
         release = Path("/etc/os-release")
         here = os.path.realpath(sys.base_prefix)

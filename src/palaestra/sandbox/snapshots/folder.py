@@ -1,12 +1,12 @@
-"""The folder that keeps prepared workspaces between runs, shared by all runs of one user on one machine.
+"""The folder of prepared workspaces, shared by all runs of one user on one machine.
 
-An entry gets its name only when it is complete (written next to it, synced, renamed), so a crash leaves no incomplete
-entry. An unfinished one is locked while its maker lives and removed once nobody holds the lock. The slot server that
-uses an entry locks it (`LocalBackend.load`), so it is not evicted. `is_whole` notices what others have done to an entry
-since (a cleaner of caches, an editor), but not a disk that returns other bytes.
+An entry gets its name when it is complete (written next to it, synced, renamed), so a crash leaves no incomplete entry.
+An unfinished one is locked while its maker lives, and removed afterwards. The slot server that uses an entry locks it
+against eviction (`LocalBackend.load`). `is_whole` notices changes to the files of an entry (by a cleaner of caches, an
+editor), but not a disk that returns other bytes.
 
     STORE/KEY/layers/N/TREE   one folder per layer, topmost first     STORE/KEY/about.json   its recipe and last use
-    STORE/new-*               an unfinished entry, or a removed one   STORE/turn-*           locks of those who prepare
+    STORE/new-*               an unfinished entry, or a removed one   STORE/turn-*           locks of preparations
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StoredSnapshot:
-    """One kept snapshot. `size_bytes` is its size on disk, `used_at` its last use in seconds since the epoch, `name`
-    what it was first made for."""
+    """One kept snapshot: `size_bytes` on disk, `used_at` its last use in seconds since the epoch, `name` its first
+    purpose."""
 
     key: str
     size_bytes: int
@@ -57,16 +57,14 @@ class StoredSnapshot:
 
 
 class SnapshotStore:
-    """The folder. Every method may be called while other runs use it. Nothing is made or read before `open`."""
+    """The folder. Every method is safe while other runs use it. Nothing is made or read before `open`."""
 
     def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.folder, self.max_bytes = folder, max_bytes
 
     def open(self) -> SnapshotStore:
-        """Make the folder if it does not exist. Idempotent.
-
-        Raises `ConfigError` if it belongs to another user or others may write to it: its contents are executed.
-        """
+        """Make the folder if it does not exist. Idempotent. Raises `ConfigError` if it belongs to another user or
+        others may write to it: its contents are executed."""
         folder = self.folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,10 +133,8 @@ class SnapshotStore:
                 os.close(lock)
 
     def keep(self, path: Path, key: str, recipe: JSON) -> None:
-        """Give a complete entry its name, and evict others to make room. If another run was faster, its entry is kept.
-
-        Blocks while the disk syncs. Raises OSError (EFBIG) for an entry that is larger than the store may be.
-        """
+        """Give a complete entry its name, and evict others to make room; an entry of a faster run stays. Blocks while
+        the disk syncs. Raises OSError (EFBIG) for an entry that is larger than the store may be."""
         _sync(path)
         digest, size_bytes = fingerprints.of_tree(str(path / "layers"))
         if size_bytes > self.max_bytes:
@@ -199,7 +195,7 @@ class SnapshotStore:
 
 
 async def to_the_end(work: Callable[[], None]) -> None:
-    """Work in a thread and wait for its end even if cancelled: what it works on may be gone afterwards."""
+    """Work in a thread and wait for its end even if cancelled, since the caller may remove the files afterwards."""
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)

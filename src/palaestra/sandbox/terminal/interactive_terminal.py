@@ -1,8 +1,7 @@
 """Typing into a terminal of a slot and looking at its screen, as a person (or tmux) would.
 
-Works with any `Slot`: the program runs as a background process with a terminal of its own. The screen is emulated here,
-from the bytes it has sent, whenever it is looked at; that is also when questions of the program (where is the cursor?)
-are answered. Programs that need only a command line and output do not need this.
+The program runs as a background process with a terminal of its own. The screen is emulated here, from the program's
+output, whenever it is captured; the program's questions (where is the cursor?) are answered then.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from palaestra.sandbox.slot import WORKSPACE, Process, Slot, TerminalSize
+from palaestra.sandbox.local.local_slot import Process
+from palaestra.sandbox.slot import WORKSPACE, Slot, TerminalSize
 from palaestra.sandbox.terminal.screen import Screen, open_screen
 
 _PIECE_BYTES = 128 << 10
@@ -34,10 +34,9 @@ _CONTROL = {"Space": 0, "@": 0, "[": 27, "\\": 28, "]": 29, "^": 30, "_": 31, "?
 
 @dataclass(frozen=True, slots=True)
 class ScreenShot:
-    """A terminal at one time. `cursor` is row and column from 0.
-
-    `emulated` is False without an emulator: then `text` is the last lines without control sequences. `lost` is how many
-    bytes were dropped before anybody looked; the screen was cleared after them.
+    """A terminal at one time. `cursor` is row and column from 0. Without an emulator `emulated` is False and `text` the
+    last lines without control sequences. `lost` counts bytes dropped before a capture; the screen was cleared after
+    them.
     """
 
     text: str
@@ -138,15 +137,8 @@ class Terminal:
             if status.running and self._cursor >= status.output_total_bytes:
                 break
         screen = self._screen
-        return ScreenShot(
-            text=screen.text(),
-            cursor=screen.cursor,
-            size=self._size,
-            emulated=screen.emulated,
-            running=status.running,
-            exit_code=status.exit_code,
-            lost=self._lost,
-        )
+        running, code = status.running, status.exit_code
+        return ScreenShot(screen.text(), screen.cursor, self._size, screen.emulated, running, code, self._lost)
 
 
 def key_code(key: str, *, application_cursor: bool = False) -> bytes | None:

@@ -1,14 +1,17 @@
-"""What a terminal shows after the bytes that a program has sent it.
+"""The screen of a terminal, from the bytes that a program has sent it.
 
 `GhosttyScreen` is a real emulator (libghostty, in the extra `screen`): full-screen programs, the alternate screen, wide
-characters, answers to a program's questions. `PlainScreen` needs nothing and emulates nothing: it drops control
-sequences and keeps the last lines, which is right for scrolling output and wrong for editors; `emulated` is False.
+characters, answers to a program's questions. `PlainScreen` drops control sequences and keeps the last lines, which is
+right for scrolling output and wrong for editors; its `emulated` is False.
+
+`cursor` is row and column from 0; `application_cursor` whether the program has requested the other codes of the cursor
+keys. `feed` takes output of the program and returns the terminal's answers.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from typing import TypeAlias
 
 from palaestra.core.errors import ConfigError
 from palaestra.sandbox.slot import TerminalSize
@@ -22,30 +25,6 @@ _SEQUENCE = re.compile(
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07]*|[ -/]*)?\Z")
 _MAX_UNFINISHED = 4096
 _CURSOR_KEYS = 1
-
-
-class Screen(Protocol):
-    """An emulator, or a substitute for one."""
-
-    @property
-    def emulated(self) -> bool:
-        """Whether `text` is what a terminal shows; otherwise it is the last lines, without control sequences."""
-
-    @property
-    def cursor(self) -> tuple[int, int]:
-        """Row and column, from 0."""
-
-    @property
-    def application_cursor(self) -> bool:
-        """Whether the program has asked for the other codes of the cursor keys."""
-
-    def feed(self, data: bytes) -> bytes:
-        """Take what the program has sent; the terminal's answers to it."""
-
-    def resize(self, size: TerminalSize) -> None: ...
-
-    def text(self) -> str:
-        """The visible lines, without trailing blanks."""
 
 
 def open_screen(size: TerminalSize, emulator: str = "best") -> Screen:
@@ -64,7 +43,7 @@ def open_screen(size: TerminalSize, emulator: str = "best") -> Screen:
 
 
 class GhosttyScreen:
-    """Implements `Screen` with libghostty."""
+    """A screen that libghostty emulates."""
 
     emulated = True
 
@@ -98,7 +77,7 @@ class GhosttyScreen:
 
 
 class PlainScreen:
-    """Implements `Screen` without emulation."""
+    """A screen without emulation."""
 
     emulated = False
     application_cursor = False
@@ -142,11 +121,12 @@ class PlainScreen:
                 self._lines[-1] = line[:start] + part + line[self._column :]
 
 
-def plain(data: bytes) -> tuple[str, bytes]:
-    """What a program has written, without control sequences, and what of it is incomplete: a sequence or a character.
+Screen: TypeAlias = GhosttyScreen | PlainScreen
 
-    Bytes that are not UTF-8 are in the text as surrogates (`errors="surrogateescape"`).
-    """
+
+def plain(data: bytes) -> tuple[str, bytes]:
+    """The output of a program without control sequences, and its incomplete end: a sequence or a character. Bytes that
+    are not UTF-8 become surrogates (`errors="surrogateescape"`)."""
     text = data.decode(errors="surrogateescape")
     unfinished = _UNFINISHED.search(text[-_MAX_UNFINISHED:])
     held = unfinished.group() if unfinished else _broken_character(text)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.errors import PrepareError
-from palaestra.sandbox.local.local_slot import TextFiles
+from palaestra.sandbox.local.local_slot import Process, Shell
 from palaestra.sandbox.slot import (
     DEFAULT_OUTPUT_BYTES,
     MAX_FILE_BYTES,
@@ -19,9 +19,6 @@ from palaestra.sandbox.slot import (
     Change,
     ExecutionResult,
     FileInfo,
-    Process,
-    Rung,
-    Shell,
     Slot,
     TerminalSize,
 )
@@ -60,27 +57,17 @@ async def home_of(slot: Slot, user: str) -> str:
     return "/"
 
 
-class UserSlot(TextFiles):
+class UserSlot(Slot):
     """A slot as one of its users sees it. A stateful shell is not available."""
 
     def __init__(self, slot: Slot, user: str, home: str) -> None:
         self._slot, self._user, self._home = slot, user, home
-
-    @property
-    def slot_id(self) -> str:
-        return self._slot.slot_id
-
-    @property
-    def epoch(self) -> int:
-        return self._slot.epoch
-
-    @property
-    def trajectory_id(self) -> str:
-        return self._slot.trajectory_id
-
-    @property
-    def rung(self) -> Rung:
-        return self._slot.rung
+        self.slot_id, self.epoch, self.trajectory_id, self.rung = (
+            slot.slot_id,
+            slot.epoch,
+            slot.trajectory_id,
+            slot.rung,
+        )
 
     def _argv(self, command: str | Sequence[str]) -> list[str]:
         return as_user(["bash", "-c", command] if isinstance(command, str) else command, self._user)

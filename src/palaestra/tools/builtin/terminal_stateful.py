@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.slot import WORKSPACE, Shell, Slot
+from palaestra.sandbox.local.local_slot import Shell
+from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, check_command, clamp_timeout, reply_to
 from palaestra.tools.human.approval import Approvals

@@ -37,7 +37,7 @@ def test_a_hierarchy_without_controllers_is_only_for_slots_with_network(tmp_path
         "server",
     )
     group.create()
-    none = cgroups.CgroupLimits(None, None, None)
+    none = dict.fromkeys(("memory_bytes", "cpus", "pids"))
     assert group.add("a", none) == [f"{tmp_path}/one/server/a"]
     assert group.add("b", none, network=True) == [f"{tmp_path}/one/server/b", f"{tmp_path}/two/server/b"]
     assert group.guarded("b") == f"{tmp_path}/two/server/b"

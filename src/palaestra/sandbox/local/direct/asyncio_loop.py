@@ -16,7 +16,7 @@ _MOMENT_S = 0.01  # most commands have ended by then
 
 
 class AsyncioLoop(EpollLoop):
-    """Implements `EventLoop` on the running loop; one serves all slots of a server."""
+    """Runs in asyncio's running loop; one serves all slots of a server."""
 
     def __init__(self) -> None:
         super().__init__()

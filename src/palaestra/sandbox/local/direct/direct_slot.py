@@ -1,9 +1,9 @@
 """Commands, shells and small files of a slot without the slot server: two wake-ups of a process less.
 
-On the rung `full` the server and its client are root of the same machine. For each slot the server hands over a
-descriptor of its root and a line to its init, with which the client does what the server would, by the same code
-(`slotd/exec`, `slotd/files.py`). Other requests go to the server, which still makes, freezes and ends the slot. So does
-whatever fails here, since the server reports it in the same words: a missing file, no descriptor left in this process.
+At the level `full` the server and its client are root of the same machine. For each slot the server hands over a
+descriptor of its root and a line to its init, with which the client acts like the server, by the same code
+(`slotd/exec`, `slotd/files.py`). The server makes, freezes and ends the slot, and serves other requests and those that
+fail here, so that errors read the same: a missing file, no descriptor left in this process.
 """
 
 from __future__ import annotations

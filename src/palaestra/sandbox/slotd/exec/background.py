@@ -1,4 +1,4 @@
-"""Background processes, which outlive the request that started them. Serves these requests, which all carry the lease:
+"""Background processes, which outlive the request that started them. Serves these requests, all with the lease:
 
     op          fields                                              RESULT
     spawn       argv | command, cwd, env, terminal, stdin           `BackgroundProcess.fields`
@@ -7,15 +7,14 @@
     input       process, close, and the bytes                       written
     signal      process, signal
     resize      process, rows, columns
-    kill        process, grace_s                                    the same, swept: when everything it started is dead
+    kill        process, grace_s                                    the same, swept: when its whole tree is dead
     processes                                                       processes: one object each
     dismiss     process                                             the process is killed and forgotten
 
-`output`, `wait` and `input` can be cancelled; they are then answered with what there is.
+A cancelled `output`, `wait` or `input` is answered with the present state.
 
-Output goes to a ring that clients read by cursor, however late, and to a spill file of the slot once the ring is full.
-Nothing waits for readers, so none can hold up the process or the server. Input is taken at the pace at which the
-process reads; that delays only the writer.
+Output goes to a ring that clients read by cursor, and to a spill file of the slot once the ring is full, so no reader
+can hold up the process or the server. Input is written as fast as the process reads it.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ MAX_PROCESSES = 64  # per slot, including ended ones. A new process replaces the
 RING_BYTES = 256 << 10
 END_OF_INPUT = b"\x04"  # ends the input of a terminal in its usual mode
 MAX_SIDE = 1000  # the most rows and columns of a terminal
-_BREATH_EVERY_BYTES, _BREATH_S, _NOBODY_S = 4 << 20, 0.02, 0.02
-"""After so much output of one process the server serves others for a moment: at most 200 MB/s per process."""
+_BREATH_EVERY_BYTES, _BREATH_S, _NOBODY_S = 4 << 20, 0.02, 0.02  # pauses let the server serve other processes
 
 _GET_PEER, _SET_LOCK = 0x5441, 0x40045431  # TIOCGPTPEER, TIOCSPTLCK: the same on x86-64 and aarch64
 _PTMX = os.makedev(5, 2)
@@ -145,7 +143,7 @@ class BackgroundProcess:
         self._on_start, self._terminal, self._cwd = on_start, size is not None, cwd
         writer, mark = -1, b""
         if size is not None:
-            self._output, slave = _open_terminal(self._supervisor.root, *size)
+            self._output, slave = _open_terminal(self._supervisor.owner.root, *size)
             writer, mark = os.dup(self._output), END_OF_INPUT
             ends, places = [slave], [(0, 0), (0, 1), (0, 2)]
         else:
@@ -167,7 +165,7 @@ class BackgroundProcess:
     # Requests
 
     def read(self, number: int, cursor: int, max_bytes: int, wait_s: float) -> None:
-        """Answer with the output from `cursor` on. If there is none yet, wait so long for some, or for the end."""
+        """Answer with the output from `cursor` on. If there is none, wait up to `wait_s` for some, or for the end."""
         if cursor < 0:
             cursor = max(0, self._ring.total + cursor)
         self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
@@ -197,10 +195,8 @@ class BackgroundProcess:
         self._send(FrameKind.RESULT, number)
 
     def kill(self, number: int, grace_s: float = 0.0) -> None:
-        """Answer when everything it has started is dead. With `grace_s`, SIGTERM and so much time come first.
-
-        If the main process ends in that time, what it leaves behind is killed then.
-        """
+        """Answer when its whole tree is dead. With `grace_s`, send SIGTERM first and SIGKILL after that time or the
+        main process's end."""
         if self.over and not self._killers:
             self._send(FrameKind.RESULT, number, self.fields())
             return
@@ -230,7 +226,7 @@ class BackgroundProcess:
     # Events
 
     def on_frame(self, frame: Frame) -> None:
-        """A waiting request is cancelled: answer it with what there is."""
+        """Answer a cancelled request with the present state."""
         if frame.kind is not FrameKind.CANCEL:
             return
         if frame.request in self._readers:
@@ -239,7 +235,7 @@ class BackgroundProcess:
             self._input.cancel(frame.request)
 
     def on_report(self, report: InitReport) -> None:
-        """Its start, its end, or that everything it had started is dead."""
+        """Its start, its end, or the death of its whole tree."""
         if report.kind is ReportKind.STARTED:
             self.pid = report.value
             self._on_start(None)
@@ -257,7 +253,7 @@ class BackgroundProcess:
             self._on_end(report)
 
     def on_lost(self) -> None:
-        lost = {"error": "lost", "message": f"{self._supervisor.name} ended while a process ran in it"}
+        lost = {"error": "lost", "message": f"{self._supervisor.owner.name} ended while a process ran in it"}
         if not self.pid and not self.over:
             self._on_start(lost)
         for number in [*self._readers, *self._killers]:
@@ -314,7 +310,7 @@ class BackgroundProcess:
             self._pause(_BREATH_S)
 
     def _pause(self, seconds: float) -> None:
-        """Do not read for a while. (A descriptor without a peer is always ready, whatever it is watched for.)"""
+        """Stop reading for a while: a descriptor without a peer is always ready."""
         if not self._paused:
             self._paused = True
             self._loop.unwatch(self._output)
@@ -368,10 +364,8 @@ OPERATIONS = ("spawn", "processes", *_OPERATIONS)
 
 
 class _Input:
-    """The writing end of a process's input. `mark` ends the input of a terminal, which stays open then.
-
-    Requests are written in order; each is answered when all of it is written.
-    """
+    """The writing end of a process's input. `mark` ends the input of a terminal, which stays open. Requests are written
+    in order; each is answered when all of it is written."""
 
     def __init__(self, fd: int, mark: bytes, supervisor: Supervisor) -> None:
         self.fd, self._mark = fd, mark
@@ -390,13 +384,13 @@ class _Input:
         self._pump()
 
     def cancel(self, number: int) -> None:
-        """Answer a request with what of it is written, and drop the rest."""
+        """Answer a request with the number of bytes written, and drop the rest."""
         for item in [item for item in self._writing if item[0] == number]:
             self._writing.remove(item)
             self._answer(item)
 
     def finish(self) -> None:
-        """The process reads no more: answer all requests and close. Idempotent."""
+        """The process has stopped reading: answer all requests and close. Idempotent."""
         while self._writing:
             self._answer(self._writing.popleft())
         self._close()
@@ -408,7 +402,7 @@ class _Input:
         self._close()
 
     def _pump(self) -> None:
-        """Write what can be written without waiting."""
+        """Write as much as possible without waiting."""
         while self._writing and self.fd >= 0:
             number, view, size = self._writing[0]
             try:
@@ -430,7 +424,7 @@ class _Input:
         self._listen()
 
     def _listen(self) -> None:
-        """Watch for room, but only while there is something to write: without a reader a pipe is always ready."""
+        """Watch for room only while data waits: without a reader a pipe is always ready."""
         wanted = bool(self._writing) and self.fd >= 0
         if wanted and not self._listening:
             self._loop.watch(self.fd, self._pump)
@@ -458,10 +452,8 @@ class _Input:
 
 
 def _open_terminal(root: int, rows: int, columns: int) -> tuple[int, int]:
-    """The master, which does not block, and the slave of a new pseudo terminal. Raises OSError without a devpts.
-
-    Both are opened in the slot's devpts, so `tty` there names an existing file.
-    """
+    """The master, which does not block, and the slave of a new pseudo terminal of the slot's devpts, so that `tty`
+    there names an existing file. Raises OSError without a devpts."""
     master = files.open_at(root, "/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         status = os.fstat(master)

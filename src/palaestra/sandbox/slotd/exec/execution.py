@@ -1,9 +1,8 @@
 """One running command: its pipes, its bounded capture, its time limit, its end.
 
-A command has ended when its main process has. Then the output pipe is read until it is empty, but not until its end,
-since a daemon may hold it open; such a pipe is kept and drained slowly, so that the daemon can go on writing. This
-process holds the pipe's writing end until the command has ended: otherwise the pipe's end, which comes a little before
-the report of the command's end, would wake this process twice.
+A command ends with its main process. The output pipe is then read until it is empty, but not until its end: a daemon
+may hold it open, and then the pipe is drained slowly. This process holds the pipe's writing end until the command's
+end, because the end of the pipe, a little before the report, would wake this process twice.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..event_loop import EventLoop, Timer
+from ..event_loop import EpollLoop, Timer
 from ..protocol import frames
 from ..protocol.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S, WINDOW, Fields, Frame, FrameKind, SendFrame
 from ..protocol.init_messages import EnvBlock, InitReport, ReportKind
@@ -31,11 +30,8 @@ _SHELLS = {None: 0, "bash": frames.BASH, "sh": frames.SH}
 
 
 class CommandSpec(NamedTuple):
-    """What a client asked to run.
-
-    `stream` sends the output as it comes, as well as capturing it. `spill` keeps output that exceeds the bound in a
-    file of the slot.
-    """
+    """A command as the client requested it. `stream` also sends the output at once; `spill` keeps output that exceeds
+    the bound in a file of the slot."""
 
     argv: list[str]
     shell: str | None
@@ -50,7 +46,7 @@ class CommandSpec(NamedTuple):
 
 
 def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env: EnvBlock) -> CommandSpec:
-    """The command of an `exec` or `run` request; bounds that the request does not name are the usual ones."""
+    """The command of an `exec` or `run` request, with defaults for the bounds."""
     fields = frame.fields
     return CommandSpec(
         argv, shell, cwd, env, frame.data, fields.get("timeout_s", USUAL_TIMEOUT_S),
@@ -60,15 +56,13 @@ def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env
 
 
 class Execution:
-    """A command from the order to start it to its RESULT frame.
-
-    Created after the order was sent, while the command starts. `pipe` holds the two ends of its output; a negative
-    writing end means that a process which was there before (a stateful shell) has it. `kill` has the command killed,
-    `receive` takes all reports that have arrived.
+    """A command from the order to start it to its RESULT frame. `pipe` holds the two ends of its output; the writing
+    end is -1 if an earlier process (a stateful shell) has it. `kill` kills the command, `receive` takes all reports
+    that have arrived.
     """
 
     def __init__(
-        self, number: int, spec: CommandSpec, loop: EventLoop, send: SendFrame, kill: Callable[[], None],
+        self, number: int, spec: CommandSpec, loop: EpollLoop, send: SendFrame, kill: Callable[[], None],
         receive: Callable[[], None], pipe: tuple[int, int], shelf: Shelf, verdict: int = -1,
     ) -> None:  # fmt: skip
         self.number, self.spec = number, spec
@@ -85,10 +79,8 @@ class Execution:
         self.killing = self._timed_out = self._cancelled = self._swept = False
         self._exit: InitReport | None = None
         self.was_killed = False  # whether it, or the last command that its shell ran, ended by SIGKILL
-        self.over = self.awaiting_oom = False
-        """Whether its RESULT was sent; whether the answer is pending if memory had run out."""
-        self.leftover: int | None = None
-        """The output pipe if a daemon still holds it after the end: watched until somebody else drains it."""
+        self.over = self.awaiting_oom = False  # whether its RESULT was sent; whether `ask_oom` is not answered yet
+        self.leftover: int | None = None  # the output pipe, still watched, if a daemon holds it after the end
 
     def start(self) -> None:
         """Begin to watch the output and the time."""
@@ -98,12 +90,12 @@ class Execution:
         self._timer = self._loop.later(self.spec.timeout_s, self._time_out)
 
     def cancel(self) -> None:
-        """Kill it because its caller has given up; the RESULT comes when everything is dead."""
+        """Kill it because its caller has given up; the RESULT follows when everything is dead."""
         self._cancelled = True
         self._begin_kill()
 
     def give_credit(self, size: int) -> None:
-        """The client has taken so much of the stream."""
+        """The client has taken `size` bytes of the stream."""
         if self._credit <= 0 < self._credit + size and self._output >= 0:
             self._loop.watch(self._output, self._read_output)
         self._credit += size
@@ -122,13 +114,13 @@ class Execution:
                 self._loop.unwatch(self._output)
 
     def on_exit(self, report: InitReport) -> bool:
-        """The main process has ended. True if the command is over; False while the rest of its tree is being killed."""
+        """The main process has ended. False while the rest of its tree is being killed."""
         self._exit = report
         self.was_killed = report.value in _KILLED
         return not self.killing
 
     def on_killed(self, swept: bool) -> None:
-        """Everything the command started is dead."""
+        """The command's whole tree is dead."""
         self._swept = swept
 
     @property
@@ -137,7 +129,7 @@ class Execution:
         return self._exit is not None
 
     def finish(self, oom: bool, shell_flags: int = 0) -> None:
-        """Read what is left in the pipes and send the RESULT, with the flags of a stateful shell; then clean up."""
+        """Read the rest of the pipes, send the RESULT with the flags of a stateful shell, and clean up."""
         self._close_child_end()
         held = self._drain()
         head, tail = self._capture.parts()
@@ -180,7 +172,7 @@ class Execution:
         self._close_output()
 
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors that it has open in this process; negative numbers are none."""
+        """Its open descriptors in this process; negative numbers mean none."""
         spill = -1 if self._spill is None else self._spill.fd
         return self._output, self._child_output, self._verdict, spill
 
@@ -205,7 +197,7 @@ class Execution:
             self._begin_kill()
 
     def _read_output(self) -> None:
-        """Read one piece per round of the loop, so that a flood does not keep others waiting."""
+        """Read one piece per round of the loop, so that a flood does not delay others."""
         data = pipes.read(self._output)
         if data is None:
             return
@@ -224,10 +216,8 @@ class Execution:
             self._close_verdict()
 
     def _drain(self) -> bool:
-        """Read what the command wrote before it ended, at most what a pipe holds.
-
-        True if another process can still write to the output.
-        """
+        """Read the output that the command wrote before its end, up to a pipe's capacity. True if another process can
+        still write."""
         if self._verdict >= 0:
             for _ in range(PIPE_BYTES // READ_BYTES + 1):
                 if self._verdict >= 0:

@@ -1,8 +1,7 @@
 """Bounded capture of output: head and tail of a command's, the end of a background process's, and files for the rest.
 
-Spill files are files of the slot that its commands can read. Each gets the output from the first byte on, up to a
-bound; a slot keeps the newest few. They lie below /tmp, so they are in no snapshot and no list of changes, and count
-against the slot's disk limit.
+Spill files are files of the slot below /tmp, so they are in no snapshot and count against the slot's disk limit. Each
+gets the output from the first byte up to a bound; a slot keeps the newest few.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Ring:
             del self._kept[: len(self._kept) - self._limit]
 
     def read(self, cursor: int, max_bytes: int) -> tuple[int, bytes]:
-        """Kept bytes from `cursor` on (negative: so many before the end), and the cursor of the first of them."""
+        """Kept bytes from `cursor` on (negative: before the end), and the cursor of the first of them."""
         start = max(cursor if cursor >= 0 else self.total + cursor, self.start)
         offset = start - self.start
         return min(start, self.total), bytes(self._kept[offset : offset + max_bytes])
@@ -110,7 +109,7 @@ class Shelf:
         with contextlib.suppress(OSError):
             place = self._locate(path)
             fd = files.create(place.root, place.path, place.owner)
-            if place.prefix:  # commands of the slot see it under another path than the client
+            if place.prefix:  # commands see it at another path than the client
                 path = os.readlink(f"/proc/self/fd/{fd}")
             self._paths.append(path)
             if len(self._paths) > _MAX_FILES:
@@ -135,8 +134,7 @@ class Spill:
         self.size = 0  # how much of the stream the file holds
 
     def add(self, data: bytes, before: Capture) -> None:
-        """Take the next piece. `before`, which has not taken it yet, holds the whole stream until the file is
-        opened."""
+        """Take the next piece. `before` does not have it yet, and holds the whole stream until the file is opened."""
         if self._over or before.total + len(data) <= self._limit:
             return
         if self.path is None:

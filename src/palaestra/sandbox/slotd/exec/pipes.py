@@ -1,8 +1,7 @@
 """Descriptors for commands (pipes, memory files, /dev/null), and receiving descriptors over a unix socket.
 
-Received descriptors are never inheritable: the order that starts a command names what the command gets.
-`socket.recv_fds` ignores its flags, so every program would inherit a second copy of each pipe, also of the verdict's,
-which a grader closes before it lets untrusted code run.
+Received descriptors are never inheritable. `socket.recv_fds` ignores its flags, so every program would inherit a second
+copy of each pipe, also of the verdict's, which a grader closes before it runs untrusted code.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _NO_BYTES = bytes(4)  # zero as FIONREAD gives it
 
 
 def pipe() -> tuple[int, int]:
-    """A pipe whose reading end, ours, does not block; the writing end does, as programs expect."""
+    """A pipe whose reading end, ours, does not block. The writing end does, as programs expect."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(reader, False)
     return reader, writer
@@ -35,7 +34,7 @@ def input_pipe() -> tuple[int, int]:
 
 
 def is_empty(fd: int) -> bool:
-    """Whether a pipe holds nothing now: cheaper than to try a read, which ends in an exception."""
+    """Whether a pipe is empty now; cheaper than a read that raises."""
     return fcntl.ioctl(fd, termios.FIONREAD, _NO_BYTES) == _NO_BYTES
 
 
@@ -94,7 +93,7 @@ def memory_file(data: bytes) -> int:
 
 
 def close(*fds: int) -> None:
-    """Close descriptors; negative numbers are none."""
+    """Close descriptors; ignore negative numbers."""
     for fd in fds:
         if fd >= 0:
             try:  # noqa: SIM105 - runs for every command, and the shorter form costs three calls

@@ -1,12 +1,12 @@
-"""Which processes of a slot belong to a command, and how to kill them and no others.
+"""Which processes of a slot belong to a command, and how to kill only them.
 
 A command's tree is its session, all descendants, and processes that have detached since the command started (a double
-fork with a session of its own ends as a child of init). Age tells the last from daemons of earlier calls: what is older
-than the command, or descends from something older, is not the command's. While several commands run, a detached process
-belongs to all that are older than it, so a timeout of one may kill another's.
+fork with a session of its own ends as a child of init). Processes older than the command, and their descendants, are
+not its own. While several commands run, a detached process belongs to all that are older than it, so a timeout of one
+may kill another's.
 
-The process table is read again until nothing is left to kill. A tree that forks faster than it can be read is ended by
-killing everything in the slot but its init. `native/init.c` follows the same rules.
+The process table is read again until the tree is dead. If a tree forks faster than that, everything in the slot but its
+init is killed. `native/init.c` follows the same rules.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ PATIENCE_S = 2.0
 Moment = tuple[int, int]  # a time in clock ticks since boot, and the last process id that had been given out by then
 ALWAYS: Moment = (0, 0)
 
-Noted = tuple[float, bytes]
-"""A moment as it is noted at each command, for the few that are killed: seconds since boot, and `/proc/loadavg`, whose
-last word is the last process id."""
-
+Noted = tuple[float, bytes]  # a moment as cheap to note: seconds since boot, and `/proc/loadavg` with the last pid
 KillSlot = Callable[[], None]  # kills every process of a slot but its init
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -81,10 +78,8 @@ def _load() -> int:
 
 
 def inside(init: int, noted: Noted) -> Moment:
-    """A moment of this process's namespace as the init of a slot sees it: by the youngest process of then that lives.
-
-    Process ids decide only among processes that began in the same tick, so any of those will do.
-    """
+    """A moment of this process's namespace in that of a slot's init: the number of the youngest living process of that
+    time. Process ids only order processes that began in the same tick, so any of those is enough."""
     started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
     return started, max(before, default=0)
@@ -114,11 +109,8 @@ def kill_tree(
     *,
     kill_slot: KillSlot,
 ) -> bool:
-    """Kill until no process of the command lives. True if `kill_slot` had to do it.
-
-    Processes started up to the moment `after` are left alone, with their descendants; with `spare`, so is the main
-    process.
-    """
+    """Kill until no process of the command lives. True if `kill_slot` had to do it. Spares processes started up to the
+    moment `after` with their descendants; with `spare`, also the main process."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())
@@ -138,7 +130,7 @@ def kill_tree(
 def tree(
     table: Sequence[ProcessStat], command: Command, others: Sequence[Command], init: int = 1, after: Moment = ALWAYS
 ) -> set[int]:
-    """The living processes of the table that belong to the command (since `after`); orphans are children of `init`."""
+    """The living processes that belong to the command (since `after`); orphans are children of `init`."""
     mains = {other.pid for other in others}
     living = [process for process in table if not process.zombie]
     members = {command.pid}

@@ -1,4 +1,4 @@
-"""Stateful shells: directory, variables and functions of one command are there for the next. Serves these requests:
+"""Stateful shells: directory, variables and functions of a command remain for the next. Serves these requests:
 
     op          fields                                                      RESULT
     shell       cwd, env                                                    shell
@@ -7,17 +7,15 @@
     close_shell shell
 
 A shell is an interactive one without a terminal. Its own input is a pipe from this process, so that it returns to the
-top after SIGINT, an error or a syntax error, whatever the command was in the middle of. For each command it gets two
-lines: the first runs a memory file that holds the command, as if its text stood there; the second reports the exit
-status with the command's number on a descriptor of its own. The output is not searched for anything. Every word of
-these lines costs each command: what can be found out from outside is not asked of the shell, and a descriptor that is
-open already (its errors between commands go to /dev/null) is not opened again.
+top after SIGINT, an error or a syntax error. For each command it gets two lines: the first sources a memory file with
+the command; the second reports the exit status and the command's number on a descriptor of its own. The lines are
+short, since each word costs every command; errors between commands go to a descriptor that is open already.
 
-A command that exceeds its time is interrupted, and what it has started is killed. The shell lives on if it returns in
-time, and is killed otherwise. A shell that has ended (also by `exit`, `exec`, `set -e`) is started again for the next
+A command that exceeds its time is interrupted, and its processes are killed. The shell lives on if it returns in time,
+and is killed otherwise. A shell that has ended (also by `exit`, `exec`, `set -e`) is started again for the next
 command; `shell_restarted` is set in the result of the command that ended it, or of the next one if it died in between.
 
-Shells never carry a verdict: a command shares the shell with all earlier ones and can write to the status descriptor.
+Shells never carry a verdict: a command shares the shell with earlier ones and can write to the status descriptor.
 """
 
 from __future__ import annotations
@@ -128,7 +126,7 @@ class ShellProcess:
         self._patience: Timer | None = None
 
     def run(self, number: int, spec: CommandSpec, command: bytes) -> None:
-        """Run a command; its RESULT follows. Raises OSError, and ValueError for what no system call takes."""
+        """Run a command; its RESULT follows. Raises OSError, and ValueError for invalid words."""
         if self._execution is not None:
             raise OSError(errno.EBUSY, "the shell is busy with another command")
         if self._process is None:
@@ -169,7 +167,7 @@ class ShellProcess:
             self._supervisor.kill_child(self._process, now)
 
     def on_report(self, report: InitReport) -> None:
-        """The shell's process has ended, or what was to be killed is dead."""
+        """The shell's process has ended, or the killed processes are dead."""
         if report.kind is ReportKind.KILLED:
             if self._execution is not None and self._execution.ended:
                 self._execution.on_killed(report.flag)
@@ -192,7 +190,8 @@ class ShellProcess:
 
     def on_lost(self) -> None:
         self._discard()
-        self._fail({"error": "lost", "message": f"{self._supervisor.name} ended while a command ran in its shell"})
+        name = self._supervisor.owner.name
+        self._fail({"error": "lost", "message": f"{name} ended while a command ran in its shell"})
 
     def descriptors(self) -> tuple[int, ...]:
         """The descriptors that it has open in this process while it lives."""
@@ -233,7 +232,7 @@ class ShellProcess:
             pass
 
     def _read_status(self) -> None:
-        """Read lines of `number status`; ignore anything else that a command may have written there by mistake."""
+        """Read lines of `number status`; ignore anything else that a command may have written there."""
         data = pipes.read(self._status) if self._status >= 0 else None
         if data == b"":
             self._loop.unwatch(self._status)
@@ -252,11 +251,11 @@ class ShellProcess:
             self._supervisor.kill_child(self._process, self._since(), spare=True)
 
     def _since(self) -> process_tree.Moment:
-        """When the present command was started, as the slot's init sees it."""
-        return process_tree.inside(self._supervisor.pid, self._after)
+        """The start of the present command, as the slot's init sees it."""
+        return process_tree.inside(self._supervisor.owner.pid, self._after)
 
     def _interrupt(self, times: int = INTERRUPTS) -> None:
-        """End the command: interrupt it up to so often, then kill it with its shell."""
+        """End the command: interrupt it some times, then kill it with its shell."""
         self._patience = None
         if self._process is None:
             return
@@ -275,7 +274,7 @@ class ShellProcess:
             self._interrupt(times)
 
     def _receive_all(self) -> None:
-        """Take what the shell and the init have reported already."""
+        """Take all reports of the shell and the init."""
         self._read_status()
         self._supervisor.receive_all()
 
@@ -304,10 +303,8 @@ class ShellProcess:
             execution.fail(fields)
 
     def _read_between(self) -> None:
-        """Keep what background jobs write while no command runs for the next command's output, as a terminal would.
-
-        No request waits for it, so it is read in intervals: a flood must not keep the loop busy.
-        """
+        """Keep output of background jobs between commands for the next command, as a terminal would. It is read in
+        intervals, so that a flood does not keep the loop busy."""
         data = pipes.read(self._output)
         if data is None:
             return

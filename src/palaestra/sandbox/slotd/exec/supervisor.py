@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from .. import files
-from ..event_loop import READ, WRITE, EventLoop
+from ..event_loop import READ, WRITE, EpollLoop
 from ..protocol import init_messages
 from ..protocol.frames import Fields, Frame, FrameKind, OpenRequest, SendFrame
 from ..protocol.init_messages import EnvBlock, InitReport, Order, ReportKind, Spawn
@@ -27,14 +27,12 @@ from . import pipes, process_tree
 from .execution import CommandSpec, Execution, command_spec
 from .output import Shelf
 
-FIRST_CHILD = 1 << 31
-"""Names of shells and background processes start here; below are the numbers of requests, which name commands."""
+FIRST_CHILD = 1 << 31  # names of shells and background processes; lower ones are numbers of `exec` requests
 
 _KILL_PATIENCE_S = 10.0
 
-_STANDARD: init_messages.Places = ((0, 0), (1, 1), (1, 2))
+_STANDARD: init_messages.Places = ((0, 0), (1, 1), (1, 2))  # input, output, errors with the output
 _WITH_VERDICT: init_messages.Places = (*_STANDARD, (2, 3))
-"""A command's descriptors: input, output, errors with the output, and the verdict."""
 
 
 class Child(Protocol):
@@ -56,8 +54,7 @@ class SlotOwner(Protocol):
     root: int  # a descriptor of the slot's root directory
 
     @property
-    def name(self) -> str:
-        """The slot's name."""
+    def name(self) -> str: ...
 
     @property
     def pid(self) -> int:
@@ -73,14 +70,14 @@ class SlotOwner(Protocol):
 class Supervisor:
     """Starts, follows and kills processes of one slot until `slot_died`. Implements `OpenRequest` for commands.
 
-    `open_requests` maps the numbers of unanswered requests to what takes their frames.
+    `open_requests` holds the unanswered requests by number.
     """
 
     def __init__(
-        self, owner: SlotOwner, channel: socket.socket, loop: EventLoop, send: SendFrame,
+        self, owner: SlotOwner, channel: socket.socket, loop: EpollLoop, send: SendFrame,
         open_requests: dict[int, OpenRequest], environment: EnvBlock, shelf: Shelf,
     ) -> None:  # fmt: skip
-        self._owner, self._channel = owner, channel
+        self.owner, self._channel = owner, channel
         self.loop, self.send, self.open_requests, self.shelf = loop, send, open_requests, shelf
         self.environment = environment  # the variables of every command, besides those of its request
         self.live = True
@@ -90,19 +87,6 @@ class Supervisor:
         self._leftovers = LeftoverPipes(loop)
         self._unsent: list[tuple[bytes, list[int]]] = []
         self._has_bash = True  # whether to try bash without a look; false once it was missing
-
-    @property
-    def name(self) -> str:
-        return self._owner.name
-
-    @property
-    def pid(self) -> int:
-        return self._owner.pid
-
-    @property
-    def root(self) -> int:
-        """A descriptor of the slot's root directory."""
-        return self._owner.root
 
     # Commands
 
@@ -121,7 +105,7 @@ class Supervisor:
             self.refuse(frame.request)
 
     def _start(self, number: int, spec: CommandSpec) -> None:
-        """Raises ValueError for what no system call takes, and OSError; then nothing was started."""
+        """Raises ValueError for words that no system call takes, and OSError; then nothing was started."""
         stdin = pipes.memory_file(spec.stdin) if spec.stdin else -1
         verdict = child_verdict = -1
         output = (-1, -1)
@@ -159,21 +143,21 @@ class Supervisor:
             execution.give_credit(frame.fields["bytes"])
 
     def finish(self, execution: Execution, shell_flags: int, then: Callable[[Execution], None]) -> None:
-        """Send a command's RESULT once; if it was killed, only after the answer whether memory had run out."""
+        """Send a command's RESULT once; if it was killed, ask first whether memory had run out."""
         if not execution.was_killed:
             if not execution.over:
                 execution.finish(False, shell_flags)
                 then(execution)
         elif not execution.awaiting_oom:
             execution.awaiting_oom = True
-            self._owner.ask_oom(functools.partial(self._finish_killed, execution, shell_flags, then))
+            self.owner.ask_oom(functools.partial(self._finish_killed, execution, shell_flags, then))
 
     def shell(self) -> str:
         """`bash`, or `sh` if the root has no bash. Looked up each time: a process of the slot may remove it."""
-        return "bash" if files.describe(self.root, "/bin/bash") is not None else "sh"
+        return "bash" if files.describe(self.owner.root, "/bin/bash") is not None else "sh"
 
     def with_variables(self, variables: dict[str, str] | None) -> EnvBlock:
-        """The environment of a command with variables of its own. Raises ValueError for those no process can have."""
+        """The environment of a command with variables of its own. Raises ValueError for invalid ones."""
         if not variables:
             return self.environment
         return init_messages.env_block({**self.environment.variables(), **variables})
@@ -181,7 +165,7 @@ class Supervisor:
     # Children
 
     def spawn(self, child: Child, spawn: Spawn, fds: Sequence[int]) -> None:
-        """Start a child; it gets its reports until it is dropped. Raises ValueError for what no system call takes."""
+        """Start a child; it gets its reports until it is dropped. Raises ValueError for invalid words."""
         self._order(init_messages.encode_spawn(*spawn), fds)
         self._children[spawn.command] = child
 
@@ -194,20 +178,17 @@ class Supervisor:
         self._order(init_messages.encode(Order.SIGNAL, child, number))
 
     def kill_child(self, child: int, after: process_tree.Moment = process_tree.ALWAYS, spare: bool = False) -> None:
-        """Kill what a child has started (since a moment), and the child unless it is spared. KILLED follows."""
+        """Kill the processes a child has started (since a moment), and the child unless `spare`. KILLED follows."""
         order = self._dying[child] = object()
         self._order(init_messages.encode_kill(child, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
 
     def kill_at_end(self, child: int, after: process_tree.Moment = process_tree.ALWAYS) -> None:
-        """Kill what a child has started (since a moment) once the child has ended, unless `kill_child` comes first.
-
-        KILLED follows its end.
-        """
+        """The same once the child has ended, unless `kill_child` comes first."""
         self._order(init_messages.encode_kill(child, after, at_end=True))
 
     def drain_later(self, fd: int) -> None:
-        """Keep reading an output pipe that no request waits for, so that the processes that hold it can write."""
+        """Keep reading an output pipe without a request, so that the processes that hold it can write."""
         self.loop.unwatch(fd)
         self._leftovers.add(fd)
 
@@ -249,7 +230,7 @@ class Supervisor:
         return True
 
     def receive_all(self) -> None:
-        """Take all reports that have arrived, before a report is missed that did not come in time."""
+        """Take all reports that have arrived."""
         while self.live and self.receive():
             pass
 
@@ -264,7 +245,7 @@ class Supervisor:
         self._unsent.clear()
         for execution in list(self._executions.values()):
             self._forget(execution)
-            execution.fail({"error": "lost", "message": f"{self.name} ended while a command ran in it"})
+            execution.fail({"error": "lost", "message": f"{self.owner.name} ended while a command ran in it"})
         for child in list(self._children.values()):
             child.on_lost()
         self._children.clear()
@@ -297,13 +278,13 @@ class Supervisor:
             pipes.close(memory)
 
     def _send_order(self, order: bytes, fds: Sequence[int]) -> bool:
-        """Whether the socket has taken it. If the init is gone it counts as taken: the slot's end will be reported."""
+        """Whether the socket has taken it. So it has if the init is gone, since the slot's end will be reported."""
         try:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         except BlockingIOError:
             return False
         except OSError:
-            self._owner.end_hung()
+            self.owner.end_hung()
         return True
 
     def _send_unsent(self) -> None:
@@ -324,7 +305,7 @@ class Supervisor:
             self.finish(execution, 0, self._put_away)
 
     def _on_not_started(self, execution: Execution, report: InitReport) -> None:
-        """Start a command line again with `sh` if there was no bash."""
+        """Start a command line again with `sh` if bash is missing."""
         spec = execution.spec
         self._forget(execution)
         if spec.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:
@@ -359,14 +340,14 @@ class Supervisor:
         return execution is not None and not execution.awaiting_oom
 
     def _give_up(self, lives: Callable[[], bool]) -> None:
-        """End the slot if what was to be killed still lives."""
+        """End the slot if the killed process still lives."""
         self.receive_all()
         if self.live and lives():
-            self._owner.end_hung()
+            self.owner.end_hung()
 
 
 def start_error(report: InitReport, cwd: str | None = None) -> Fields:
-    """The ERROR for a command that could not be started; `cwd` is named if it is the reason."""
+    """The ERROR for a command that could not be started."""
     number = report.value
     if report.flag:
         return {"error": "os", "errno": number, "message": "no directory to start in", "path": cwd}
@@ -378,9 +359,9 @@ _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 
 
 class LeftoverPipes:
-    """Output pipes of one slot that no request waits for, drained slowly. Of too many, the oldest is closed."""
+    """Output pipes of one slot without a request, drained slowly. Of too many, the oldest is closed."""
 
-    def __init__(self, loop: EventLoop) -> None:
+    def __init__(self, loop: EpollLoop) -> None:
         self._loop = loop
         self._pipes: list[int] = []
 

@@ -1,8 +1,8 @@
-"""Copies the tree of a layer with owners, modes, times, marks, hard links and holes.
+"""Copies the tree of a layer with owners, modes, times, marks, hard links and holes, as a job, for a checkpoint of a
+running slot or a layer on disk.
 
-For a copy that outlives its source: a checkpoint of a running slot, a layer on disk. Works as a job, some files or a
-mebibyte per step. An agent chose names and contents: everything is opened relative to its directory and no link is
-followed. A file that has not changed since an earlier copy on the same file system is linked to that copy instead.
+An agent chose names and contents: everything is opened relative to its directory and no link is followed. A file that
+has not changed since an earlier copy on the same file system is linked to that copy instead.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from .overlay import MAX_DEPTH, scan
 _PIECE, _PAUSE_EVERY = 1 << 20, 32
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-Earlier = Callable[[os.stat_result], str | None]
-"""Finds an earlier copy of a file, by the file's status, that must still be the same."""
-
+Earlier = Callable[[os.stat_result], str | None]  # finds an earlier, identical copy of a file by the file's status
 Index = dict[int, tuple[int, int, str]]  # for each inode: its time of change (ns), its size, and the path of the copy
 
 
@@ -83,7 +81,7 @@ class TreeCopy:
         self.index[status.st_ino] = (status.st_ctime_ns, status.st_size, target)
 
     def _link(self, status: os.stat_result, target: str) -> bool:
-        """Link to an existing copy, of this copy or an earlier one; whether there is one."""
+        """Link to an existing copy of the same file; False if none exists."""
         same = self.index.get(status.st_ino)
         path = same[2] if same is not None else self.earlier(status)
         if path is None:
@@ -99,10 +97,8 @@ class TreeCopy:
 
 
 def copy_data(source: int, target: str) -> Iterator[int]:
-    """Copy an open file's data and holes to a new one: a file that only claims to be large stays small.
-
-    Yields the bytes of each piece. Raises OSError.
-    """
+    """Copy an open file's data and holes to a new one, so that a sparse file stays small. Yields the size of each
+    piece. Raises OSError."""
     sink = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         size, position = os.fstat(source).st_size, 0

@@ -1,14 +1,16 @@
-"""Cuts a layer to a view: only some of its paths, without some others, so that the rest shows what lies below.
+"""Cuts a layer to a view: only some of its paths, without some others, so that the rest shows the stack below.
 
 Grading rests on this, so the layer does not decide where a path leads:
 
-- Paths are resolved in the stack *below* (the snapshot the agent started from), whose links are trusted. A link on the
-  way belongs to the path: its change is left out too, or the layer could lead the path elsewhere.
-- A parent of a left-out path that the layer turned into a link or a file is left out as a whole.
-- A parent that the layer replaced (opaque) or deleted keeps what it hides, apart from the path.
+- Paths are resolved in the stack *below* (the snapshot the agent started from), whose links are trusted. The change of
+a link on the way is left out too, or the layer could lead the path elsewhere.
 
-Everything is done by renaming, removing marks and adding whiteouts; the cost grows with the number of named paths and
-the size of the directories on their way, not with the files in the layer.
+- A parent of a left-out path that the layer turned into a link or a file is left out as a whole.
+
+- A parent that the layer replaced (opaque) or deleted keeps hiding its entries, apart from the path.
+
+Cutting renames, removes marks and adds whiteouts. The cost grows with the number of named paths and the size of the
+directories on their way, not with the files in the layer.
 """
 
 from __future__ import annotations
@@ -58,10 +60,7 @@ def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
-    """A path with the links of the root followed, and the paths of those links. The last component is not followed.
-
-    Links in a circle are left as they are.
-    """
+    """A path with the links of the root followed (but not the last component, nor circles), and those links."""
     links: list[str] = []
     done: list[str] = []
     pending = _parts(path)
@@ -85,14 +84,14 @@ def _parts(path: str) -> list[str]:
 
 
 class OverlayCut:
-    """Cuts one tree of a layer. `trash` is an empty directory on the same file system for what is removed."""
+    """Cuts one tree of a layer. Removed entries go to `trash`, an empty directory on the same file system."""
 
     def __init__(self, layer: str, below: Stack, marks: Marks, trash: str) -> None:
         self._layer, self._below, self._marks, self._trash = layer, below, marks, trash
         self._dropped = 0
 
     def keep_only(self, paths: Sequence[str]) -> None:
-        """Leave nothing of the layer but these paths and what is under them."""
+        """Leave only these paths of the layer, with everything under them."""
         if "" in paths:
             return
         old = self._drop_all()
@@ -103,7 +102,7 @@ class OverlayCut:
                 self._graft(old, path)
 
     def leave_out(self, path: str) -> None:
-        """Make the layer show at `path` what lies below."""
+        """Make the layer show the entry below at `path`."""
         if not path:
             self._drop_all()
             return
@@ -117,7 +116,7 @@ class OverlayCut:
             self._drop(path)
 
     def _drop_all(self) -> str:
-        """Move the layer's content away and begin with an empty directory that has the attributes of the one below."""
+        """Replace the layer's content by an empty directory like the one below; returns the old one."""
         old = f"{self._trash}/{self._dropped}"
         self._dropped += 1
         os.rename(self._layer, old)
@@ -153,8 +152,7 @@ class OverlayCut:
                 self._like_below(f"{self._layer}/{parent}", parent, f"{old}/{parent}")
 
     def _open_up(self, directory: str, path: str, passage: str, wanted: bool) -> bool:
-        """Let one name of a directory show what lies below, if something `wanted` is there. False if nothing hides it
-        any more."""
+        """Let one name of a directory show the entry below, if that is `wanted`. False if nothing hides it any more."""
         status = _lstat(directory)
         if status is None:
             return False
@@ -196,11 +194,8 @@ class OverlayCut:
 
 
 def duplicate(source: str, target: str, depth: int = 0) -> None:
-    """A second tree of the same files (hard links), so that it can be cut while the first is in use.
-
-    Left out is what is nested more deeply than `MAX_DEPTH`, or than a path can name: an agent may leave such files, and
-    its work must be gradable all the same.
-    """
+    """A second tree of the same files (hard links), to be cut while the first is in use. Leaves out entries nested more
+    deeply than `MAX_DEPTH`, or than a path can name, so that an agent's work stays gradable."""
     os.mkdir(target)
     for entry in os.scandir(source):
         other = f"{target}/{entry.name}"

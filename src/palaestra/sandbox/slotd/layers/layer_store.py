@@ -1,11 +1,10 @@
-"""Where the files of slots live: one tmpfs per slot, and the immutable layers that sealed slots leave behind.
+"""The files of slots: one tmpfs per slot, and the immutable layers of sealed slots.
 
-Each store is a tmpfs of its own, so that its size is the slot's disk limit and dropping it costs one umount whatever it
-holds. Where the kernel lets overlays stand on an unmounted tmpfs, only a descriptor holds the store: mounted in the
-server's namespace it would make every new slot more expensive, since a slot begins with a copy of that namespace.
+Each store is a tmpfs of its own: its size is the slot's disk limit, and dropping it costs one umount. If the kernel
+supports overlays on an unmounted tmpfs, only a descriptor holds the store, since mounts in the server's namespace make
+every new slot more expensive: a slot begins with a copy of that namespace.
 
-A layer is one upper directory per tree of a root. A slot uses the layers it started from, and a layer those below it,
-until the last user is gone.
+A layer is one upper directory per tree of a root. Layers and stores are kept until their last user releases them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import syscalls
-from ..rung import SealedLayer
+from ..rung import Counted, SealedLayer
 
 FIRST_STORE = 64  # stores have descriptors from this number on
 _UNLIMITED = "size=0,nr_inodes=0"
@@ -27,23 +26,20 @@ _TRIAL = "/stage"
 
 
 def copy_attributes(status: os.stat_result, directory: str) -> None:
-    """Give a directory the owner and mode of another one.
-
-    An owner that does not exist in this user namespace cannot be given; the directory keeps the slot's root then.
-    """
+    """Give a directory the owner and mode of another one. If the owner does not exist in this user namespace, the
+    directory keeps the slot's root."""
     with contextlib.suppress(OSError):
         os.chown(directory, status.st_uid, status.st_gid)
     os.chmod(directory, stat.S_IMODE(status.st_mode))
 
 
-class LayerStore:
+class LayerStore(Counted):
     """One tmpfs, until its last user releases it. `path` leads to it, in this process and in a fork that keeps `fd`."""
 
     fd: int | None = None
 
     def __init__(self, place: str, size_bytes: int, owner: int) -> None:
         """`place` is where kernels that need it mounted have it."""
-        self._users = 1
         inodes = max(16384, size_bytes >> 12)
         options = f"size={size_bytes},nr_inodes={inodes},mode=755,uid={owner},gid={owner}"
         if _can_detach():
@@ -62,16 +58,7 @@ class LayerStore:
         flags = syscalls.MS_REMOUNT | syscalls.MS_NOSUID | syscalls.MS_NODEV
         syscalls.mount("tmpfs", self.path, "tmpfs", flags, _UNLIMITED)
 
-    def keep(self) -> LayerStore:
-        """Add a user."""
-        self._users += 1
-        return self
-
-    def release(self) -> None:
-        """Remove a user; the files go with the last one."""
-        self._users -= 1
-        if self._users > 0:
-            return
+    def drop_files(self) -> None:
         if self.fd is not None:
             os.close(self.fd)
         else:
@@ -89,7 +76,7 @@ def _high(fd: int) -> int:
 
 @functools.cache
 def _can_detach() -> bool:
-    """Whether an overlay can stand on an unmounted tmpfs (Linux 6.15); found out by mounting one."""
+    """Whether overlays work on an unmounted tmpfs (Linux 6.15), tried once."""
     try:
         fd = _high(syscalls.detached_tmpfs("mode=755"))
     except OSError:
@@ -110,7 +97,7 @@ def _can_detach() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One overlay of a root: where it is mounted in the slot, and what lies below all layers, topmost first."""
+    """One overlay of a root: its mount point in the slot, and the directories below all layers, topmost first."""
 
     name: str
     target: str
@@ -118,7 +105,7 @@ class Tree:
 
 
 class OverlayLayer(SealedLayer):
-    """What one sealed slot changed: `trees` maps the name of each tree to the directory that holds its change."""
+    """The change of one sealed slot: `trees` maps the name of each tree to the directory with its change."""
 
     below: tuple[OverlayLayer, ...]
 
@@ -135,12 +122,12 @@ class OverlayLayer(SealedLayer):
 
     def drop_files(self) -> None:
         self.store.release()
+        super().drop_files()
 
 
 @dataclass(frozen=True, slots=True)
 class OverlayFiles:
-    """The files of a slot: its own store, the layers it started from, its trees with everything that lies below
-    them."""
+    """The files of a slot: its own store, the layers it started from, its trees with all directories below them."""
 
     store: LayerStore
     layers: tuple[OverlayLayer, ...]

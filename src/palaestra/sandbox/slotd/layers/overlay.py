@@ -1,10 +1,10 @@
-"""What overlayfs shows of a stack of layers, computed from the layers themselves, and what one layer changes.
+"""The contents of a stack of layers as overlayfs shows them, and the changes in one layer, computed from the layers.
 
-Marks of the format (kernel documentation, filesystems/overlayfs): a whiteout is a character device 0:0 and hides what
-lies below; an opaque directory carries the `overlay.opaque` attribute and hides the directory below it. The attributes
+Marks of the format (kernel documentation, filesystems/overlayfs): a whiteout is a character device 0:0 and hides the
+entry below; an opaque directory carries the `overlay.opaque` attribute and hides the directory below. The attributes
 are `trusted.` ones, or `user.` ones if the server is not root.
 
-Layers hold names that an agent chose: nothing here follows a symbolic link.
+Layers hold names that an agent chose: no symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class StackEntry:
-    """What a stack shows at a path. `directories` are those merged into it, topmost first; empty for other kinds."""
+    """The visible entry at a path. `directories` are those merged into it, topmost first; empty for other kinds."""
 
     status: os.stat_result
     path: str
@@ -78,7 +78,7 @@ class Stack:
         return entry
 
     def names(self, path: str) -> set[str]:
-        """The names in a directory; empty if it is none."""
+        """The names in a directory; empty for another kind."""
         entry = self.find(path)
         seen: set[str] = set()
         hidden: set[str] = set()
@@ -125,10 +125,8 @@ class StackedRoot:
 
 
 def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | None]:
-    """What a layer changes in the stack below it: objects of path, kind and opaque; None now and then, as a pause.
-
-    Also for the layer of a running slot; then it is what the walk has seen.
-    """
+    """The changes in a layer to the stack below it: objects of path, kind and opaque; None is a pause. The layer may be
+    that of a running slot."""
     root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield from _walk(root, "", below, marks, hidden=False, depth=0)
@@ -137,8 +135,7 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | Non
 
 
 def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result]]]:
-    """The entries of a directory, links not followed, as a job; without unfinished files and what is removed
-    meanwhile."""
+    """The entries of a directory as a job, links not followed; without unfinished files."""
     children: list[tuple[str, os.stat_result]] = []
     with os.scandir(directory) as entries:
         for entry in entries:

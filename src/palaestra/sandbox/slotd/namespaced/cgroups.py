@@ -1,8 +1,8 @@
 """Memory, process and processor limits of slots through control groups, version 1 or 2.
 
-Each server has a directory below the group that it is in (or at the top of the hierarchy if that group is not visible),
-and in it one per slot. The server holds a lock on its directory as long as it lives: whoever can take the lock of
-another one's directory knows that its owner is dead, and removes it.
+Each server has a directory below its own group (or at the top of the hierarchy if that group is not visible), with one
+per slot. The server locks its directory as long as it lives: a directory that can be locked is abandoned and is
+removed.
 """
 
 from __future__ import annotations
@@ -13,27 +13,18 @@ import fcntl
 import os
 from dataclasses import dataclass
 
+from ..protocol.frames import Fields
+from .namespaces import write_file
+
 PARENT = "palaestra"
 
 _PERIOD_US = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class CgroupLimits:
-    """What one slot may use; None is no limit."""
-
-    memory_bytes: int | None
-    cpus: float | None
-    pids: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """One mounted hierarchy: its controllers and our parent directory in it.
-
-    A hierarchy of version 2 without controllers, next to those of version 1, serves slots that share the host's
-    network.
-    """
+    """One mounted hierarchy: its controllers and our parent directory. A hierarchy of version 2 without controllers,
+    next to version 1, serves slots that share the host's network."""
 
     version: int
     controllers: tuple[str, ...]
@@ -76,11 +67,8 @@ class ServerCgroup:
             self._locks.append(self._claim(hierarchy))
 
     def _claim(self, hierarchy: Hierarchy) -> int:
-        """Make and lock one directory.
-
-        Until the lock is taken, another server's start may remove the directory as abandoned, and its end the empty
-        parent.
-        """
+        """Make and lock one directory. Until it is locked, another server's start may remove it as abandoned, and its
+        end the empty parent."""
         directory = f"{hierarchy.parent}/{self._name}"
         for tries_left in reversed(range(_CLAIMS)):
             try:
@@ -99,7 +87,7 @@ class ServerCgroup:
             os.close(lock)
         raise OSError(errno.EBUSY, "other servers keep removing it", directory)
 
-    def add(self, slot: str, limits: CgroupLimits, prefix: str = "", network: bool = False) -> list[str]:
+    def add(self, slot: str, limits: Fields, prefix: str = "", network: bool = False) -> list[str]:
         """Make the directories of one slot and set its limits; returns them."""
         made = []
         for hierarchy in self._hierarchies:
@@ -110,7 +98,7 @@ class ServerCgroup:
             made.append(directory)
             for name, value in _settings(hierarchy, limits):
                 with contextlib.suppress(FileNotFoundError):  # memory+swap needs swap accounting
-                    _write(f"{directory}/{name}", value)
+                    write_file(f"{directory}/{name}", value)
         return made
 
     def guarded(self, slot: str, prefix: str = "") -> str | None:
@@ -134,7 +122,7 @@ def sweep(hierarchies: list[Hierarchy]) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(hierarchy.parent):
                 directory = f"{hierarchy.parent}/{name}"
-                if os.path.isdir(directory) and _abandoned(directory) and _remove_tree(directory):
+                if os.path.isdir(directory) and abandoned(directory) and _remove_tree(directory):
                     gone.add(name)
         with contextlib.suppress(OSError):
             os.rmdir(hierarchy.parent)
@@ -157,17 +145,17 @@ def remove(directories: list[str]) -> bool:
     return not kept
 
 
-def _settings(hierarchy: Hierarchy, limits: CgroupLimits) -> list[tuple[str, str]]:
+def _settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
     settings: list[tuple[str, str]] = []
     first = hierarchy.version == 1
-    if "memory" in hierarchy.controllers and limits.memory_bytes is not None:
-        memory = str(limits.memory_bytes)
+    if "memory" in hierarchy.controllers and limits["memory_bytes"] is not None:
+        memory = str(limits["memory_bytes"])
         settings += [("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory)] if first else []
         settings += [] if first else [("memory.max", memory), ("memory.swap.max", "0")]
-    if "pids" in hierarchy.controllers and limits.pids is not None:
-        settings.append(("pids.max", str(limits.pids)))
-    if "cpu" in hierarchy.controllers and limits.cpus is not None:
-        quota = str(max(1000, int(limits.cpus * _PERIOD_US)))
+    if "pids" in hierarchy.controllers and limits["pids"] is not None:
+        settings.append(("pids.max", str(limits["pids"])))
+    if "cpu" in hierarchy.controllers and limits["cpus"] is not None:
+        quota = str(max(1000, int(limits["cpus"] * _PERIOD_US)))
         settings.append(("cpu.cfs_quota_us", quota) if first else ("cpu.max", f"{quota} {_PERIOD_US}"))
     return settings
 
@@ -195,10 +183,11 @@ def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
 
 def _delegate(directory: str) -> None:
     """Give the controllers to the groups below a version 2 group."""
-    _write(f"{directory}/cgroup.subtree_control", "+memory +pids +cpu")
+    write_file(f"{directory}/cgroup.subtree_control", "+memory +pids +cpu")
 
 
-def _abandoned(directory: str) -> bool:
+def abandoned(directory: str) -> bool:
+    """Whether no living server holds the lock of a directory."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -231,8 +220,3 @@ def _read(path: str) -> str:
             return file.read()
     except OSError:
         return ""
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)

@@ -1,11 +1,11 @@
 """Stops every process of a slot and lets it continue, from outside: for a consistent copy, or while no agent acts.
 
-It uses SIGSTOP and SIGCONT, not the freezer of control groups: this works on every rung, a stopped process can be
-killed (a frozen one of version 1 cannot, so a server that dies would leave it), and nothing has to be undone when the
-server is killed. The price: a program that waits in `epoll_wait` and the like may see EINTR, as after Ctrl-Z.
+It uses SIGSTOP and SIGCONT, not the freezer of control groups: this works at every level, a stopped process can be
+killed (a frozen one of version 1 cannot), and a killed server leaves nothing to undo. But a program in `epoll_wait` and
+the like may see EINTR, as after Ctrl-Z.
 
 Processes that the slot itself had stopped stay stopped. Children continue before their parents, so that no shell finds
-a stopped job. The slot's init is not stopped; it does nothing without an order.
+a stopped job. The slot's init is not stopped; it acts only on orders.
 """
 
 from __future__ import annotations
@@ -16,21 +16,17 @@ import signal
 import time
 from collections.abc import Generator
 
+from ..rung import CannotMake
+
 PATIENCE_S = 2.0
 
 _STILL = {b"T", b"t", b"Z", b"X"}
 _GONE = {b"Z", b"X"}
 
 
-class WillNotStop(Exception):
-    """A process did not stop in time; all continue."""
-
-
 def freeze(init: int) -> Generator[None, None, list[int]]:
-    """Stop all descendants of a slot's init, as a job; returns what `thaw` takes.
-
-    Raises `WillNotStop` after letting everything continue.
-    """
+    """Stop all descendants of a slot's init, as a job; returns the pids for `thaw`. Raises `CannotMake` after letting
+    all continue."""
     stopped: list[int] = []
     asleep: set[int] | None = None
     deadline = time.monotonic() + PATIENCE_S
@@ -46,7 +42,7 @@ def freeze(init: int) -> Generator[None, None, list[int]]:
             if not fresh and _all_still(table):
                 return stopped
             if time.monotonic() > deadline:
-                raise WillNotStop("a process of the slot does not stop; it may be waiting for the kernel")
+                raise CannotMake("a process of the slot does not stop; it may be waiting for the kernel")
             yield
     except BaseException:
         thaw(stopped)
@@ -60,10 +56,8 @@ def thaw(stopped: list[int]) -> None:
 
 
 def maps_files_shared(init: int) -> bool:
-    """Whether a process of a slot can write to a file through memory, which need not change the file's times.
-
-    A process that cannot be inspected counts as one that can.
-    """
+    """Whether a process of a slot can write to a file through memory, which need not change the file's times; true for
+    a process that cannot be inspected."""
     return any(_maps_shared(pid) for pid, state in descendants(init) if state not in _GONE)
 
 

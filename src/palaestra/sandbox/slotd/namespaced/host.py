@@ -1,11 +1,12 @@
-"""The server's own root, and what all of its slots share: prepared lowers, the base system, the user namespace.
+"""The server's own root, and the parts that all of its slots share: prepared lowers, the base system, the user
+namespace.
 
-The server mounts a tmpfs, makes it its root and keeps the host's root below it as /host: in a mount namespace of its
-own and over an existing directory, so nothing is created on the host and all of it is gone with the server.
+The server makes a tmpfs its root and keeps the host's root below it as /host: in a mount namespace of its own and over
+an existing directory, so nothing is created on the host.
 
-The base system is the lowest tree of slots without an image: top-level directories and an `/etc` of our own. Of the
-host's `/etc` only listed files are copied that any user of the host may read: what programs need to link, to find
-fonts, time zones and certificates. No accounts, no keys, no host name, no resolver.
+The base system is the lowest tree of slots without an image: top-level directories and an `/etc` of our own. From the
+host's `/etc` it copies only listed files that any user may read: for linking, fonts, time zones and certificates. No
+accounts, keys, host name or resolver.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _DIRECTORIES = {
 
 @dataclass
 class HostSetup:
-    """What all slots of a server are made from. `owner` is the slots' root as the server sees it."""
+    """The shared parts of a server's slots. `owner` is the slots' root as the server sees it."""
 
     full: bool
     owner: int
@@ -119,7 +120,7 @@ def _move_root(place: str) -> None:
 
 
 def prepare(full: bool, settings: Fields) -> HostSetup:
-    """Make what all slots share. Raises OSError if this kernel or its configuration does not allow it."""
+    """Make the shared parts. Raises OSError if this kernel or its configuration does not allow it."""
     init = native_init.load(HOST)
     privileged = namespaces.is_real_root()
     namespace = namespaces.make_range_namespace() if privileged else None
@@ -144,10 +145,8 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
 
 
 def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
-    """Fill an empty directory with the root of slots without an image.
-
-    `links` are top-level links as on the host, `trees` mount points.
-    """
+    """Fill an empty directory with the root of slots without an image. `links` are top-level links as on the host,
+    `trees` mount points."""
     for name, mode in _DIRECTORIES.items():
         os.mkdir(f"{root}/{name}")
         os.chmod(f"{root}/{name}", mode)
@@ -159,7 +158,7 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
     for tree in trees:
         os.makedirs(f"{root}/{tree}", exist_ok=True)
     for name, text in _WRITTEN.items():
-        _write(f"{root}/etc/{name}", text)
+        namespaces.write_file(f"{root}/etc/{name}", text)
     os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
     for pattern in _COPIED:
         folder, _, last = pattern.rpartition("/")
@@ -170,7 +169,7 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
 
 
 def _build_network(root: str) -> None:
-    """Fill a directory with what slots with the host's network have in addition: its resolver."""
+    """Fill a directory with the additional files of slots with the host's network: its resolver."""
     os.mkdir(f"{root}/etc")
     top = os.open(HOST, os.O_PATH | os.O_DIRECTORY)
     try:
@@ -179,7 +178,7 @@ def _build_network(root: str) -> None:
                 # Often a link, which must be followed in the host's root and not in the server's.
                 fd = syscalls.openat2(top, f"etc/{name}", os.O_RDONLY, syscalls.RESOLVE_IN_ROOT)
                 with open(fd, encoding="utf-8", errors="replace") as file:
-                    _write(f"{root}/etc/{name}", file.read())
+                    namespaces.write_file(f"{root}/etc/{name}", file.read())
     finally:
         os.close(top)
 
@@ -214,8 +213,3 @@ def _names(directory: str) -> list[str]:
         return sorted(os.listdir(directory))
     except OSError:
         return []
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)

@@ -1,15 +1,15 @@
 """The isolation levels `full` and `userns`: slots of namespaces over stacks of layers.
 
-A slot is laid out by the server (its store, its trees with all layers below, its limits); then its init builds and
+The server lays out a slot (its store, its trees with all layers below, its limits); then the slot's init builds and
 confines it by a list of steps (`native_init.py`).
 
-A checkpoint copies the slot's own change to a store of checkpoints while the slot is stopped. A file that has not
-changed since the slot's last checkpoint is linked to the copy in that one: the kernel's time of change and the size
-must be the same, the time must be older than the last copy by a margin (times have a grain), and no process may be able
-to write through memory, which sets no time; otherwise everything is copied.
+A checkpoint copies the slot's own change to a store of checkpoints while the slot is stopped. Files that have not
+changed since the slot's last checkpoint are linked to the copies in it: the kernel's time of change and the size must
+be the same, the time must be older than the last copy by a margin (times have a grain), and no process may be able to
+write through memory, which sets no time; otherwise everything is copied.
 
-A saved layer is a folder `N/TREE` per layer of a snapshot, topmost first, with whiteouts, marks and owners as they are.
-It is used in place, as a read-only lower, under a shared lock that keeps it from being evicted.
+A saved layer is a folder `N/TREE` per layer of a snapshot, topmost first, with whiteouts, marks and owners. It is used
+in place, as a read-only lower, under a shared lock that keeps it from being evicted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .host import prepare
 from .native_init import BuildStep, Do
 from .rootfs import Bind, Overlay, RootPlan
 
+# Descriptors of an init: its control socket, the user namespace to enter, the encoded steps, the first free one.
 CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
-"""Descriptors of an init: its control socket, the user namespace to enter, the encoded steps, the first free one."""
 
 _GRAIN_NS = 20_000_000
 _STAGE = "/stage"
@@ -46,11 +46,8 @@ _DEFAULT_DISK_BYTES = 8 << 30
 
 
 class NamespaceDriver:
-    """Implements `RungDriver`. `group` holds the server's control groups, on the rung `full`.
-
-    Names of layers never repeat those of another server: a snapshot outlives its server in the hands of its client, and
-    must not name other files.
-    """
+    """Implements `RungDriver`. `group` holds the server's control groups, for `full`. Names of layers contain a token,
+    because a client's snapshot outlives its server and must not name another one's files."""
 
     def __init__(self, full: bool, group: cgroups.ServerCgroup | None, settings: Fields) -> None:
         self._host, self._group = prepare(full, settings), group
@@ -108,8 +105,7 @@ class NamespaceDriver:
     def _join_groups(self, name: str, limits: Fields, network: bool) -> tuple[str, ...]:
         if self._group is None:
             return ()
-        wanted = cgroups.CgroupLimits(limits["memory_bytes"], limits["cpus"], limits["pids"])
-        return tuple(self._group.add(name, wanted, rootfs.HOST, network))
+        return tuple(self._group.add(name, limits, rootfs.HOST, network))
 
     def _guard_network(self, name: str) -> str:
         """Block metadata addresses; the reason if that is not possible here."""
@@ -188,7 +184,7 @@ class NamespaceDriver:
                 yield change and {**change, "path": f"{tree.target.rstrip('/')}/{change['path']}"}
 
     def _trees_below(self, layer: OverlayLayer) -> list[Tree]:
-        """The trees that a layer changes, with everything that it lies on."""
+        """The trees that a layer changes, with everything below it."""
         trees = []
         for tree in self._host.trees(layer.image, network=False):
             lowers = tuple(below.trees[tree.name] for below in layer.below if tree.name in below.trees) + tree.lowers
@@ -266,7 +262,7 @@ class NamespaceInit:
         yield BuildStep(Do.UMASK, (), 0o022)
 
     def _confine(self) -> Iterator[BuildStep]:
-        """Drop everything that the slot must not have. Nothing of the slot runs before this."""
+        """Drop everything that the slot must not have. No program of the slot runs before this."""
         yield BuildStep(Do.SESSION)
         if self.user_namespace is None:
             yield from _single_user_namespace()
@@ -329,7 +325,7 @@ class DiskStore(LayerStore):
     """A saved layer: mounted read-only and locked against eviction until its last user releases it."""
 
     def __init__(self, folder: str, place: str) -> None:
-        self.path, self._users = place, 1
+        self.path = place
         self._lock = os.open(f"{rootfs.HOST}{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -354,13 +350,10 @@ class DiskStore(LayerStore):
         """Raises OSError: limits are lifted to write."""
         raise OSError(30, "a snapshot on disk cannot be cut; seal a slot that starts from it, and cut that")
 
-    def release(self) -> None:
-        """Remove a user; the last one unmounts and unlocks it."""
-        self._users -= 1
-        if self._users == 0:
-            syscalls.umount(self.path)
-            os.rmdir(self.path)
-            os.close(self._lock)
+    def drop_files(self) -> None:
+        syscalls.umount(self.path)
+        os.rmdir(self.path)
+        os.close(self._lock)
 
 
 class OverlayCheckpoints:

@@ -1,9 +1,8 @@
-"""User, process and network namespaces: who the slot's root is outside, and what its processes can see.
+"""User, process and network namespaces of slots.
 
 There are two kinds of user namespace. A server that runs as root makes one for all of its slots: uids 0 to 65535 of a
-slot are a private range outside, the same for every slot of that server (slots cannot see each other's files or
-processes, so the range is not what separates them). A server without root gives each slot a namespace of its own in
-which only uid 0 exists: the user who started the server.
+slot are a private range outside. (Slots cannot see each other's files or processes, so sharing the range is safe.) A
+server without root gives each slot a namespace in which only uid 0 exists: the user who started the server.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def make_range_namespace() -> int:
         if os.read(reader, 1) != b"+":
             raise PermissionError(1, "cannot make a user namespace")
         for kind in ("uid", "gid"):
-            _write(f"/proc/{child}/{kind}_map", f"0 {RANGE_START} {RANGE_SIZE}")
+            write_file(f"/proc/{child}/{kind}_map", f"0 {RANGE_START} {RANGE_SIZE}")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(reader)
@@ -69,8 +68,8 @@ def enter_single_namespace(uid: int, gid: int) -> None:
             file.flush()
         except PermissionError:
             pass  # the outer namespace denies it already
-    _write("/proc/self/uid_map", f"0 {uid} 1")
-    _write("/proc/self/gid_map", f"0 {gid} 1")
+    write_file("/proc/self/uid_map", f"0 {uid} 1")
+    write_file("/proc/self/gid_map", f"0 {gid} 1")
 
 
 @contextlib.contextmanager
@@ -99,11 +98,8 @@ def open_network(process: int) -> list[int]:
 
 
 def socket_in(places: Sequence[int], make: Callable[[], socket.socket]) -> socket.socket:
-    """The socket that `make` makes in a network namespace that `open_network` opened.
-
-    A child enters the namespace, since without root there is no way back. Raises OSError if it cannot be entered, or if
-    `make` does.
-    """
+    """Call `make` for a socket in a network namespace of `open_network`. A child enters the namespace, since without
+    root a process cannot return. Raises OSError if it cannot be entered, or if `make` does."""
     network, user = places
     with contextlib.ExitStack() as opened:
         ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -120,8 +116,7 @@ def socket_in(places: Sequence[int], make: Callable[[], socket.socket]) -> socke
 
 
 def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[], socket.socket]) -> NoReturn:
-    """Make the socket in the child and send it. The owner of a user's own namespace has rights in it only from
-    inside."""
+    """Make the socket in the child and send it. The owner of a user namespace has rights in it only from inside."""
     try:
         try:
             syscalls.setns(network, syscalls.CLONE_NEWNET)
@@ -136,6 +131,7 @@ def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[
         os._exit(0)
 
 
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
+def write_file(path: str, text: str) -> None:
+    """Write a small file."""
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)

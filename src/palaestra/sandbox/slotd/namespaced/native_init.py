@@ -1,11 +1,11 @@
 """The init of slots with namespaces: its program, and the steps by which it builds and confines a slot.
 
-The program is pid 1 of each slot, built from `native/*.c` and kept in a sealed memory file. It is native code because
-an idle slot then costs kilobytes instead of megabytes. `hatch_build.py` builds it when the package is installed; wheels
-carry it. The binary's name holds the digest of its sources, so a stale one is not used.
+The program is pid 1 of each slot, built from `native/*.c` and kept in a sealed memory file. An idle slot with native
+code costs kilobytes instead of megabytes. `hatch_build.py` builds it on installation; wheels carry it. The binary's
+name holds the digest of its sources, so a stale one is not used.
 
-The server lists the steps and `native/steps.c` performs them in order, without deciding anything: whatever depends on
-this machine is decided when the list is made. The first step that fails ends the slot. Encoding of a step:
+The server lists the steps and `native/steps.c` performs them in order; everything that depends on this machine is
+decided here. The first step that fails ends the slot. Encoding of a step:
 
     u16 operation, u16 number of strings, u32 length of the strings, i64 a, i64 b, then the strings, each ended by a NUL
     (for FILTER: the program's bytes as they are)
@@ -27,14 +27,12 @@ from ..protocol import init_messages
 SOURCES = ("init.c", "steps.c", "steps.h")  # the sources, in the order in which they enter the digest
 _MFD_EXEC = 0x10
 _ANSWER = 100
-FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "native")
-"""Where the sources and the binaries lie."""
-
+FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "native")  # sources and binaries
 _TO_BUILD = "install a C compiler (a package like gcc, or `pip install ziglang`), then install palaestra again"
 
 
 class NoInit(OSError):
-    """There is no native init for this machine; the message says why and what to install."""
+    """The native init for this machine is missing; the message names the reason and the remedy."""
 
 
 def binary_name(machine: str, sources: Sequence[bytes]) -> str:
@@ -43,10 +41,8 @@ def binary_name(machine: str, sources: Sequence[bytes]) -> str:
 
 
 def load(prefix: str = "") -> int:
-    """A descriptor of the init for this machine, which no slot can write to. Raises `NoInit`.
-
-    `prefix` is the path of the host's root.
-    """
+    """A descriptor of the init for this machine, read-only for slots. `prefix` is the path of the host's root. Raises
+    `NoInit`."""
     folder = prefix + FOLDER
     try:
         name = binary_name(syscalls.MACHINE, [_read(f"{folder}/{source}") for source in SOURCES])
@@ -113,8 +109,7 @@ class Do(IntEnum):
     WRITE = 6  # write to an existing file. [a: 1 if that may fail; path, text]
     CHANGE_DIRECTORY = 7  # [path]
     OPEN = 8  # open a directory or mount point under a descriptor number. [a: the number; path]
-    OPEN_INSIDE = 9
-    """Open a path below an open directory, resolved with that directory as root. [a: the number, b: the root; path]"""
+    OPEN_INSIDE = 9  # open a path, resolved with an open directory as root. [a: the number, b: the root; path]
     BECOME_ROOT = 10  # make the current directory the root and detach the old root
     HOST_NAME = 11  # [name]
     LOOPBACK = 12  # bring up the loopback interface

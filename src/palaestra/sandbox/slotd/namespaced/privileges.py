@@ -1,14 +1,14 @@
-"""What the root of a slot may do: the capabilities that it keeps, and the system calls that no command may make.
+"""The privileges of a slot's root: its capabilities, and the system calls that no command may make.
 
 The capabilities are those that ordinary programs need on their own files and processes. They hold in the slot's user
 namespace only; none lets a process mount, trace across namespaces, load, configure or create devices.
 
-The filter is a classic BPF program for x86-64 and aarch64. It is a deny list: it blocks parts of the kernel that
-ordinary programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, vsock sockets, foreign ABIs),
-and everything that would make new namespaces or mounts. It is the second line; the first is that the slot has no
-privilege over anything outside.
+The filter is a classic BPF program for x86-64 and aarch64, a deny list: it blocks parts of the kernel that ordinary
+programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, vsock sockets, foreign ABIs), and
+everything that would make new namespaces or mounts. It is the second line; the first is that the slot has no privilege
+over anything outside.
 
-`clone3` answers ENOSYS, since its flags lie in memory where a filter cannot look; C libraries then use `clone`.
+`clone3` answers ENOSYS, since a filter cannot read its flags in memory; C libraries then use `clone`.
 """
 
 from __future__ import annotations
@@ -100,11 +100,8 @@ def supported() -> bool:
 
 
 def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True) -> bytes:
-    """The filter for one architecture, as packed `struct sock_filter`s.
-
-    For slots without namespaces: `inet` False removes the internet's sockets, `ipc` False System V objects and message
-    queues, which belong to the machine and outlive their makers.
-    """
+    """The filter for one architecture, as packed `struct sock_filter`s. For slots without namespaces, `inet` False
+    removes internet sockets, `ipc` False System V objects and message queues, which would outlive the slot."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -146,6 +143,6 @@ def _unless(values: Sequence[int], verdict: int) -> list[Instruction]:
 
 
 def _clause(call: int, argument: int, body: list[Instruction]) -> list[Instruction]:
-    """For one call: test the low half of an argument, then allow what the body did not refuse."""
+    """For one call: test the low half of an argument, and allow the call unless the body refuses it."""
     inner = [(_LOAD, 0, 0, argument), *body, (_RETURN, 0, 0, _ALLOW)]
     return [(_EQUAL, 0, len(inner), call), *inner]

@@ -1,16 +1,16 @@
-"""The root file system of a slot: which trees it has, what lies below them, and how they are mounted.
+"""The root file system of a slot: its trees, the layers below them, and their mounts.
 
 A root is one overlay per *tree*. An image is one tree, `/`. Without an image the root is an allow-list: a generated
-base system for `/` (see `host.py`), the host's `/usr` as a second tree, and the host's `/bin`, `/lib`, … as the links
-or directories they are there. Nothing else of the host is visible except the read-only mounts of a spec.
+base system for `/` (see `host.py`), the host's `/usr` as a second tree, and the host's `/bin`, `/lib`, … as links or
+directories like there. The slot sees nothing else of the host except the read-only mounts of its spec.
 
 The server has pivoted into a root of its own before anything here runs:
 
     /host        the host's file system          /slots/N    one tmpfs per slot or sealed layer: u/TREE w/TREE
-    /skeleton    the base system, and the /dev   /lower/K    host directories, with owners mapped if the rung can
+    /skeleton    the base system, and the /dev   /lower/K    host directories, with owners mapped at the level full
                  that all slots share
 
-Everything is mounted in the server's private mount namespace, so it is gone when the server is.
+Everything is mounted in the server's private mount namespace, so it is gone with the server.
 """
 
 from __future__ import annotations
@@ -69,18 +69,15 @@ class RootPlan:
 
 
 class Lowers:
-    """Host directories prepared as lowers and mounts, each once per server.
-
-    With `idmap` (a user namespace) owners of files are seen through it, so that the host's root is the slot's root.
-    """
+    """Host directories prepared as lowers and mounts, each once per server. With `idmap`, a user namespace, the host's
+    root is seen as the slot's root."""
 
     def __init__(self, idmap: int | None) -> None:
         self._idmap = idmap
         self._known: dict[tuple[str, tuple[int, int]], str] = {}
 
     def get(self, path: str) -> str:
-        """The path under which the host's `path` can be mounted. Raises OSError if it is missing or cannot be
-        mapped."""
+        """The path for mounting the host's `path`. Raises OSError if it is missing or cannot be mapped."""
         source = f"{HOST}{path}"
         status = os.stat(source)
         key = (path, (status.st_dev, status.st_ino))
@@ -109,11 +106,8 @@ class Lowers:
 
 
 def prepare_shared() -> None:
-    """Mount what all slots share, once: their /dev, and the empty directory that hides others.
-
-    Read-only, since slots share it. Each file system less per slot saves memory in every control group of the machine,
-    which keeps a list for each.
-    """
+    """Mount the shared /dev and the empty directory that hides others, once and read-only. (Each file system per slot
+    costs memory in every control group of the machine.)"""
     read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC
     os.mkdir(_DEV, 0o755)
     syscalls.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
@@ -150,10 +144,8 @@ def system_links() -> dict[str, str]:
 
 
 def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
-    """Mount the root at `plan.stage` and make it the process's `/`, in the slot's own mount namespace.
-
-    `place` and the number after it are free for descriptors.
-    """
+    """Mount the root at `plan.stage` and make it the process's `/`, in the slot's own mount namespace. The descriptors
+    `place` and `place` + 1 must be free."""
     root, inside = place, place + 1
     yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:

@@ -1,12 +1,12 @@
-"""Which hosts and ports a slot with a list may reach, and which addresses no slot may. Does no I/O.
+"""The hosts and ports that a slot with a list may reach, and addresses that no slot may. No I/O.
 
     example.org            this name, ports 80 and 443          10.0.0.0/8:5432     addresses, one port
     example.org:8443       this name, this port                 [2001:db8::1]:443   an address of version 6
     *.example.org:*        every name below it, every port      *                   every name
 
-A name is allowed as a name; the proxy resolves it and connects to the address that was checked. Refused whatever the
-list says are addresses where clouds serve metadata about the machine (and its credentials), and addresses that a listed
-name cannot mean: a name that resolves to this host's loopback is an attack on it.
+A name is allowed as a name; the proxy resolves it and connects to the address that was checked. Always refused are
+addresses of cloud metadata services (they give credentials), and addresses that a listed name cannot mean: a name that
+resolves to this host's loopback is an attack on it.
 """
 
 from __future__ import annotations

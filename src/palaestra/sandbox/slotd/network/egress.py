@@ -1,6 +1,6 @@
 """The server's side of slots with a list of hosts: their listening sockets, and the process that serves them.
 
-The process is forked when the first such slot is made, and again if it has died: the server keeps the listeners.
+The process is forked for the first such slot, and again if it has died: the server keeps the listeners.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EgressGates:
         self._pid = self._process = -1
 
     def open(self, slot: ServerSlot, allow: list[str]) -> None:
-        """Open a slot's way out. Raises OSError if its network cannot be entered."""
+        """Open a slot's proxy port. Raises OSError if its network cannot be entered."""
         name = slot.name
         self._gates[name] = _Gate(allow, slot.make_socket(_listen).detach())
         if self._control is None:
@@ -45,7 +45,7 @@ class EgressGates:
             self._send_gate(name)
 
     def close(self, slot: str) -> None:
-        """Close a dead slot's way out, if it has one."""
+        """Close a dead slot's proxy port, if it has one."""
         gate = self._gates.pop(slot, None)
         if gate is not None:
             os.close(gate.listener)
@@ -86,8 +86,7 @@ class EgressGates:
 
 
 def _become_proxy(control: socket.socket) -> None:
-    """Serve as the proxy, in the child. It needs the host's files: modules that it imports, and the resolver's
-    settings."""
+    """Serve as the proxy, in the child, at the host's root: it needs modules and the resolver's settings."""
     try:
         syscalls.set_name("slot-proxy")
         root = HOST if os.path.isdir(HOST) else None

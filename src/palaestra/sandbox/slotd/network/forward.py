@@ -3,8 +3,8 @@
 `proxy.py` runs it for slots in a process of its own; other proxies of this project run it too. The owner of a listener
 passes each connection to `Forwarder.accept`.
 
-Invariant: a host is judged as it was asked for, every address found for it is judged, and the judged address is the one
-that is connected to. Nothing is resolved twice, so no second look-up can give another answer.
+Invariant: the requested host and every address found for it are judged, and the judged address is the one to connect
+to. A name is resolved only once, so a second answer cannot differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 class Judge(Protocol):
-    """Why a host, or an address found for it, may not be reached; None if it may."""
+    """Returns why a host, or an address found for it, may not be reached; None if it may."""
 
     def refusal(self, host: str, port: int) -> str | None: ...
 
@@ -45,9 +45,7 @@ class Judge(Protocol):
 
 class Forwarder:
     """Serves at most `most` connections at a time; with a `key`, only clients that send it (RFC 9110, 11.7.2).
-
-    `refused` gets the host, the port and the reason of every refused connection.
-    """
+    `refused` gets the host, the port and the reason of every refused connection."""
 
     def __init__(
         self,

@@ -1,12 +1,11 @@
-"""Keeps slots that share the host's network from addresses where clouds serve metadata about the machine.
+"""Keeps slots that share the host's network from cloud metadata addresses.
 
-It uses programs that the kernel runs for the sockets of a control group (bpf(2), bpf-cgroup): one refuses packets to
-these addresses, whatever way they took, and four refuse to connect, so that a program gets an error and not silence.
-They go with the group, so nothing has to be undone when the server is killed. Port 53 stays open: on some clouds the
-same address is the resolver.
+The kernel runs programs for the sockets of a control group (bpf(2), bpf-cgroup): one refuses packets to these
+addresses, and four refuse to connect, so that a program gets an error and not silence. They end with the group. Port 53
+stays open: on some clouds the same address is the resolver.
 
 Needs root and a control group of version 2, with or without controllers. Slots without network cannot reach these
-addresses, and the proxy refuses them to those with a list of hosts (`allowlist.py`).
+addresses, and the proxy refuses them to slots with a list of hosts (`allowlist.py`).
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def _bpf(command: int, attributes: bytes, what: str) -> int:
     if _BPF is None:
         raise OSError(errno.ENOSYS, f"no system call table for {syscalls.MACHINE}")
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
-    return syscalls.checked(syscalls.raw(_BPF, command, buffer, len(attributes)), f"bpf {what}")
+    return syscalls.check(syscalls.raw(_BPF, command, buffer, len(attributes)), f"bpf {what}")
 
 
 def _connections(version: int) -> _Code:

@@ -1,11 +1,11 @@
 """The proxy of slots with a list of hosts: a process of its own, in the host's network.
 
 Such a slot has an empty network with one listening socket on its loopback, on which this process accepts. It answers
-HTTP requests in absolute form and CONNECT according to the list; there is no other way out, not even DNS.
+HTTP requests in absolute form and CONNECT according to the list; the slot has no other connection, not even DNS.
 
-It reads what an agent writes, so it holds nothing of value: the server forks it, it closes all but its control socket,
-leaves root, and knows lists and listeners. It cannot see which of several hosts behind one address and name an
-encrypted connection is for: to list a name is to trust its operator.
+It reads untrusted input, so it holds nothing of value: the server forks it, it closes all but its control socket,
+leaves root, and knows only lists and listeners. For an encrypted connection it cannot tell several hosts behind one
+address and name apart: to list a name is to trust its operator.
 """
 
 from __future__ import annotations
@@ -65,21 +65,10 @@ class _Rules:
         return allowlist.address_refusal(host, address)
 
 
-class _Gate:
-    """One slot's way out."""
-
-    def __init__(self, forwarder: Forwarder, server: asyncio.Server) -> None:
-        self._forwarder, self._server = forwarder, server
-
-    def close(self) -> None:
-        self._server.close()
-        self._forwarder.close()
-
-
 class _Proxy:
     def __init__(self, control: socket.socket, resolver: ThreadPoolExecutor) -> None:
         self._control, self._resolver = control, resolver
-        self._gates: dict[str, _Gate] = {}
+        self._gates: dict[str, tuple[asyncio.Server, Forwarder]] = {}
         self._over = asyncio.Event()
 
     async def serve(self) -> None:
@@ -94,7 +83,8 @@ class _Proxy:
             if fds:
                 await self._add(name, message, fds[0])
             elif name in self._gates:
-                self._gates.pop(name).close()
+                for part in self._gates.pop(name):
+                    part.close()
 
     def _take(self) -> None:
         data, fds = pipes.receive(self._control, MAX_MESSAGE, 1)
@@ -110,4 +100,4 @@ class _Proxy:
         listener = socket.socket(fileno=fd)
         listener.setblocking(False)
         server = await asyncio.start_server(forwarder.accept, sock=listener, limit=HEAD_BYTES)
-        self._gates[name] = _Gate(forwarder, server)
+        self._gates[name] = server, forwarder

@@ -1,7 +1,7 @@
 """One end of the stream between client and server: frames in, frames out, without blocking. Both sides use it.
 
-What the server sends unasked is bounded by each request's window, so the outgoing buffer is bounded by the number of
-open requests.
+Each request's window bounds the server's unrequested data, so the outgoing buffer is bounded by the number of open
+requests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class FrameConnection:
         loop.watch(stream.fileno(), self._ready)
 
     def send(self, kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
-        """Send one frame: immediately what the socket takes, the rest when it can take more. Raises as `encode`
-        does."""
+        """Send one frame: at once as much as the socket takes, the rest later. Raises like `encode`."""
         frame = encode(kind, request, fields, data)
         sent = 0
         if not self._outgoing:

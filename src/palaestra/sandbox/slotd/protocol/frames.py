@@ -30,14 +30,10 @@ from enum import IntEnum
 from json.scanner import make_scanner
 from typing import Any, NamedTuple, Protocol
 
-VERSION = 6
-"""Both sides must agree. The server is started from the same package, so a mismatch is a broken installation."""
-
+VERSION = 6  # both sides must agree; they are of the same package, so a mismatch is a broken installation
 WINDOW = 256 << 10  # how many bytes of DATA a request may have under way before the receiver has taken them
 CHUNK = 128 << 10  # the size of one DATA frame: small enough that no stream keeps the others waiting
-RECEIVE_BYTES = 256 << 10
-"""The size of the receive buffer, which each side allocates once: a fresh one per read costs more than the read."""
-
+RECEIVE_BYTES = 256 << 10  # of the receive buffer, allocated once: a fresh one per read costs more than the read
 MAX_FRAME = 64 << 20
 
 USUAL_TIMEOUT_S, USUAL_OUTPUT_BYTES = 60.0, 50_000  # the bounds of a command whose request names no others
@@ -48,28 +44,21 @@ _RESULT = struct.Struct("!iBIIQddQ")
 
 RESULT_SIZE = _RESULT.size
 
-TIMEOUT, CANCELLED, SWEPT, OOM = 1, 2, 4, 8
-"""Flags of a command's RESULT: why it was killed, whether everything in the slot was, whether memory had run out."""
+# Flags of a command's RESULT.
+TIMEOUT, CANCELLED, SWEPT, OOM = 1, 2, 4, 8  # why it was killed; everything in the slot was; memory had run out
+BASH, SH = 16, 32  # which shell ran it, if any
+STATEFUL, RESTARTED = 64, 128  # that shell is stateful; it was started again since the last command
 
-BASH, SH = 16, 32  # flags: which shell ran it, if any
-STATEFUL, RESTARTED = 64, 128
-"""Flags: whether that shell is stateful, and whether it was started again since the last command."""
-
+# The struct before the bytes of a command's RESULT (JSON would cost more than all other work on a result): exit code,
+# flags, bytes kept of the output's head and tail, total bytes of the output, wall seconds, processor seconds, peak
+# resident bytes of one process. The head, the tail and the verdict follow.
 encode_result, decode_result = _RESULT.pack, _RESULT.unpack_from
-"""The struct before the bytes of a command's RESULT; as JSON it would cost more than all else done with a result.
 
-Exit code, flags, bytes kept of the output's head and of its tail, total bytes of the output, wall seconds, processor
-seconds, peak resident bytes of one process. The head, the tail and the verdict follow; the frame's object holds only
-what few results have (the path of the full output).
-"""
-
-
-HANDOVER = struct.Struct("!QQ")
-"""The message with which the server gives its client descriptors of a slot: the lease's epoch, the files' owner."""
+HANDOVER = struct.Struct("!QQ")  # goes with descriptors of a slot for the client: the lease's epoch, the files' owner
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     HELLO = 1
     REQUEST = 2
@@ -101,7 +90,7 @@ class Frame(NamedTuple):
 
 
 class SendFrame(Protocol):
-    """Sends a frame to the client, or hands it over if the client is this process."""
+    """Sends a frame to the client, or passes it on if the client is this process."""
 
     def __call__(self, kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> None: ...
 
@@ -122,7 +111,7 @@ def _encode_path(value: object) -> str:
 
 
 def _encoder() -> Callable[[Fields, bool], Iterable[str]]:
-    """A function that gives the pieces of an object's JSON. The standard library would make it again for each call."""
+    """A function that returns the pieces of an object's JSON; the standard library makes it again for each call."""
     encoder = json.JSONEncoder(separators=(",", ":"), default=_encode_path)
     found: Callable[[Fields, bool], Iterable[str]] = encoder.iterencode
     make = getattr(json.encoder, "c_make_encoder", None)

@@ -1,17 +1,17 @@
-"""Orders to the init of a slot and its reports: one datagram each. Does no I/O.
+"""Orders to the init of a slot and its reports: one datagram each. No I/O.
 
-They are plain structs, because the native init (`native/init.c`) has to read them; both sides run on one machine, so
-the byte order is its own. Descriptors travel with an order; `places` assigns them to the command's numbers.
+They are plain structs in the machine's byte order, for the native init (`native/init.c`). Descriptors travel with an
+order; `places` assigns them to the command's numbers.
 
     order    u8 kind, u8 flags, u16 places, u32 command, u16 arguments, u16 variables
              then for SPAWN: (u8 index, u8 target) per place, and NUL-terminated: cwd, arguments, NAME=value variables
-             then for KILL: i64, i64: clock ticks since boot and a pid; what is no younger lives on, with its children
+             then for KILL: i64, i64: clock ticks since boot and a pid; processes that are not younger live on
     report   u8 kind, u8 flag, u16 0, u32 command, i32 value, u32 0, i64 cpu microseconds, i64 peak resident bytes
              then for FAILED: a text
 
 An order that is too long for a datagram is written to a memory file; the datagram is LONG and the file its first
-descriptor. LINE brings the native init a second socket, over which a client gives orders of its own. Reports on a
-command go to the side that started it, and each side has names of its own for its commands.
+descriptor. LINE brings the native init a second socket for a client's own orders. The side that starts a command gets
+its reports, and each side has its own names for its commands.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ from typing import NamedTuple
 VERSION = 7  # of these structs. A native init that was built for another version is not used
 MAX_DATAGRAM = 96 << 10
 MAX_REPORT = 1024  # reports are shorter
+# Flags of SPAWN: the descriptor at place 0 is the session's controlling terminal; report STARTED with the pid.
 TERMINAL, ANNOUNCE = 1, 2
-"""Flags of SPAWN: the descriptor at place 0 becomes the controlling terminal of the command's session; STARTED is
-reported, with the pid that the slot sees."""
-
+# Flags of KILL: spare the main process (a shell); kill the rest of its tree after its end. The last KILL counts.
 SPARE, AT_END = 1, 2
-"""Flags of KILL: the main process lives on, for a stateful shell; or the rest of its tree is killed not now, but
-once it has ended, which is reported first. The last KILL that an init got counts."""
 
 _ORDER, _REPORT = struct.Struct("=BBHIHH"), struct.Struct("=BBHIiIqq")
 _MOMENT = struct.Struct("=qq")
@@ -40,7 +37,7 @@ _MAX_STRINGS = 0xFFFF
 
 
 class Order(IntEnum):
-    """What a client or server asks of the init."""
+    """The orders to the init."""
 
     SPAWN = 1
     KILL = 2
@@ -50,7 +47,7 @@ class Order(IntEnum):
 
 
 class ReportKind(IntEnum):
-    """What the init reports."""
+    """The reports of the init."""
 
     READY = 1
     FAILED = 2
@@ -89,11 +86,9 @@ class Spawn(NamedTuple):
 
 
 class InitReport(NamedTuple):
-    """READY comes with the slot's root as a descriptor.
-
-    `value` is the exit code of EXIT (negative: the signal), the pid of STARTED, the errno of NOT_STARTED and FAILED.
-    `flag` says for NOT_STARTED that the directory is the reason, for KILLED that everything in the slot had to be
-    killed.
+    """READY comes with the slot's root as a descriptor. `value` is the exit code of EXIT (negative: the signal), the
+    pid of STARTED, the errno of NOT_STARTED and FAILED. `flag`: for NOT_STARTED, the directory is the reason; for
+    KILLED, everything in the slot had to be killed.
     """
 
     kind: ReportKind
@@ -106,7 +101,7 @@ class InitReport(NamedTuple):
 
 
 def env_block(variables: Mapping[str, str]) -> EnvBlock:
-    """Raises ValueError for variables that no process can have: a NUL, a lone surrogate, an empty name."""
+    """Raises ValueError for invalid variables: a NUL, a lone surrogate, an empty name."""
     text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
     if text.count(b"\0") != len(variables):
         raise ValueError("a variable cannot hold a NUL character")
@@ -117,7 +112,7 @@ def encode_spawn(
     command: int, argv: list[str], cwd: str, env: EnvBlock, places: Places,
     terminal: bool = False, announce: bool = False,
 ) -> bytes:  # fmt: skip
-    """A `Spawn` as an order. Raises ValueError for what no system call takes: no program, a NUL, too many arguments."""
+    """A `Spawn` as an order. Raises ValueError for an empty program, a NUL, too many arguments."""
     text = "\0".join((cwd, *argv)).encode("utf-8", "surrogateescape")
     if not argv[0] or len(argv) + env.size >= _MAX_STRINGS or text.count(b"\0") != len(argv):
         raise ValueError("no program, a NUL, or too many arguments")
@@ -132,7 +127,7 @@ def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
 
 
 def encode_kill(command: int, after: tuple[int, int] = (0, 0), spare: bool = False, at_end: bool = False) -> bytes:
-    """Kill a command's tree; if a moment is given (`process_tree.Moment`), only what it started since."""
+    """Kill a command's tree, or only processes younger than a moment (`process_tree.Moment`)."""
     return encode(Order.KILL, command, (SPARE if spare else 0) | (AT_END if at_end else 0)) + _MOMENT.pack(*after)
 
 

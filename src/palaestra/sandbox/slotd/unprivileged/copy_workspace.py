@@ -1,8 +1,8 @@
-"""Whole copies of workspaces: how a slot starts from a layer, what it has changed, and how a layer is cut to a view.
+"""Whole copies of workspaces: the start of a slot from a layer, its changes, and cutting a layer to a view.
 
-A layer of this rung holds complete trees, not differences. Nobody writes to a layer, so layers share files by hard
-links; a slot gets copies. An agent chose the names and modes in a layer: links are never followed here, and a server
-that is not root may find a tree closed.
+A layer here holds complete trees, not differences. Layers are never written, so they share files by hard links; a slot
+gets copies. An agent chose the names and modes in a layer: links are never followed, and a server without root may find
+a tree closed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from ..protocol.frames import Fields
 
 _Copy = Callable[[str, str], None]
 
-_MAX_DIRECTORY_BYTES = 3600
-"""Of the path of a directory. What lies deeper could not be named wherever it is copied, and is left out."""
+_MAX_DIRECTORY_BYTES = 3600  # of a directory's path; deeper ones could not be named in a copy, and are left out
 
 
 def duplicate(source: str, target: str) -> None:
-    """The same tree again at the new directory `target`. Both share the files, so neither may be written from now
-    on."""
+    """The same tree again at the new directory `target`. Both share the files, so neither may be written afterwards."""
     _copy(source, target, lambda old, new: os.link(old, new, follow_symlinks=False), owner=-1)
 
 
 def copy_for(uid: int, source: str, target: str) -> None:
-    """A copy of a tree in the directory `target` for a user who may change it; -1 is the caller."""
+    """A copy of a tree in the directory `target` that belongs to a user; -1 is the caller."""
     first: dict[int, str] = {}
 
     def copy_one(old: str, new: str) -> None:
@@ -119,7 +117,7 @@ def _copy_file(old: str, status: os.stat_result, new: str) -> None:
 
 
 def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterator[Fields | None]:
-    """What `tree` changes of `base`, by content and mode: path, kind, opaque; None now and then, as a pause."""
+    """The changes from `base` to `tree`, by content and mode: path, kind, opaque; None is a pause."""
     yield None
     old, new = _entries(f"{base}/{path}"), _entries(f"{tree}/{path}")
     for name in sorted(old.keys() | new.keys()):
@@ -137,7 +135,7 @@ def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterato
 
 
 def _entries(directory: str) -> dict[str, os.stat_result]:
-    """The entries of a directory; empty if it is none, or a link."""
+    """The entries of a directory; empty for a link or another kind."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -146,9 +144,7 @@ def _entries(directory: str) -> dict[str, os.stat_result]:
     try:
         with os.scandir(fd) as entries:
             for entry in entries:
-                with contextlib.suppress(
-                    FileNotFoundError, PermissionError
-                ):  # a running slot has it removed, or closed
+                with contextlib.suppress(FileNotFoundError, PermissionError):  # a running slot has changed it
                     found[entry.name] = entry.stat(follow_symlinks=False)
     finally:
         os.close(fd)
@@ -169,17 +165,15 @@ def _same(old_path: str, old: os.stat_result, new_path: str, new: os.stat_result
 
 
 class CopyCut:
-    """Cuts one tree of a layer to a view over `base`, the tree it started from. Paths are relative to the tree.
-
-    `trash` is an empty directory on the same file system for what is removed.
-    """
+    """Cuts one tree of a layer to a view over `base`, the tree it started from. Paths are relative to the tree. Removed
+    entries go to `trash`, an empty directory on the same file system."""
 
     def __init__(self, tree: str, base: str, trash: str) -> None:
         self._tree, self._base, self._trash = tree, base, trash
         self._dropped = 0
 
     def keep_only(self, paths: Sequence[str]) -> None:
-        """Leave the base, and of the tree these paths and what is under them."""
+        """Leave the base, and of the tree these paths with everything under them."""
         if "" in paths:
             return
         old = self._drop("")
@@ -191,11 +185,8 @@ class CopyCut:
                 move(f"{old}/{path}", f"{self._tree}/{path}")
 
     def leave_out(self, path: str) -> None:
-        """Show at `path` what the base has there.
-
-        A parent that is a link or a file in the tree shows the base as a whole; one that the tree has deleted comes
-        back with nothing but the path in it.
-        """
+        """Show the base at `path`. A parent that is a link or a file in the tree shows the base as a whole; a deleted
+        parent comes back with only the path in it."""
         for parent in _parents(path):
             if os.path.lexists(f"{self._tree}/{parent}"):
                 if not _is_directory(f"{self._tree}/{parent}"):
@@ -231,7 +222,7 @@ class CopyCut:
                 os.link(source, target, follow_symlinks=False)
 
     def _drop(self, path: str) -> str:
-        """Move a path to the trash; where it is now. Does nothing if a link is on its way."""
+        """Move a path to the trash; returns its new path. Does nothing if a parent is a link."""
         self._dropped += 1
         place = f"{self._trash}/{self._dropped}"
         if not path or _is_there(self._tree, path):
@@ -240,7 +231,7 @@ class CopyCut:
 
 
 def _is_there(root: str, path: str) -> bool:
-    """Whether something is at a path whose parents are all directories."""
+    """Whether a path exists whose parents are all directories."""
     return all(_is_directory(f"{root}/{parent}") for parent in _parents(path)) and os.path.lexists(f"{root}/{path}")
 
 

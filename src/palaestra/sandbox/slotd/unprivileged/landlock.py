@@ -1,10 +1,10 @@
-"""Landlock: what of the file system, of TCP and of other processes a slot without namespaces may reach.
+"""Landlock: the parts of the file system, of TCP and of other processes that a slot without namespaces may reach.
 
 A process restricts itself and everything it starts, for good and without privilege. Rights are given per directory and
 hold for all below it; everything else is denied. The numbers are those of the kernel's `linux/landlock.h`.
 
-Other means of this rung cover what Landlock does not: permissions (users), UDP and other protocols (the system call
-filter). Not covered are connections to a socket that is a file, and `stat` of any path.
+Users and permissions, and the system call filter (UDP and other protocols), cover the rest, except connections to a
+socket that is a file, and `stat` of any path.
 """
 
 from __future__ import annotations
@@ -45,30 +45,27 @@ def version() -> int:
 
 
 def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
-    """Restrict this process, for good, to `rights` (path, rights below it). Missing paths are skipped.
-
-    Without `tcp` it can neither listen nor connect, from version 4 on. From version 6 on it can signal, and reach over
-    abstract sockets, only processes that are restricted by this same call. Needs `no new privileges`.
+    """Restrict this process, for good, to `rights` (path, rights below it); skips missing paths. Without `tcp` it can
+    neither listen nor connect, from version 4 on. From version 6 on it can signal, and reach over abstract sockets,
+    only processes restricted by this same call. Needs `no new privileges`.
     """
     abi = version()
     handled = _FIRST | _REFER | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEVICE if abi >= 5 else 0)
     attributes = struct.pack("=QQQ", handled, 0 if tcp or abi < 4 else _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)
     size = 24 if abi >= SCOPED else 16 if abi >= 4 else 8
-    ruleset = syscalls.checked(syscalls.raw(_CREATE, attributes, size, 0), "landlock_create_ruleset")
+    ruleset = syscalls.check(syscalls.raw(_CREATE, attributes, size, 0), "landlock_create_ruleset")
     try:
         for path, wanted in rights:
             with contextlib.suppress(FileNotFoundError):
                 _allow(ruleset, path, wanted & handled)
-        syscalls.checked(syscalls.raw(_RESTRICT, ruleset, 0), "landlock_restrict_self")
+        syscalls.check(syscalls.raw(_RESTRICT, ruleset, 0), "landlock_restrict_self")
     finally:
         os.close(ruleset)
 
 
 def keep_signals_in() -> None:
-    """Let this process and all it starts signal only each other, if the kernel can do that without loss of privilege.
-
-    This is no isolation: it keeps a stray `kill -1` from ending everything else that its user runs.
-    """
+    """Let this process and all it starts signal only each other, if that costs no privilege. It keeps a stray `kill -1`
+    from ending the user's other processes; it is not isolation."""
     ruleset = syscalls.raw(_CREATE, struct.pack("=QQQ", 0, 0, _SIGNALS), 24, 0)
     if ruleset >= 0:
         syscalls.raw(_RESTRICT, ruleset, 0)  # refused without root, unless set-uid programs are given up
@@ -82,6 +79,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
             rights &= _FOR_FILES
         rule = struct.pack("=Qi", rights, fd)
         buffer = ctypes.create_string_buffer(rule, len(rule))
-        syscalls.checked(syscalls.raw(_ADD, ruleset, _PATH_BENEATH, buffer, 0), f"landlock_add_rule {path}")
+        syscalls.check(syscalls.raw(_ADD, ruleset, _PATH_BENEATH, buffer, 0), f"landlock_add_rule {path}")
     finally:
         os.close(fd)

@@ -1,14 +1,14 @@
-"""Where the slots of one server lie: a directory of its own, which the next server's start removes if need be.
+"""The directory of one server's slots, which the next server's start removes if necessary.
 
-    /var/tmp/palaestra-slots-UID/    the user who runs servers; no other user may write there
+    /var/tmp/palaestra-slots-UID/    the user of the servers; no other user may write there
         1610614784/                  one server: named after its range of users (at random if it has none)
             slot-1/{workspace,home,tmp}   layers/   empty/
 
-The server's directory is locked as long as the server, or the process that watches it, lives. Whoever can take the lock
-of another one's directory knows that its owner is dead, kills the processes of those users and removes the files.
+The server's directory is locked as long as the server, or the process that watches it, lives. If its lock can be taken,
+its owner is dead: the processes of those users are killed and the files removed.
 
-`/workspace`, if nothing of that name exists, becomes a link to descriptor `WORKSPACE_FD` of the process that follows
-it: every command of a slot has its own workspace open at that number.
+`/workspace`, if the name is free, becomes a link to descriptor `WORKSPACE_FD` of the process that follows it: every
+command of a slot has its own workspace open at that number.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import stat
 import time
 from collections.abc import Iterator
 
+from ..namespaced import cgroups
 from . import users
 
 WORKSPACE_FD = 199
@@ -107,11 +108,11 @@ def _parent() -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Remove what servers have left that were killed together with their watchers."""
+    """Remove the leftovers of servers that were killed together with their watchers."""
     with _held(parent):
         for name in os.listdir(parent):
             path = f"{parent}/{name}"
-            if os.path.isdir(path) and _abandoned(path):
+            if os.path.isdir(path) and cgroups.abandoned(path):
                 _clear(path, int(name) if len(name) != _RANDOM_DIGITS else 0)
 
 
@@ -127,7 +128,7 @@ def _clear(path: str, first_user: int) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a directory, however deep or closed to its owner; what cannot be removed stays."""
+    """Remove a directory, however deep or closed to its owner, as far as possible."""
     token = secrets.token_hex(6)
     places = (f"{path}/.{token}-{number}" for number in itertools.count())
     pending = _flatten(path, places)
@@ -141,7 +142,7 @@ def remove(path: str) -> None:
 
 
 def _flatten(folder: str, places: Iterator[str]) -> list[str]:
-    """Remove the files of a directory and move its directories to `places`, so that no path gets deep; which."""
+    """Remove the files of a directory and move its directories to `places`, so that no path gets deep."""
     moved: list[str] = []
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -177,17 +178,6 @@ def clear_shared_memory(first_user: int, count: int = 1) -> None:
 def _link() -> None:
     with contextlib.suppress(OSError):  # something of that name exists, or the root cannot be written
         os.symlink(_LINK_TARGET, LINK)
-
-
-def _abandoned(path: str) -> bool:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
-"""Starts a server for the rungs without namespaces, and cleans up after its death.
+"""Starts a server for the isolation levels without namespaces, and cleans up after its death.
 
-There are two processes: the server, and one that watches it. No process namespace ends everything with the server, but
-its inits die with it; the watcher, which inherits all that they had started, kills that too and removes the server's
-directory. If the watcher is killed as well, the next start does it (only if slots have users of their own; without,
-detached processes cannot be told from others, and stay).
+There are two processes: the server, and one that watches it. The inits die with the server; the watcher, which inherits
+all their processes, kills those and removes the server's directory. If the watcher is killed as well, the next start
+does it (only if slots have users of their own: otherwise detached processes are not distinguishable, and stay).
 """
 
 from __future__ import annotations

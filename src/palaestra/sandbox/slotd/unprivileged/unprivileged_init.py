@@ -2,9 +2,8 @@
 
 If slots have users of their own, the init stays root, so that no command can signal or trace it. Every command inherits
 its restrictions (Landlock, system calls, capabilities, limits), and `_start` adds the user. Without such users a
-command can end its init, and with it the slot, but nothing outside the slot from Landlock version 6 on.
-
-The rung `none` runs the same init with one restriction: signals stay in the slot.
+command can end its init, and with it the slot, but nothing outside the slot from Landlock version 6 on. For `none`, the
+only restriction is that signals stay in the slot.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class NoDirectory(OSError):
 
 @dataclass(frozen=True, slots=True)
 class UnprivilegedPlan:
-    """What makes one slot different from others. `user` 0 is the caller's own; `template` is the layer it starts
-    from."""
+    """The settings of one slot. `user` 0 is the caller's own; `template` is the layer it starts from."""
 
     home: str
     user: int
@@ -162,10 +160,8 @@ def real_path(home: str, path: str) -> str:
 
 
 def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
-    """The pid of a new process of the slot's user. Raises OSError with what failed in it before its program ran.
-
-    Becoming a user takes a fork of this whole process, which is twice as slow as starting a program.
-    """
+    """The pid of a new process of the slot's user. Raises OSError for a failure before its program ran. Becoming a user
+    takes a fork of this whole process, which is twice as slow as starting a program."""
     env = init_messages.env_block(_environment(plan, spawn.env.variables()))
     spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
@@ -222,7 +218,7 @@ def _environment(plan: UnprivilegedPlan, env: Mapping[str, str]) -> dict[str, st
 
 
 class Init:
-    """The control loop: takes orders, starts and kills processes, reports what becomes of them."""
+    """The control loop: takes orders, starts and kills processes, reports their ends."""
 
     def __init__(self, channel: socket.socket, start: Start, kill_slot: process_tree.KillSlot) -> None:
         self._channel, self._start, self._kill_slot = channel, start, kill_slot
@@ -289,7 +285,7 @@ class Init:
                     os.killpg(pid, number)
 
     def _kill(self, name: int, after: process_tree.Moment, flags: int) -> None:
-        """Kill a command and what it started, then report KILLED; its EXIT is reported first."""
+        """Kill a command's tree, then report KILLED; its EXIT is reported first."""
         if flags & init_messages.AT_END and name in self._names.values():
             self._at_end[name] = after
             return
@@ -320,7 +316,7 @@ class Init:
                     self._kill_rest(name, command, self._at_end.pop(name))
 
     def _kill_rest(self, name: int, ended: process_tree.Command, after: process_tree.Moment) -> None:
-        """Kill what is left of a tree whose main process has ended, then report KILLED."""
+        """Kill the rest of a tree after the end of its main process, then report KILLED."""
         others = list(self._commands.values())
         swept = process_tree.kill_tree(ended, others, self._reap, after, spare=True, kill_slot=self._kill_slot)
         send(self._channel, InitReport(ReportKind.KILLED, name, flag=swept))

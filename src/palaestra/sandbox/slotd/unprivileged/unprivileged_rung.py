@@ -1,7 +1,7 @@
 """The isolation levels `confined` and `none`: slots of users and plain directories, forked by copying.
 
-`confined` serves many slots if it is root and can give each a user of its own; otherwise one at a time, since a second
-one would be the same user and could reach the first one's files.
+With root and a user for each slot, `confined` serves many slots; otherwise one at a time, since a second one would be
+the same user and could reach the first one's files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READ, _PASS = 0o004, 0o001
 
 
 class CopiedLayer(SealedLayer):
-    """Whole trees that nobody writes to any more."""
+    """Whole trees that are never written."""
 
     below: tuple[CopiedLayer, ...]
 
@@ -38,6 +38,7 @@ class CopiedLayer(SealedLayer):
 
     def drop_files(self) -> None:
         self._drop(self.path)
+        super().drop_files()
 
 
 @dataclass

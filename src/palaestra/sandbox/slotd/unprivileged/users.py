@@ -1,9 +1,8 @@
 """The users of the slots of one server, and their processes: found, killed, counted.
 
-A slot's user owns nothing but the slot, so ordinary permissions decide what it may touch and signal. The range of a
-server does not overlap those of other servers in the same container, since its directory is its own
-(`server_directory.py`); it is drawn at random because limits per user are counted on the whole machine, across
-containers.
+A slot's user owns only the slot, so ordinary permissions protect everything else. The range of a server does not
+overlap those of other servers in the same container, since its directory is its own (`server_directory.py`); it is
+drawn at random because limits per user are counted on the whole machine, across containers.
 """
 
 from __future__ import annotations
@@ -105,11 +104,8 @@ def _read(pid: int) -> tuple[str, int, int]:
 
 
 def kill_orphans(spare: set[int]) -> int:
-    """Without users: kill what this process has inherited, except `spare` and all below it; how many still live.
-
-    A process that has become another user, which is possible only on the rung `none` (sudo), is neither killed nor
-    counted.
-    """
+    """Without users: kill all inherited processes except `spare` and their descendants; returns how many still live.
+    Ignores processes that became another user, which is possible only on `none` (sudo)."""
     table = [process for process in process_tree.processes() if process.pid not in spare]
     kept = {process.pid for pid in spare for process in process_tree.descendants(pid, table)}
     living = 0
