@@ -40,7 +40,8 @@ class _Seen:
 
 def running_servers() -> list[RunningServer]:
     """All servers that this user may see, oldest first."""
-    table = {seen.pid: seen for seen in map(_read, _pids()) if seen is not None}
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    table = {seen.pid: seen for seen in map(_read, pids) if seen is not None}
     children: dict[int, list[int]] = {}
     for seen in table.values():
         children.setdefault(seen.parent, []).append(seen.pid)
@@ -54,10 +55,6 @@ def running_servers() -> list[RunningServer]:
             client = 0 if reaper is None else reaper.parent
             found.append(RunningServer(server.pid, server.uid, client, slots, len(below), round(age_s, 1)))
     return sorted(found, key=lambda server: -server.age_s)
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _below(pid: int, children: dict[int, list[int]]) -> list[int]:

@@ -15,9 +15,8 @@ from .files import Writing
 from .protocol.frame_connection import FrameConnection
 from .protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameKind, OpenRequest
 
+# Of one list. Without a bound a slot could fill the machine's memory: paths may have thousands of characters.
 MAX_LIST_BYTES = 512 << 20
-"""Of one list. Without a bound a slot could fill the machine's memory: paths may have thousands of characters."""
-
 _ENTRIES_PER_STEP = 256
 
 

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from palaestra.core.types import JSON
 
+# Where distributions record installed packages; every installation, removal or upgrade changes them.
 _PACKAGES = ("/var/lib/dpkg/status", "/var/lib/rpm", "/lib/apk/db/installed", "/var/lib/pacman/local")
-"""Where distributions record installed packages; every installation, removal or upgrade changes them."""
-
 _HOST = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib")
 
 

@@ -56,8 +56,8 @@ class DirectClient(SlotClient):
         self._loop = AsyncioLoop()
         self._handover, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._handover.setblocking(False)
+        # By epoch, until it is claimed: the owner of the slot's files, and the descriptors.
         self._received: dict[int, tuple[int, list[int]]] = {}
-        """By epoch, until it is claimed: the owner of the slot's files, and the descriptors."""
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
         return (self._server_end,)

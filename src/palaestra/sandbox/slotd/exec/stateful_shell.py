@@ -37,10 +37,9 @@ from .output import Capture
 from .supervisor import Supervisor, start_error
 
 MAX_SHELLS = 16
+# How long a shell has to return after a SIGINT, and how many it gets. bash ignores one that comes just when a program
+# of the command ends by itself, and continues with the next program.
 INTERRUPT_EVERY_S, INTERRUPTS = 0.25, 4
-"""How long a shell has to return after a SIGINT, and how many it gets. bash ignores one that comes just when a program
-of the command ends by itself, and continues with the next program."""
-
 _MAX_PID = 1 << 22
 _BETWEEN_BYTES = 64 << 10  # how much output of background jobs between two commands is kept for the second
 LOOK_EVERY_S = 0.005  # how long output of background jobs waits to be read while no command runs

@@ -23,16 +23,11 @@ Earlier = Callable[[os.stat_result], str | None]  # finds an earlier, identical 
 Index = dict[int, tuple[int, int, str]]  # for each inode: its time of change (ns), its size, and the path of the copy
 
 
-def never(status: os.stat_result) -> str | None:
-    """No copy is known."""
-    return None
-
-
 @dataclass
 class TreeCopy:
     """One copy under way."""
 
-    earlier: Earlier = never
+    earlier: Earlier | None = None
     index: Index = field(default_factory=dict)
     copied_bytes: int = 0
     entries: int = 0
@@ -83,7 +78,7 @@ class TreeCopy:
     def _link(self, status: os.stat_result, target: str) -> bool:
         """Link to an existing copy of the same file; False if none exists."""
         same = self.index.get(status.st_ino)
-        path = same[2] if same is not None else self.earlier(status)
+        path = same[2] if same is not None else self.earlier and self.earlier(status)
         if path is None:
             return False
         try:

@@ -75,7 +75,7 @@ class ServerCgroup:
                 os.makedirs(directory, exist_ok=True)
                 if hierarchy.version == 2 and hierarchy.controllers:
                     for ancestor in (os.path.dirname(hierarchy.parent), hierarchy.parent, directory):
-                        _delegate(ancestor)
+                        write_file(f"{ancestor}/cgroup.subtree_control", "+memory +pids +cpu")
                 lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
                 if not tries_left:
@@ -179,11 +179,6 @@ def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
         if kind in ("cgroup", "cgroup2") and point.startswith(prefix):
             mounts.append((point, kind, set(options.split(","))))
     return mounts
-
-
-def _delegate(directory: str) -> None:
-    """Give the controllers to the groups below a version 2 group."""
-    write_file(f"{directory}/cgroup.subtree_control", "+memory +pids +cpu")
 
 
 def abandoned(directory: str) -> bool:

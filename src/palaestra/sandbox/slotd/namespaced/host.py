@@ -27,9 +27,8 @@ from .rootfs import HOST, Bind, Lowers, host_trees, prepare_shared, system_direc
 
 _OPTIONS = "mode=755,size=64m"
 _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
+# The lowest tree of every image: directories that must exist, whether the image has them or not.
 _PLACES = "/skeleton/places"
-"""The lowest tree of every image: directories that must exist, whether the image has them or not."""
-
 _COPIED = (
     "alternatives", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts", "gai.conf", "host.conf",
     "java*", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*.path", "locale.alias", "locale.conf", "localtime",

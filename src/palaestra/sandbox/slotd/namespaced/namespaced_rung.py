@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from .. import syscalls
 from ..exec.pipes import memory_file
-from ..layers.copy_tree import Earlier, Index, TreeCopy, never
+from ..layers.copy_tree import Earlier, Index, TreeCopy
 from ..layers.cut_view import OverlayCut, Selection, duplicate
 from ..layers.layer_store import LayerStore, OverlayFiles, OverlayLayer, Tree, copy_attributes
 from ..layers.overlay import Stack, StackedRoot, differences
@@ -391,10 +391,10 @@ class OverlayCheckpoints:
         store.unlimit()
         return store
 
-    def _earlier(self, last: _Last | None, mapped: bool) -> Earlier:
+    def _earlier(self, last: _Last | None, mapped: bool) -> Earlier | None:
         """Finds copies of the last checkpoint that are still good."""
         if last is None or last.mapped or mapped:
-            return never
+            return None
         trusted_ns = last.begun_ns - _GRAIN_NS
 
         def find(status: os.stat_result) -> str | None:

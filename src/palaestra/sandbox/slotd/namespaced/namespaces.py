@@ -20,13 +20,12 @@ from .. import syscalls
 
 _ERRNO = struct.Struct("=i")
 
+# The first uid of the range outside: above those that systemd gives to containers, below the sign bit.
 RANGE_START = 0x70000000
-"""The first uid of the range outside: above those that systemd gives to containers, below the sign bit."""
-
 RANGE_SIZE = 65536
 
+# Settings that let unprivileged programs in a new network namespace listen below port 1024 and send pings.
 OPEN_PORTS = (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 65534"))
-"""Settings that let unprivileged programs in a new network namespace listen below port 1024 and send pings."""
 
 
 def is_real_root() -> bool:

@@ -45,9 +45,9 @@ _ALLOW, _KILL_PROCESS, _EPERM, _ENOSYS, _NO_FAMILY = 0x7FFF0000, 0x80000000, 0x5
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
 
 _NAMESPACE_FLAGS = 0x7E020000
+# unix, inet, inet6, netlink. A network namespace does not contain the others (vsock, packet, alg, …), or nobody needs
+# them.
 _FAMILIES = (1, 2, 10, 16)
-"""unix, inet, inet6, netlink. A network namespace does not contain the others (vsock, packet, alg, …), or nobody needs
-them."""
 _INET = (2, 10)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Range = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+# On the loopback of every slot with a list; nothing else listens in its network unless the slot itself does.
 PROXY_PORT = 3128
-"""On the loopback of every slot with a list; nothing else listens in its network unless the slot itself does."""
-
 _USUAL_PORTS = frozenset({80, 443})
 
+# Where clouds serve metadata about the machine, and its credentials.
 METADATA: tuple[Range, ...] = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -35,8 +35,6 @@ METADATA: tuple[Range, ...] = tuple(
         "192.0.0.192/32",  # Oracle
     )
 )
-"""Where clouds serve metadata about the machine, and its credentials."""
-
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "metadata.goog", "instance-data"})
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 

@@ -38,7 +38,8 @@ class EgressGates:
     def open(self, slot: ServerSlot, allow: list[str]) -> None:
         """Open a slot's proxy port. Raises OSError if its network cannot be entered."""
         name = slot.name
-        self._gates[name] = _Gate(allow, slot.make_socket(_listen).detach())
+        listener = slot.make_socket(lambda: socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128))
+        self._gates[name] = _Gate(allow, listener.detach())
         if self._control is None:
             self._fork()
         else:
@@ -98,7 +99,3 @@ def _become_proxy(control: socket.socket) -> None:
         proxy.run(control)
     finally:
         os._exit(1)
-
-
-def _listen() -> socket.socket:
-    return socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128)

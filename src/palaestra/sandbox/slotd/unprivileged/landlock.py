@@ -30,13 +30,12 @@ READ = _EXECUTE | _READ_FILE | _READ_DIR
 WRITE = (READ | _FIRST | _REFER | _TRUNCATE) & ~(_MAKE_CHAR | _MAKE_BLOCK)
 DEVICE = _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL_DEVICE
 LIST = _READ_DIR
+# For files that are made and found by name, in a directory that cannot be listed.
 DROP = _READ_FILE | _WRITE_FILE | _MAKE_REG | _REMOVE_FILE | _TRUNCATE
-"""For files that are made and found by name, in a directory that cannot be listed."""
-
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
 
+# The first version that lets files be moved between directories, and the first that confines signals.
 MINIMUM, SCOPED = 2, 6
-"""The first version that lets files be moved between directories, and the first that confines signals."""
 
 
 def version() -> int:

@@ -61,7 +61,8 @@ class ServerDirectory:
                 lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if start:
-                    _link()
+                    with contextlib.suppress(OSError):  # something of that name exists, or the root cannot be written
+                        os.symlink(_LINK_TARGET, LINK)
                 return ServerDirectory(path, start, lock)
         raise OSError(11, "no free range of users was found")
 
@@ -173,11 +174,6 @@ def clear_shared_memory(first_user: int, count: int = 1) -> None:
             with contextlib.suppress(OSError):
                 if first_user <= entry.stat(follow_symlinks=False).st_uid < first_user + count:
                     os.unlink(entry.path)
-
-
-def _link() -> None:
-    with contextlib.suppress(OSError):  # something of that name exists, or the root cannot be written
-        os.symlink(_LINK_TARGET, LINK)
 
 
 @contextlib.contextmanager

@@ -33,19 +33,17 @@ from ..protocol.init_messages import InitReport, Order, ReportKind
 from . import copy_workspace, landlock, server_directory, users
 
 CONTROL = 3  # the descriptor of the control socket
+# Paths that clients use, and the directories of the slot behind them.
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
-"""Paths that clients use, and the directories of the slot behind them."""
-
 READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/proc")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
 _BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
 
 
+# Starts a command with the descriptors of its order; returns its pid.
 Start = Callable[[init_messages.Spawn, list[int]], int]
-"""Starts a command with the descriptors of its order; returns its pid."""
-
+# Signals that a command finds at their default action, whatever this process or its caller ignores.
 SPAWN_SIGNALS = tuple(number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
-"""Signals that a command finds at their default action, whatever this process or its caller ignores."""
 
 
 class NoDirectory(OSError):
@@ -62,8 +60,8 @@ class UnprivilegedPlan:
     network: bool
     readable: tuple[str, ...]
     template: str | None
+    # Limits of each process (of each user, for their number); None leaves one unchanged.
     limits: tuple[tuple[int, int | None], ...]
-    """Limits of each process (of each user, for their number); None leaves one unchanged."""
 
 
 def run(plan: UnprivilegedPlan, control: socket.socket) -> NoReturn:

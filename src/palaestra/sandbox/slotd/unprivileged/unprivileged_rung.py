@@ -21,9 +21,8 @@ from ..protocol.frames import Fields
 from ..rung import CannotMake, NetworkScope, NewSlot, Place, SealedLayer
 from . import copy_workspace, server_directory, unprivileged_init, users
 
+# The directories that a layer keeps.
 _TREES = {path: name for path, name in unprivileged_init.DIRECTORIES.items() if name != "tmp"}
-"""The directories that a layer keeps."""
-
 _READ, _PASS = 0o004, 0o001
 
 

@@ -17,13 +17,13 @@ from ..exec import process_tree
 
 RANGE = 1024
 _LOWEST, _HIGHEST = 10_000, 0x7FFFF000
+# Where ranges lie if every uid exists: below those of namespaces (0x70000000), above all that people use.
 _USUAL = 0x60000000
-"""Where ranges lie if every uid exists: below those of namespaces (0x70000000), above all that people use."""
 
 
 _CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP = 0, 1, 3, 5, 6, 7, 8
+# The capabilities that it takes to give slots users; every container's root has them unless they were removed.
 _NEEDED = (_CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP)
-"""The capabilities that it takes to give slots users; every container's root has them unless they were removed."""
 
 
 def can_become() -> bool:
