@@ -42,7 +42,7 @@ _DISTILLED = ("distill_token_ids", "distill_logprobs")
 def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> dict[str, JSON] | None:
     """The group as one JSON object, or None if nothing in it was scored.
 
-    `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`; `inference_logprobs[G][T]` only if every
+    `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`; `inference_logprobs[G][T]` only if every
     row has them; `messages` False leaves that list empty. A rollout whose history was rewritten has several rows, each
     with its score and messages; `rows` in `rollouts` counts them. Raises `ValueError` if the lengths of a row differ, a
     score is not finite or a message has no role.
@@ -225,7 +225,7 @@ class GroupsFile:
         self._take(group.number, b"" if line is None else encode_line(line))
 
     def skip(self, number: int) -> None:
-        """Record that there will be no group with this number, so that later ones need not wait for it."""
+        """Do not wait for a group with this number."""
         self._take(number, b"")
 
     def close(self) -> None:

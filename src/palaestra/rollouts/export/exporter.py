@@ -86,7 +86,7 @@ class Exporter(Protocol):
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
         """Write the groups, one at a time, in order. Blocks.
 
-        Raises `ConfigError` if the run lacks what the format needs.
+        Raises `ConfigError` if the run lacks data that the format needs.
         """
         ...
 

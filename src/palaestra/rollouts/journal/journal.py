@@ -1,8 +1,7 @@
-"""The journal: the append-only record of everything that happened in a run, and the only truth on disk (invariant D1).
-And the stream of events, whose first subscriber it is.
+"""The journal, an append-only file of a run's events (invariant D1: nothing else is a record), and `EventStream`, which
+writes it and announces events to subscribers.
 
-One JSON object per line, an event each (`rollouts/events.py`). JSONL files, reports and metrics are projections of it.
-`read_journal` ignores a torn last line, which a power cut can leave.
+Each line is an event (`rollouts/events.py`) as a JSON object; groups files, reports and metrics are made from them.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _written(value: T) -> tuple[T, bytes]:
 
 
 def encoded(value: JSON) -> bytes:
-    """The value as JSON, with something plain in place of what JSON cannot hold."""
+    """The value as JSON; a `plain` copy of it if JSON cannot hold the value itself."""
     return _written(value)[1]
 
 
@@ -128,9 +127,9 @@ class Journal:
     def append(self, event: EventT, check: Callable[[EventT], None] | None = None) -> EventT:
         """Write one line and return the event that was written.
 
-        That is the event itself, or a copy with something plain in place of what JSON cannot hold. With a `check`,
-        nothing is written unless the line can be read back and `check` accepts what was read. Raises ValueError if not,
-        and `DiskError` when the disk is full: a run without a journal must stop.
+        That is the event itself, or a `plain` copy if JSON cannot hold it. With a `check`, nothing is written unless
+        the line can be read back and `check` accepts the event. Raises `ValueError` if not, and `DiskError` when the
+        disk is full: a run without a journal must stop.
         """
         event, line = _written(event)
         if check is not None:
@@ -172,12 +171,12 @@ class EventStream:
         self.announce(event)
 
     def announce(self, event: JournalEvent | MemoryEvent) -> None:
-        """Hand an event to the subscribers alone: one that the journal has already, or that does not belong there."""
+        """Hand an event to the subscribers without writing it to the journal."""
         for handler in self._handlers.get(type(event), ()):
             handler(event)
 
     def unreported(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that this was not asked about before: to report something once per run."""
+        """The names that no earlier call had, to report something once per run."""
         fresh = [name for name in names if name not in self._reported]
         self._reported.update(fresh)
         return fresh

@@ -1,8 +1,6 @@
-"""Proves from what a run has stored that it trains exactly what was sampled (T1 to T4), or says where it does not.
+"""Proves from the files of a run that it trains exactly the sampled tokens (T1 to T4), or finds the first violation.
 
-Reads the journal, which holds every rollout's ledger, and the group lines that were made from it. Not for judging one
-ledger (`inference.ledger.verify` does), and it cannot know whether an engine told the truth. The first violation ends
-it: after that nothing can be believed.
+Checks the ledgers in the journal and the lines of the groups file. It trusts the engine's own answers.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _Rows = list[tuple[list[int], list[int], list[float] | None]]
 
 @dataclass(slots=True)
 class RunVerdict:
-    """What was looked at, in counts, and the first violation; `rows` and `lines` are those of the groups file."""
+    """Counts of the checked parts, and the first violation; `rows` and `lines` are those of the groups file."""
 
     rollouts: int = 0
     without_tokens: int = 0
@@ -50,7 +48,7 @@ class RunVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is broken."""
+        """Whether there is no violation."""
         return not self.violation
 
 
@@ -70,7 +68,7 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
             config = event.config or config
         if isinstance(event, GroupEnded):
             ended_groups.add(event.group_id)
-        if isinstance(event, GroupStarted):  # taken up again: its line comes when it has ended again
+        if isinstance(event, GroupStarted):  # resumed: its line is written when it ends again
             ended_groups.discard(event.group.group_id)
         if not isinstance(event, RolloutEnded | AttemptDiscarded):
             continue
@@ -78,9 +76,9 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
         verdict.violation = _rollout(trajectory, verdict)
         if isinstance(event, RolloutEnded):
             before = ends.get(trajectory.rollout_id)
-            if before is not None and before.blame not in CUT_OFF:  # those a resumed run rolls out again
+            if before is not None and before.blame not in CUT_OFF:  # a resumed run rolls these out again
                 verdict.violation = f"{trajectory.rollout_id}: T3: it ends twice in the journal"
-            # the conversation is not needed any more, and a long run has many
+            # a long run has too many conversations to keep
             ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
         if not verdict.ok:
             return verdict
@@ -92,14 +90,14 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
             "--openai.server_type sglang, vllm or transformers."
         )
     if groups is not None:
-        # a run that was killed has not written all of its lines
+        # a killed run has not written all of its lines
         due = _due([one for one in ends.values() if one.group_id in ended_groups], config) if over else set()
         verdict.violation = next(_lines(groups, ends, due, verdict), "")
     return verdict
 
 
 def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
-    """The rollouts that must be in the groups file: those with a score, but for groups that were left out as asked."""
+    """The rollouts that must be in the groups file: those with a score, without groups left out by the settings."""
     by_group: dict[str, list[Trajectory]] = {}
     for one in ended:
         if one.scored:
@@ -111,7 +109,7 @@ def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
 
 
 def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
-    """The first thing that is wrong with one rollout, or the empty string."""
+    """The first violation in one rollout, or the empty string."""
     verdict.rollouts += 1
     if trajectory.ledger is None:
         verdict.without_tokens += 1
@@ -130,9 +128,9 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
 
 
 def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
-    """Every model call of a conversation must be in its own segments of the ledger, in order.
+    """Every model call of a conversation must be in its segments of the ledger, in order.
 
-    A sub-agent's segments are told in its record and hold nothing else; all others are the rollout's own.
+    A sub-agent's record lists its segments; all others are the rollout's own.
     """
     owners: dict[int, int] = {}
     subagents = list(trajectory.every_subagent())
@@ -152,7 +150,7 @@ def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
 
 
 def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) -> str:
-    """A row of the environment's own cannot be proved; one that claims to be the engine's must stand in the ledger."""
+    """Count a row of the environment's own, which is not proved; one of the engine's must be in the ledger."""
     row = trajectory.row
     if row is None:
         return ""
@@ -169,7 +167,7 @@ class _Rollout(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What is read of a group's line."""
+    """The fields of a group's line that are checked."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -178,9 +176,7 @@ class _Line(msgspec.Struct):
 
 
 def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: RunVerdict) -> Iterator[str]:
-    """What is wrong with the groups file: its rows must be those of the ledgers, each once, and none that is due left
-    out.
-    """
+    """The violations in the groups file: its rows must be those of the ledgers, each once, and complete."""
     decoder = msgspec.json.Decoder(_Line)
     seen: set[str] = set()
     with groups.open("rb") as file:
@@ -205,7 +201,7 @@ def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: Ru
 
 
 def _stored(trajectory: Trajectory) -> _Rows:
-    """The rows that a trajectory has in a group's line: none without a score, an empty one where nothing was kept."""
+    """The rows of a trajectory in a group's line: none without a score, one empty row without tokens."""
     if not trajectory.scored:
         return []
     return [(row.tokens, row.masks, row.logprobs) for row in trajectory.rows] or [([], [], None)]

@@ -1,8 +1,8 @@
-"""Two runs of the same tasks, beside each other: which did better, and how sure that is.
+"""Compares the rewards of two runs of the same tasks, with a 95 % interval.
 
-Paired by task: tasks differ far more from each other than two models do on one of them, so only tasks that both runs
-have a reward for are compared, each by the mean of its rollouts. Not for ranking many runs: with each further pair that
-is looked at, one interval more may miss.
+Rewards are paired by task, because tasks differ more from each other than two models do on one task: only tasks with a
+reward in both runs count, each by the mean of its rollouts. Not for ranking many runs: each further pair is another
+chance for an interval to miss.
 
 Source of the interval: Student's t for the mean of paired differences.
 """
@@ -37,8 +37,8 @@ class Pair:
 class RunComparison:
     """`difference` is the mean over `pairs`, first minus other; `low` and `high` its 95 % interval, None for one pair.
 
-    `only_first` and `only_other` are the tasks that the other run has no reward for. `asked_otherwise` are those of the
-    pairs that asked something else in the other run: by another prompt, or because an id named another task there.
+    `only_first` and `only_other` are tasks without a reward in the other run. `asked_otherwise` are paired tasks with
+    different prompts in the two runs.
     """
 
     pairs: tuple[Pair, ...]
@@ -73,7 +73,7 @@ class RunComparison:
 def compare(first: Iterable[Group], other: Iterable[Group], *, unscored: float | None = None) -> RunComparison:
     """Compare by task id. A rollout without a reward is left out, or counts as `unscored`.
 
-    Raises `ValueError` where no task has a reward in both.
+    Raises `ValueError` if no task has a reward in both.
     """
     one, two = _seen(first, unscored), _seen(other, unscored)
     pairs = tuple(Pair(task, one[task].mean, two[task].mean) for task in one if task in two)
@@ -106,7 +106,7 @@ class _Seen:
         return statistics.fmean(self.rewards)
 
     def asks_otherwise(self, other: _Seen) -> bool:
-        """Whether nothing that was asked is the same. Groups of earlier versions do not say what they asked."""
+        """Whether no prompt is the same. Groups of earlier versions did not record theirs."""
         return bool(self.asked and other.asked) and self.asked.isdisjoint(other.asked)
 
 

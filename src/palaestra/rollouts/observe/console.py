@@ -1,7 +1,7 @@
-"""What a run shows on the terminal or in a log: a live view on a terminal, plain lines otherwise, nothing when asked.
+"""Shows the progress of a run: a live view on a terminal, plain lines in a log, or nothing.
 
-Not a record: whatever is shown here may be lost. It subscribes to a run's events, writes only to the stream that it was
-given, and never ends a run because that stream is gone or because of what a task or a model wrote.
+It subscribes to a run's events and writes only to the given stream. Neither a closed stream nor a text of a task or a
+model ends the run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Console:
             RolloutEnded: self.on_rollout,
             RolloutKept: self.on_rollout,
             GroupFinished: self.on_group,
-            Note: self._on_note,
+            Note: lambda event: self.note(event.text),
         }
 
     def on_plan(self, event: GroupsPlanned) -> None:
@@ -95,9 +95,6 @@ class Console:
     def on_group(self, event: GroupFinished) -> None:
         self.stages.pop(event.group.group_id, None)
         self.groups_done += 1
-
-    def _on_note(self, event: Note) -> None:
-        self.note(event.text)
 
     def note(self, text: str) -> None:
         """Show a line that a person should read now."""

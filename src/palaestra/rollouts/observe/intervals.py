@@ -1,7 +1,7 @@
-"""How sure a rate or a mean is: 95 % confidence intervals.
+"""95 % confidence intervals of rates and means.
 
-Not for comparing two runs. Sources: E. B. Wilson (1927) for rates, which holds for few trials and at 0 and 1;
-Student's t with clustered errors for means.
+Sources: E. B. Wilson (1927) for rates, which holds for few trials and at 0 and 1; Student's t with clustered errors for
+means.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def rate_interval(count: float, trials: int) -> tuple[float, float]:
 
 
 def mean_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The interval of the mean of all values, which are alike within a cluster (the rollouts of one task); None for
-    fewer than two clusters. Where all values lie within 0 and 1, so does the interval.
+    """The interval of the mean of all values, which correlate within a cluster (the rollouts of one task); None for
+    fewer than two clusters. If all values are within 0 and 1, so is the interval.
 
     Source: the cluster-robust standard error of a mean with its small-sample factor, and Student's t with one degree of
     freedom less than there are clusters.
@@ -48,9 +48,8 @@ def mean_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float] | 
 
 
 def clustered_rate_interval(clusters: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """The interval of the share of True in at least one trial, where those of a cluster (the rollouts of one task) are
-    alike: at either end the farther of `rate_interval`, which takes them as independent, and `mean_interval`, which has
-    no width where all are the same."""
+    """The interval of the share of True in at least one trial, if trials correlate within a cluster: the union of
+    `rate_interval`, which takes them as independent, and `mean_interval`, which has no width if all are equal."""
     trials = sum(map(len, clusters))
     low, high = rate_interval(sum(map(sum, clusters)), trials)
     wider = mean_interval(clusters) or (low, high)

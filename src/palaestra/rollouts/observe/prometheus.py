@@ -2,8 +2,7 @@
 format 0.0.4.
 
 The endpoint listens on this host alone unless the settings name another address, since the text names tasks and models.
-Invariant: a counter counts only what the journal holds, so it survives a resumed run; what was not measured has no
-line.
+Invariant: counters come from the journal, so they survive a resumed run; a metric without a measurement has no line.
 """
 
 from __future__ import annotations

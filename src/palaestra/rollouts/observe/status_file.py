@@ -1,7 +1,7 @@
-"""`status.json`: what is in flight in a run, for other processes to read.
+"""`status.json`: the rollouts of a run in flight, for other processes to read.
 
-Not a record: the journal is. The file is written at most once a second and put in place whole. It holds the stages,
-because everything else is in the journal, and which process wrote it, so that a reader can tell if that is alive.
+It holds only their stages, since all else is in the journal, and the process that wrote it, so that a reader can check
+whether that is alive. It is replaced atomically, at most once a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATUS_SCHEMA = "palaestra.status/1"
 WRITE_EVERY_S = 1.0
 
 LONGEST_LISTED = 50
-"""How many of those in flight are listed by name, the longest idle first; all are counted."""
+"""The number of rollouts in flight that are listed by name, longest idle first; all are counted."""
 
 
 class Idle(msgspec.Struct):
@@ -39,8 +39,7 @@ class Idle(msgspec.Struct):
 
 
 class StagesNow(msgspec.Struct, kw_only=True):
-    """What is in flight at a moment. `started` is the process's start in clock ticks since boot: with its number and
-    host it identifies one process."""
+    """The rollouts in flight. `host`, `pid` and `started` (in clock ticks since boot) identify the writing process."""
 
     schema: str = STATUS_SCHEMA
     host: str
@@ -52,7 +51,7 @@ class StagesNow(msgspec.Struct, kw_only=True):
 
 
 class StatusFile:
-    """Follows the stage of everything in flight, and writes it down."""
+    """Follows the stages of rollouts and groups in flight and writes them to the file."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -69,7 +68,7 @@ class StatusFile:
 
     def _on_alive(self, event: Alive) -> None:
         self._changed = True
-        self._at.pop(event.name, None)  # goes to the end: the first has been there the longest
+        self._at.pop(event.name, None)  # moves it to the end, so that the longest idle come first
         if event.stage:
             self._at[event.name] = event.stage, self._clock.wall()
 
@@ -78,7 +77,7 @@ class StatusFile:
         self._changed = True
 
     def now(self) -> StagesNow:
-        """What is in flight."""
+        """The current stages."""
         host, pid, started = self._me
         first = [
             Idle(name, *at) for name, at, _ in zip(self._at, self._at.values(), range(LONGEST_LISTED), strict=False)
@@ -93,7 +92,7 @@ class StatusFile:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file if something has changed. If the disk is full the run continues: the journal will notice."""
+        """Write the file if something has changed. Errors are logged: a full disk ends the run through its journal."""
         if not self._changed:
             return
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -126,7 +125,7 @@ class StatusFile:
 
 
 def read_stages(folder: Path) -> StagesNow | None:
-    """What a run last wrote about what is in flight; None if there is nothing readable."""
+    """The last written stages of a run, or None without a readable file."""
     try:
         found = msgspec.json.decode((folder / STATUS_NAME).read_bytes(), type=StagesNow)
     except (OSError, msgspec.MsgspecError):
@@ -140,7 +139,7 @@ def is_alive(found: StagesNow) -> bool | None:
 
 
 def started_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none. Source: proc(5), field 22."""
+    """The start of a process in clock ticks since boot, or None if it has ended. Source: proc(5), field 22."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -5,7 +5,7 @@
 Lines are independent, so recordings can be joined with `cat`. `key` identifies the call (`recorded_session.py`); `n`
 counts the calls of one key in one rollout, from 0. `recording_policy.py` decides when a recording is read.
 
-Invariant: the order of lines does not change what is found, so concurrent rollouts may be recorded in any order. The
+Invariant: the order of lines does not change the replies, so concurrent rollouts may be recorded in any order. The
 one exception: if a rollout has two replies to the same call, because it was retried, the later line counts.
 """
 

@@ -1,8 +1,7 @@
-"""Why an observation is not the recorded one: `classify` says time, pid, order, randomness, or other.
+"""`classify` gives the reason why an observation differs from the recorded one: time, pid, order, randomness or other.
 
-Not for deciding whether a run may be trusted: it reads two texts and what the agent had asked for. It is careful on one
-side only: what it cannot explain is `other`, and an exit code or any number of a tool's own reply that differs is never
-explained away.
+It compares two texts, given the agent's calls. It errs towards `other`: a different exit code, or another number of a
+tool's own reply, is never explained.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from palaestra.core.types import JSON
 
 
 class Kind(StrEnum):
-    """What makes two observations differ. All but `other` are explained by what a command looked at."""
+    """Why two observations differ. All but `other` are explained by the command."""
 
     TIME = "time"
     PID = "pid"
@@ -45,7 +44,7 @@ _SHAPES: dict[Kind, re.Pattern[str]] = {
         r"\b0x[0-9a-fA-F]{6,}\b|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b|\btmp[._]?\w{6,}"
     ),
 }
-"""What shows by itself where it comes from."""
+"""Texts that show their kind by their form."""
 
 _HINTS: dict[Kind, tuple[re.Pattern[str], re.Pattern[str]]] = {
     Kind.PID: (re.compile(r"\$\$|\$!|\b\w*pids?\b|\bps\b|\bpgrep\b|\bpstree\b|\btop\b|\bjobs\b"), re.compile(r"\d+")),
@@ -58,7 +57,7 @@ _HINTS: dict[Kind, tuple[re.Pattern[str], re.Pattern[str]]] = {
         re.compile(r"[^\s\[\](){},:'\"]+"),
     ),
 }
-"""By kind: what the agent must have asked for, and what may then differ."""
+"""By kind: a pattern of the agent's calls, and the text that may differ if it occurs in them."""
 
 _CODE = re.compile(r'"(?:exit_code|returncode|success)": ?(-?\w+)')
 
@@ -105,13 +104,13 @@ def _words(text: str) -> list[str]:
 
 
 def _text(content: str) -> str:
-    """What a person would see of a tool's reply: its strings, one after the other."""
+    """The strings of a tool's reply, one per line."""
     reply = _decoded(content)
     return content.replace("\\n", "\n") if reply is None else "\n".join(_strings(reply))
 
 
 def _numbers(content: str) -> JSON:
-    """All of a tool's reply but its strings: they may not differ in anything that is explained."""
+    """A tool's reply without its strings; any difference here is `other`."""
     reply = _decoded(content)
     return _CODE.findall(content) if reply is None else _without_strings(reply)
 

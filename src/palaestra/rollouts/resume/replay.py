@@ -1,7 +1,7 @@
-"""Replay of a recorded run: `Playback` gives the recorded replies, `Comparison` compares what the agent was shown.
+"""Replay of a recorded run: `Playback` gives the recorded replies, `Comparison` compares the observations.
 
-The one runner plays it, with the environment's own tools and slots. The agent's replies are the recorded ones, word for
-word, whatever the observations are; so every observation is that of the same call.
+The usual runner replays a run with the environment's tools and slots. The agent's replies are the recorded ones, word
+for word, whatever it observes, so every observation is that of the same call.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class OtherEnd:
-    """A rollout that came out differently. `what` is reward, ending or played."""
+    """A rollout that ended differently. `what` is reward, ending or played."""
 
     rollout_id: str
     what: str
@@ -97,8 +97,8 @@ class OtherEnd:
 
 @dataclass(slots=True)
 class Comparison:
-    """What a replay came to. Observations are the answers to calls of agents and sub-agents; `kinds` counts those that
-    differ."""
+    """The result of a replay. Observations are the answers to calls of agents and sub-agents; `kinds` counts the
+    different ones."""
 
     rollouts: int = 0
     not_recorded: int = 0
@@ -112,12 +112,12 @@ class Comparison:
 
     @property
     def rate(self) -> float | None:
-        """The share of equal observations; None where there was none."""
+        """The share of equal observations, or None without any."""
         return self.equal / self.observations if self.observations else None
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is explained, and every rollout came out as it had."""
+        """Whether every difference is explained, and every rollout ended as recorded."""
         return not self.kinds[Kind.OTHER] and not self.other_ends
 
     def to_dict(self) -> dict[str, JSON]:
@@ -151,7 +151,7 @@ class Comparison:
         self._end(recorded, replayed)
 
     def _all_differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
-        """Those of sub-agents first: the answer to who gave them the work came after."""
+        """Sub-agents come first: the agent that started them got its answer later."""
         name, now = recorded.rollout_id, {each.number: each.messages for each in replayed.every_subagent()}
         for each in recorded.every_subagent():
             for difference in self._differences(name, each.messages, now.get(each.number, [])):
@@ -180,7 +180,7 @@ class Comparison:
             yield Difference(rollout_id, turn, kind, asked[-1][:500] if asked else "", *first_difference(was, is_now))
 
     def _end(self, recorded: Trajectory, replayed: Trajectory) -> None:
-        """Rewards and endings, where both are the agent's. A recording that was cut off says nothing about its end."""
+        """Compare rewards and endings, unless the recorded rollout was cut off."""
         if recorded.reward is None:
             self.not_recorded += 1
         elif replayed.reward is not None:

@@ -68,7 +68,7 @@ async def traced(
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans are posted: the URL as it is, with the path that the protocol names where it has none."""
+    """The URL for spans: the endpoint, with the protocol's path if it has none."""
     parts = urlsplit(endpoint)
     return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else endpoint
 

@@ -1,9 +1,8 @@
-"""A tracking service, spoken to by a process of its own: `start_tracker` and `ChildTracker`.
+"""Runs the client of a tracking service in a child process: `start_tracker` and `ChildTracker`.
 
-The clients of such services import for seconds, capture the terminal, print, wait for networks and for input, and hook
-themselves into the end of the process. In a child none of that reaches the run: it reads lines from a pipe, and when
-the run ends, however it ends, the pipe does. Invariant: nothing here waits for the child but `aclose`, which does for
-`GRACE_S` at most; what does not fit into the pipe is dropped, and the first trouble is said once.
+Such clients import for seconds, capture the terminal, print, block on networks and input, and install exit hooks. A
+child that reads lines from a pipe keeps all of that away from the run, and ends with it. Invariant: only `aclose` waits
+for the child, for `GRACE_S` at most; lines that do not fit into the pipe are dropped, with one warning.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown
 
 GRACE_S = 30.0
-"""How long the end of a run waits for a tracker to hand over what it has."""
+"""How long the end of a run waits for a tracker."""
 
 WORKER = "palaestra.rollouts.observe.trackers.worker"
 
@@ -81,7 +80,7 @@ class ChildTracker:
                 await self._child.wait()
 
     def _trouble(self, what: str) -> None:
-        """Say it, the first time."""
+        """Report the first problem."""
         if not self._told:
             self._told = True
             self._note(f"WARNING: {self.name} {what}; the run goes on, and metrics.jsonl has every figure")
@@ -96,7 +95,7 @@ def _last_line(log: Path) -> str:
 
 
 async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTracker | None:
-    """Start the tracker of a service; None, and one warning, where its library is not installed or nothing starts."""
+    """Start the tracker of a service. None, with a warning, if its library is not installed or it cannot start."""
     found = importlib.util.find_spec(service)
     if found is None or found.origin is None:  # without an origin it is a folder of that name, as the services leave
         note(f"WARNING: {service} was asked for and is not installed (pip install 'palaestra[{service}]'); going on")

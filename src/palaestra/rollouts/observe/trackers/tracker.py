@@ -1,7 +1,7 @@
-"""Where the numbers of a run go: `Tracker`, and what a tracker is told about the run. No I/O.
+"""`Tracker`, which shows the metrics of a run, and `RunLabel`, under which it files them. No I/O.
 
-A tracker takes figures and shows them; it is never asked for one, and no record depends on it. Invariant: it neither
-holds the run up nor breaks it. `metrics.jsonl` is always one of them; what reaches a service goes through `child`.
+Invariant: a tracker neither delays nor breaks the run. `metrics.jsonl` is always one of them; services are reached
+through `subprocess_tracker`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Protocol, TypeAlias
 from palaestra.core.types import JSON
 
 Shown: TypeAlias = Sequence[tuple[str, float]]
-"""Rollouts to look at: each as text, with its score."""
+"""Rollouts to display: each as text, with its score."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunLabel:
-    """How a run is filed. `run_id` is the same when the run is gone on with; `folder` is the run's own; `group` is what
-    else it belongs to, such as the training that it feeds."""
+    """The names under which a run is filed. A resumed run keeps its `run_id`. `group` is a larger unit, such as the
+    training that the run feeds."""
 
     project: str
     name: str
@@ -36,16 +36,16 @@ class RunLabel:
 
 
 class Tracker(Protocol):
-    """Takes a run's figures as they come. `step` is how many groups have ended and never goes back."""
+    """Takes a run's metrics. `step` is the number of finished groups and never decreases."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take figures. Returns at once; what fails is said once and is not raised."""
+        """Take metrics. Does not block; the first failure is reported and not raised."""
         ...
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:
-        """Take rollouts to look at. A tracker for numbers alone leaves them."""
+        """Take rollouts to display. A tracker of numbers alone ignores them."""
         ...
 
     async def aclose(self) -> None:
-        """Hand over what is left, for as long as that may take. Idempotent."""
+        """Send the rest, within a time limit. Idempotent."""
         ...

@@ -13,7 +13,7 @@ import trackio
 
 
 class TrackioClient:
-    """One run. Nothing is measured of the machine: that is not the run's."""
+    """One run, without measurements of the machine."""
 
     def __init__(self, label: Mapping[str, Any]) -> None:
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
@@ -37,5 +37,5 @@ class TrackioClient:
             self._run.log({f"{name}/{number}/text": text, f"{name}/{number}/score": score}, step=step)
 
     def finish(self) -> None:
-        """Hand over what is left."""
+        """Send the rest."""
         self._run.finish()

@@ -1,7 +1,7 @@
 """Weights & Biases, in the worker's process: figures as a run's history, rollouts as a table.
 
-Its files lie in the run's folder, under `wandb/`; `wandb sync` sends on what was written offline. Invariant: it asks
-nobody for a key. Where none is stored and no mode was given, it writes offline.
+Its files are in the run's folder, under `wandb/`; `wandb sync` uploads offline runs. Invariant: it never prompts for a
+key. Without a stored key and a mode, it writes offline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class WandbClient:
-    """One run of the service, which a resumed run goes on with."""
+    """One run of the service; a resumed run continues it."""
 
     def __init__(self, label: Mapping[str, Any]) -> None:
         mode = label["mode"]
@@ -51,7 +51,7 @@ class WandbClient:
         self._run.log({name: wandb.Table(columns=["text", "score"], data=[list(row) for row in rows])}, step=step)
 
     def finish(self) -> None:
-        """Hand over what is left."""
+        """Send the rest."""
         self._run.finish()
 
 

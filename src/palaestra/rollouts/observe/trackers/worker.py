@@ -1,7 +1,7 @@
 """The process that speaks to a tracking service: `python -m palaestra.rollouts.observe.trackers.worker SERVICE`.
 
-It reads JSON lines from its standard input (first how the run is filed, then figures and rollouts) until that ends,
-and then finishes what it sent. Standard library only, but for the service's own client.
+It reads JSON lines from its standard input (first the run's label, then metrics and rollouts) to the end and then
+finishes the run. It uses the standard library and the service's own client only.
 """
 
 from __future__ import annotations
