@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, overload
-
-from pydantic import TypeAdapter
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON, AllowList, Limits, Network, network
@@ -349,9 +347,20 @@ class SlotSource(Protocol):
 
 def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
     """The settings of a slot as JSON, which a service keeps for the next client."""
-    return {"trajectory_id": trajectory_id, "spec": TypeAdapter(SlotSpec).dump_python(spec, mode="json")}
+    network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
+    mounts = [[mount.source, mount.target] for mount in spec.mounts]
+    about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
+    return about | {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
 
 
 def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
     """The inverse of `encode_lease`."""
-    return about["trajectory_id"], TypeAdapter(SlotSpec).validate_python(about["spec"])
+    network = about["network"]
+    spec = SlotSpec(
+        image=about["image"],
+        network=Network(network) if isinstance(network, str) else AllowList(tuple(network)),
+        limits=Limits(**about["limits"]),
+        mounts=tuple(Mount(*mount) for mount in about["mounts"]),
+        env=tuple((name, value) for name, value in about["env"]),
+    )
+    return about["trajectory_id"], spec
