@@ -32,6 +32,7 @@ check: setup ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-logo
+	@.venv/bin/python scripts/import_cycles.py
 	@.venv/bin/python scripts/guard.py
 
 spine: setup ## count the files and frames of one rollout; fails above the caps

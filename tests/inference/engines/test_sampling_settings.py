@@ -6,7 +6,7 @@ import pytest
 
 from palaestra.core.errors import EngineRefused
 from palaestra.core.types import JSON
-from palaestra.inference.engines.batcher import Sampling
+from palaestra.inference.engines.sampling import Sampling
 
 
 def test_nothing_said_means_the_model_as_it_is() -> None:

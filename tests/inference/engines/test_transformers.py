@@ -20,7 +20,7 @@ from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.doctor import CheckState, Target, diagnose
 from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.batcher import Sampling
+from palaestra.inference.engines.sampling import Sampling
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.ledger import SegmentReason, record_rows, verify_ledger
 from palaestra.inference.server_group import ServerGroup

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
-from palaestra.inference.engines.batcher import Sampling
+from palaestra.inference.engines.sampling import Sampling
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,8 @@ from palaestra.core.errors import ContextExceeded, EngineRefused
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.batcher import Batcher, Sampling
+from palaestra.inference.engines.batcher import Batcher
+from palaestra.inference.engines.sampling import Sampling
 from palaestra.inference.engines.token_engine import TokenChat
 from palaestra.inference.tokenizers import Tokenizer
 

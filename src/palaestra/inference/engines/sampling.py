@@ -1,0 +1,72 @@
+"""Sampling settings of the engine in this process, in the names of OpenAI and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from palaestra.core.errors import EngineRefused
+from palaestra.core.types import JSON
+
+_IGNORED = frozenset({"n", "logprobs", "top_logprobs", "user", "return_token_ids", "split"})
+"""Settings that clients send along and that have no effect here: log-probabilities and ids are always returned, and one
+batch serves all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling settings. `max_tokens` None: up to the model's window. `temperature` 0 takes the likeliest token.
+    `processed_logprobs`: report log-probabilities after temperature, `top_k` and `top_p`, not the model's own."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    processed_logprobs: bool = False
+
+    @classmethod
+    def read(cls, settings: Mapping[str, JSON], stop_ids: Collection[int] = ()) -> Sampling:
+        """From OpenAI's names and vLLM's. `stop_ids` are the model's own. Raises `EngineRefused` with the setting's
+        name."""
+        left = {name: value for name, value in settings.items() if value is not None and name not in _IGNORED}
+        own = () if left.pop("ignore_eos", False) else stop_ids
+        max_tokens = left.pop("max_completion_tokens", None) or left.pop("max_tokens", None)
+        left.pop("max_tokens", None)
+        mode = left.pop("logprobs_mode", "raw_logprobs")
+        if mode not in ("raw_logprobs", "processed_logprobs"):
+            raise _refused("logprobs_mode", mode, "raw_logprobs or processed_logprobs")
+        read = cls(
+            max_tokens=max_tokens,
+            temperature=_number("temperature", left.pop("temperature", 1.0), 0.0, 100.0),
+            top_p=_number("top_p", left.pop("top_p", 1.0), 1e-6, 1.0),
+            top_k=max(0, int(_number("top_k", left.pop("top_k", 0), -1, 1e9))),
+            seed=left.pop("seed", None),
+            stop_ids=frozenset(own) | frozenset(left.pop("stop_token_ids", ())),
+            processed_logprobs=mode == "processed_logprobs",
+        )
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise _refused("max_tokens", max_tokens, "a whole number from 1")
+        if read.seed is not None and not isinstance(read.seed, int):
+            raise _refused("seed", read.seed, "a whole number")
+        idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "")]
+        if idle:
+            raise EngineRefused(
+                f"The transformers engine has no sampling setting '{idle[0]}'. It has max_tokens, temperature, top_p, "
+                "top_k, seed, stop_token_ids, ignore_eos and logprobs_mode: take the others out of extra_body."
+            )
+        return read
+
+    def seeded(self, seed: int) -> Sampling:
+        return replace(self, seed=seed)
+
+
+def _number(name: str, value: JSON, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise _refused(name, value, f"a number from {least:g} to {most:g}")
+    return value
+
+
+def _refused(name: str, value: JSON, wanted: str) -> EngineRefused:
+    return EngineRefused(f"The sampling setting {name}={value!r} is not {wanted}.")
