@@ -27,9 +27,8 @@ import _measure as measure
 import _slot_peers as peers
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.local.local_slot import Shell
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import Rung, Shell, Slot, SlotSpec, Snapshot, View
 
 FEW, MANY = 5_000, 50_000
 """Files in the two prepared workspaces that are forked."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from palaestra.sandbox.local.local_slot import Process
-from palaestra.sandbox.slot import OutputPiece
+from palaestra.sandbox.slot import OutputPiece, Process
 from palaestra.sandbox.terminal.screen import plain
 
 LONGEST_CHARACTER = 4

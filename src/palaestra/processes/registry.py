@@ -40,8 +40,7 @@ from palaestra.processes.session import (
     SessionLost,
     Watch,
 )
-from palaestra.sandbox.local.local_slot import Process
-from palaestra.sandbox.slot import WORKSPACE, ProcessStatus, Slot, TerminalSize
+from palaestra.sandbox.slot import WORKSPACE, Process, ProcessStatus, Slot, TerminalSize
 
 logger = logging.getLogger(__name__)
 

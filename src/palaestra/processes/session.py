@@ -18,8 +18,7 @@ from typing import ClassVar
 
 from palaestra.core.types import JSON
 from palaestra.processes import process_output
-from palaestra.sandbox.local.local_slot import Process
-from palaestra.sandbox.slot import ProcessStatus
+from palaestra.sandbox.slot import Process, ProcessStatus
 
 MAX_OUTPUT_CHARS = 200_000
 """How many bytes of the output's end `log` shows. Slots keep no less."""

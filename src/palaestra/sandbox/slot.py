@@ -8,18 +8,15 @@ Paths are paths inside the slot. Relative ones start at `WORKSPACE`, which is al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import Protocol, overload
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON, AllowList, Limits, Network, network
-
-if TYPE_CHECKING:
-    from palaestra.sandbox.local.local_slot import Process, Shell
 
 WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # how much of a command's output is kept by default, head and tail together
@@ -175,6 +172,78 @@ class ProcessStatus:
     max_rss_bytes: int | None = None
     full_output_path: str | None = None
     full_output_bytes: int = 0
+
+
+class Process(Protocol):
+    """A process of a slot that outlives the call that started it; it ends with the slot at the latest.
+
+    Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError if the process was forgotten.
+    """
+
+    @property
+    def process_id(self) -> int: ...
+
+    @property
+    def pid(self) -> int:
+        """Its number in the slot."""
+
+    async def status(self) -> ProcessStatus: ...
+
+    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
+        """Output from `cursor` (negative: bytes before the end), of which at least the last 256 KiB are kept.
+
+        Without new output, wait up to `wait_s` for some or for the end.
+        """
+
+    def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
+        """Follow the output from `cursor` on until the process has ended."""
+
+    async def write(self, data: bytes) -> None:
+        """Write to its input as fast as it reads. BrokenPipeError if it has closed its input or has ended."""
+
+    async def close_input(self) -> None:
+        """End its input; on a terminal, send the end-of-input character."""
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to its process group."""
+
+    async def resize(self, size: TerminalSize) -> None:
+        """Resize its terminal; the foreground processes get SIGWINCH. OSError (ENOTTY) without a terminal."""
+
+    async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
+        """Its status when it has ended, or after `timeout_s`: check `running`."""
+
+    async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
+        """Kill its whole process tree: SIGTERM, after `grace_s` SIGKILL."""
+
+    async def forget(self) -> None:
+        """Kill it, if it runs, and drop its output."""
+
+
+class Shell(Protocol):
+    """A stateful shell: directory, variables and functions of one command are there for the next."""
+
+    async def run(
+        self,
+        command: str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
+        on_output: Callable[[bytes], None] | None = None,
+    ) -> ExecutionResult:
+        """Run a command; calls wait for each other.
+
+        A timeout interrupts the command and kills the processes it has started. `metadata["shell_restarted"]` is true
+        if the shell was killed for that, ended itself (`exit`, `exec`, `set -e`) or had died before: the next command
+        gets a new shell.
+        """
+
+    async def state(self) -> bytes:
+        """Directory, variables, functions, aliases and options, for the `state` of another shell. Bash only."""
+
+    async def aclose(self) -> None:
+        """End the shell; its background jobs stay. Idempotent."""
 
 
 class Slot(Protocol):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.local.local_slot import Process
-from palaestra.sandbox.slot import Slot
+from palaestra.sandbox.slot import Process, Slot
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots

@@ -10,8 +10,7 @@ import pytest
 
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.local.local_slot import Process
-from palaestra.sandbox.slot import Slot, SlotSpec, TerminalSize
+from palaestra.sandbox.slot import Process, Slot, SlotSpec, TerminalSize
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots

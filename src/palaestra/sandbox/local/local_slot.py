@@ -110,7 +110,9 @@ class LocalSlot(Slot):
             return self.not_started(command, error)
         return self.result(reply, timeout_s)
 
-    async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
+    async def shell(
+        self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
+    ) -> LocalShell:
         """A stateful shell. Raises `TaskError` if the task's limits allow too few open files."""
         files = self.spec.limits.open_files
         if files is not None and files < SHELL_FILES:
@@ -119,7 +121,7 @@ class LocalSlot(Slot):
                 f"set limits.open_files of the task to that or more"
             )
         reply = await self.requests.call("shell", {**self.lease(), "cwd": cwd, "env": dict(env or {})})
-        return Shell(self, reply.fields["shell"], state)
+        return LocalShell(self, reply.fields["shell"], state)
 
     async def spawn(
         self,
@@ -129,7 +131,7 @@ class LocalSlot(Slot):
         env: Mapping[str, str] | None = None,
         stdin: bool = True,
         terminal: TerminalSize | None = None,
-    ) -> Process:
+    ) -> LocalProcess:
         size = None if terminal is None else [terminal.rows, terminal.columns]
         extra = {} if terminal is None else {"TERM": "xterm-256color"}
         fields = {**self.lease(), "cwd": cwd, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
@@ -139,11 +141,11 @@ class LocalSlot(Slot):
         except CommandNotStarted as error:
             name = command if isinstance(command, str) else command[0]
             raise OSError(error.errno, str(error), name[:200]) from None
-        return Process(self, reply.fields)
+        return LocalProcess(self, reply.fields)
 
-    async def processes(self) -> list[Process]:
+    async def processes(self) -> list[LocalProcess]:
         reply = await self.requests.call("processes", self.lease())
-        return [Process(self, fields) for fields in reply.fields["processes"]]
+        return [LocalProcess(self, fields) for fields in reply.fields["processes"]]
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
         """The file from `offset` to its end. Raises OSError (EFBIG) if that is more than `max_bytes`."""
@@ -262,7 +264,7 @@ declare -f; alias -p; printf 'builtin cd -- %q\n__slot_options; unset -f __slot_
 _STATE_TIMEOUT_S = 30.0
 
 
-class Shell:
+class LocalShell:
     """A stateful shell: directory, variables and functions of a command remain for the next. Made by `Slot.shell`."""
 
     def __init__(self, slot: LocalSlot, name: int, state: bytes) -> None:
@@ -322,14 +324,14 @@ class Shell:
             with contextlib.suppress(StaleLease, SlotLost):  # then it has ended with its slot
                 await self._slot.requests.call("close_shell", {**self._slot.lease(), "shell": self._name})
 
-    async def __aenter__(self) -> Shell:
+    async def __aenter__(self) -> LocalShell:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
 
-class Process:
+class LocalProcess:
     """A background process of a slot, which ends with the slot at the latest; many readers may share it. Made by
     `Slot.spawn`.
 
@@ -341,7 +343,7 @@ class Process:
         self._slot, self.process_id, self.pid = slot, int(fields["process"]), int(fields["pid"])
 
     def __repr__(self) -> str:
-        return f"<Process {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
+        return f"<LocalProcess {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
 
     async def status(self) -> ProcessStatus:
         return _status(await self._call("wait", wait_s=0))

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from .protocol.frames import Fields
-
-if TYPE_CHECKING:
-    from .namespaced.namespaced_rung import OverlayCheckpoints
 
 
 class CannotMake(Exception):
@@ -117,11 +114,30 @@ F = TypeVar("F", contravariant=True)
 L = TypeVar("L", bound=SealedLayer)
 
 
+class Checkpoints(Protocol[F, L]):
+    """Layers that outlive their source: checkpoints of running slots, snapshots on the host's disk."""
+
+    def checkpoint(self, files: F, mapped: bool, begun_ns: int) -> Generator[None, None, tuple[L, int]]:
+        """Copy a stopped slot's change, as a job: the layer and the number of bytes. Raises OSError.
+
+        `mapped`: whether a process of the slot can write through memory.
+        """
+
+    def slot_ended(self, files: F) -> None:
+        """Drop the data for the slot's next checkpoint."""
+
+    def save(self, layer: L, folder: str) -> Generator[None, None, int]:
+        """Copy a layer and all below it to the host's empty `folder`, as a job: the bytes of the files."""
+
+    def load(self, folder: str, image: str | None) -> tuple[L, ...]:
+        """The layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
+
+
 class RungDriver(Protocol[F, L]):
     """One isolation level at work in one server."""
 
     @property
-    def checkpoints(self) -> OverlayCheckpoints | None:
+    def checkpoints(self) -> Checkpoints[F, L] | None:
         """None if this isolation level has no layers to stack."""
 
     def make(self, name: str, fields: Fields, layers: tuple[L, ...]) -> NewSlot:

@@ -37,7 +37,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import files, server_slot
 from .event_loop import EpollLoop, Job
@@ -49,12 +49,9 @@ from .protocol import frames
 from .protocol.frame_connection import FrameConnection
 from .protocol.frames import CHUNK, Fields, Frame, FrameKind, OpenRequest
 from .protocol.init_messages import env_block
-from .rung import AnyDriver, CannotMake, Place, SealedLayer
+from .rung import AnyDriver, CannotMake, Checkpoints, Place, SealedLayer
 from .server_slot import ServerSlot, SlotState
 from .streams import Download, Listing, Upload
-
-if TYPE_CHECKING:
-    from .namespaced.namespaced_rung import OverlayCheckpoints
 
 _log = logging.getLogger("slotd")
 
@@ -405,7 +402,7 @@ class SlotServer:
         self._reply(frame, {"layers": [layer.name for layer in layers]})
         yield
 
-    def _checkpoints(self, op: str) -> OverlayCheckpoints:
+    def _checkpoints(self, op: str) -> Checkpoints[Any, Any]:
         if self._driver.checkpoints is None:
             raise CannotMake(f"this level has no layers to {op}; seal the slot instead, or use userns or full")
         return self._driver.checkpoints

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from palaestra.sandbox.local.local_slot import Process
-from palaestra.sandbox.slot import WORKSPACE, Slot, TerminalSize
+from palaestra.sandbox.slot import WORKSPACE, Process, Slot, TerminalSize
 from palaestra.sandbox.terminal.screen import Screen, open_screen
 
 _PIECE_BYTES = 128 << 10

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.errors import PrepareError
-from palaestra.sandbox.local.local_slot import Process, Shell
 from palaestra.sandbox.slot import (
     DEFAULT_OUTPUT_BYTES,
     MAX_FILE_BYTES,
@@ -19,6 +18,8 @@ from palaestra.sandbox.slot import (
     Change,
     ExecutionResult,
     FileInfo,
+    Process,
+    Shell,
     Slot,
     TerminalSize,
 )

@@ -19,8 +19,7 @@ from importlib.resources import files
 
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON
-from palaestra.sandbox.local.local_slot import Process
-from palaestra.sandbox.slot import WORKSPACE, Slot
+from palaestra.sandbox.slot import WORKSPACE, Process, Slot
 from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
 from palaestra.tools.builtin.text_files import as_mistake

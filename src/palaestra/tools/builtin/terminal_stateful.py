@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
-from palaestra.sandbox.local.local_slot import Shell
-from palaestra.sandbox.slot import WORKSPACE, Slot
+from palaestra.sandbox.slot import WORKSPACE, Shell, Slot
 from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, check_command, clamp_timeout, reply_to
 from palaestra.tools.human.approval import Approvals

@@ -14,7 +14,7 @@ import keyword
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from palaestra.sandbox.host_tools import Capture
-from palaestra.sandbox.local.local_slot import Process
+from palaestra.sandbox.slot import Process
 from palaestra.tools.tool import ToolSchema
 
 MODULE = "palaestra_tools"
