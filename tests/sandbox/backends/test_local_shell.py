@@ -12,7 +12,7 @@ from palaestra.core.errors import SlotLost, StaleLease, TaskError
 from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.isolation.self_test import prove
-from palaestra.sandbox.local.local_slot import SHELL_FILES
+from palaestra.sandbox.local.local_slot import SHELL_FILES, LocalShell
 from palaestra.sandbox.slot import Slot, SlotSpec, TerminalSize
 from palaestra.sandbox.slotd.exec import pipes
 from palaestra.sandbox.slotd.exec.stateful_shell import LOOK_EVERY_S
