@@ -11,6 +11,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import compress
 from typing import NoReturn
 
 import fastjsonschema
@@ -35,7 +36,8 @@ class ArgumentSchema:
     def __init__(self, parameters: Mapping[str, JSON]) -> None:
         self._properties: Mapping[str, JSON] = parameters.get("properties") or {}
         self._required: tuple[str, ...] = tuple(parameters.get("required") or ())
-        self._integers = tuple(name for name, schema in self._properties.items() if _is_integer(schema))
+        integers = map(_is_integer, self._properties.values())
+        self._integers = tuple(compress(self._properties, integers))
         closed = _closed(parameters)
         self._refuses_unknown = closed.get("additionalProperties") is False
         try:
