@@ -33,7 +33,8 @@ class InvalidArguments(ToolMistake):
 class ArgumentSchema:
     """The compiled form of one tool's parameters. Compiling takes about a millisecond, `parse` microseconds."""
 
-    def __init__(self, parameters: Mapping[str, JSON]) -> None:
+    def __init__(self, schema: Mapping[str, JSON] | str) -> None:
+        parameters: Mapping[str, JSON] = json.loads(schema) if isinstance(schema, str) else schema
         self._properties: Mapping[str, JSON] = parameters.get("properties") or {}
         self._required: tuple[str, ...] = tuple(parameters.get("required") or ())
         integers = map(_is_integer, self._properties.values())
@@ -150,9 +151,7 @@ def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
     return _compiled(json.dumps({name: parameters[name] for name in sorted(parameters)}, default=str))
 
 
-@lru_cache(_CACHED_SCHEMAS)
-def _compiled(parameters: str) -> ArgumentSchema:
-    return ArgumentSchema(json.loads(parameters))
+_compiled = lru_cache(_CACHED_SCHEMAS)(ArgumentSchema)
 
 
 def _parameters(schema: Mapping[str, JSON] | ToolSchema) -> Mapping[str, JSON]:
