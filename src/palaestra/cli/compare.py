@@ -20,8 +20,8 @@ _SHOWN = 20
       palaestra compare RUN OTHER --json | jq .difference
 
     Tasks are paired by their id, each with the mean reward of its rollouts; the difference is RUN minus OTHER, with the
-    95 % interval of its mean over the tasks. An interval that holds 0 says that these tasks cannot tell the two apart.
-    Rollouts that the world broke are left out; where there are any, a second line counts them as 0.
+    95 % interval of its mean over the tasks. If the interval contains 0, these tasks do not show a difference.
+    Rollouts that infrastructure failures ended are left out; if there are any, a second line counts them as 0.
     """,
 )
 @click.argument("run", type=click.Path(path_type=Path))

@@ -114,7 +114,7 @@ def _machine(as_json: bool) -> None:
     if not as_json:
         click.echo(verdict(ladder))
     if not any(step.available and step.rung > Rung.NONE for step in ladder):
-        raise IsolationUnavailable("no rung of the ladder can be had here; the reasons are above")
+        raise IsolationUnavailable("no isolation level is available here; the reasons are above")
 
 
 def verdict(ladder: Sequence[RungStatus]) -> str:

@@ -41,7 +41,7 @@ class _Help(click.Command):
       palaestra export RUN --to rows --out rows.jsonl     # exact tokens, for a trainer
       palaestra export RUN --to table --out - | column -ts,
 
-    RUN is the folder that the run printed. Only its journal is read, also while the run goes on. The file lies in
+    RUN is the folder that the run printed. Only its journal is read, also during the run. The file lies in
     RUN/exports unless --out says otherwise; one that is there already is kept and the new one numbered. The path goes
     to stdout; what is not in the file, and why, to stderr.
     """,

@@ -14,7 +14,7 @@ command = front_door(
       palaestra feed my_env.py --to http://trainer:8000 --group 8 --base-url http://localhost:9001/v1 --model NAME
 
     It is `palaestra run ENV serve`, and takes the same settings; --to URL is the trajectory server, by default
-    http://localhost:8000. It goes on until the trainer has what it wants, or for --tasks N groups.
+    http://localhost:8000. It runs until the trainer has all its batches, or for --tasks N groups.
     """,
     "serve",
 )

@@ -56,9 +56,9 @@ command = front_door(
       --tasks N          groups, at most                  --group N      rollouts per task
       --concurrency N    groups at once                   --backend B    where slots come from
       --max-cost C       pause at this cost; needs --env.prompt_price and --env.completion_price
-      --max-infra-rate R pause when the world breaks more of the last 100 rollouts (default 0.2)
+      --max-infra-rate R pause when infrastructure failures end more of the last 100 rollouts (default 0.2)
       --metrics-port P   Prometheus text on localhost
-      --resume RUN       go on with a run that was killed or interrupted; say the rest of the line again
+      --resume RUN       continue a run that was killed or interrupted; repeat the rest of the line
       --env.FIELD V, --openai.FIELD V, --config FILE.yaml, --show-config
     """,
 )

@@ -336,4 +336,6 @@ def _token(file: Path | None, variable: str) -> str | None:
 
 def _warn_open(host: str, token: str | None) -> None:
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        click.echo(f"WARNING: {host} without a token: whoever reaches it may call. Give it a --token-file.", err=True)
+        click.echo(
+            f"WARNING: {host} without a token: every program that reaches it may call. Set --token-file.", err=True
+        )

@@ -1,4 +1,4 @@
-"""`palaestra status RUN`: how a run stands, read from its folder, while it goes on or afterwards."""
+"""`palaestra status RUN`: the state of a run, read from its folder, during the run or afterwards."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ _SHOWN = 5
 @click.command(
     "status",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Show how a run stands.
+    help="""Show the state of a run.
 
     \b
       palaestra status runs/my_env--NAME/20260101T000000Z-0a1b
       palaestra status RUN --watch
       palaestra status RUN --json | jq .in_flight
 
-    RUN is a run's folder or its journal. It is only read, and the run does not notice. Shown: what is in flight by
-    stage, who was longest without a sign of life, rewards with and without the rollouts that the world broke and whose
-    fault those were (with 95 % intervals), how long each stage takes, tokens, cost and disk. --watch shows it again
-    until the run has ended.
+    RUN is a run's folder or its journal, which is only read. Shown are the rollouts in flight by stage, those longest
+    without activity, rewards with and without the rollouts that infrastructure failures ended and the causes of those
+    (with 95 % intervals), the time of each stage, tokens, cost and disk. --watch repeats it until the run has ended.
     """,
 )
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--watch", is_flag=True, help="Again and again, until the run has ended.")
-@click.option("--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable; with --watch, one line per look.")
+@click.option("--watch", is_flag=True, help="Repeat until the run has ended.")
+@click.option(
+    "--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between two readings."
+)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable; with --watch, one line per reading.")
 def command(run: Path, watch: bool, every: float, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.rollouts.journal.reader import journal_of

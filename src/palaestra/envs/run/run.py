@@ -183,7 +183,10 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
         )
         command = CommandRun(environment, parsed, context, output, reporting, status)
         gc.freeze()  # modules and settings live as long as the run; collections need not visit them
-        totals = await command.run(console, stream)
+        try:
+            totals = await command.run(console, stream)
+        finally:
+            gc.unfreeze()
     failed = totals.failed + totals.failed_groups * config.group_size > config.max_failures
     return RunReport(
         exit_code=limits.exit_code if limits.reason else TOO_MANY_FAILURES if failed else DONE,
