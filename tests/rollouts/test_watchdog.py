@@ -11,7 +11,7 @@ from toy import Sums, changed, services
 
 from palaestra.core.errors import EngineUnavailable, InfraError, PrepareError, SandboxError, ToolStuck
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.events import Alive, MemoryEvent
+from palaestra.rollouts.events import Alive
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RolloutSpec, Seeded
@@ -20,12 +20,12 @@ from palaestra.rollouts.watchdog import IDLE_LIMITS, WAITING_FOR, Stages
 SOON = 0.02
 
 
-def quiet(event: MemoryEvent) -> None: ...
+def quiet(event: Alive) -> None: ...
 
 
 def test_calls_that_run_together_end_in_any_order() -> None:
     told: list[str] = []
-    at = Stages("r", lambda event: told.append(event.stage) if isinstance(event, Alive) else None, {})
+    at = Stages("r", lambda event: told.append(event.stage), {})
     with at.stage("agent", shown="model"):
         first, second = at.stage("tool"), at.stage("tool")
         first.__enter__()

@@ -216,6 +216,10 @@ MemoryEvent: TypeAlias = (
     GroupsPlanned | GroupBegun | RolloutBegun | Alive | TokensSpent | Graded | RolloutKept | GroupFinished | Note
 )
 Event: TypeAlias = AnyJournalEvent | MemoryEvent
+InFlight: TypeAlias = dict[str, tuple[str, float]]
+"""The rollouts and groups in flight: the stage of each, and the time of its last sign of life in seconds since the
+epoch. The longest idle come first."""
+
 Handlers: TypeAlias = Mapping[type, Callable[[Any], None]]
 
 

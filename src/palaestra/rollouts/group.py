@@ -162,7 +162,7 @@ class GroupRun:
         needed, recipe = call_hook(PrepareError, self._recipe, f"asking for the recipe of task {self.task.id}")
         if not needed:
             return None
-        stages = Stages(self.group.group_id, run.events.announce, run.settings.idle_limits)
+        stages = Stages(self.group.group_id, run.events.alive, run.settings.idle_limits)
         async with stages.watched():
             if recipe is None or prepared is None:
                 return await self._make(stages)

@@ -99,7 +99,7 @@ class Rollout:
         self.projection = Projection()
         self.rung: Rung | None = None
         self.inner_calls: list[InnerCall] = []
-        self.stages = Stages(self.rollout_id, run.events.announce, run.settings.idle_limits)
+        self.stages = Stages(self.rollout_id, run.events.alive, run.settings.idle_limits)
         self.recorded = recorded
         context = SessionContext(
             self.rollout_id, spec.task, spec.index, spec.seeded, tools=spec.kit.registry.list_tools()

@@ -21,7 +21,7 @@ from palaestra.core.errors import (
     SandboxError,
     ToolStuck,
 )
-from palaestra.rollouts.events import Alive, MemoryEvent
+from palaestra.rollouts.events import Alive
 
 WAITING_FOR: Mapping[str, type[InfraError]] = {
     "acquire": SandboxError,
@@ -50,7 +50,7 @@ IDLE_LIMITS: Mapping[str, float] = {
 class Stages:
     """The stages of one rollout, or of one group's preparation. `seconds` adds up by name; stages may nest."""
 
-    def __init__(self, name: str, emit: Callable[[MemoryEvent], None], limits: Mapping[str, float]) -> None:
+    def __init__(self, name: str, emit: Callable[[Alive], None], limits: Mapping[str, float]) -> None:
         self.name = name
         self.seconds: dict[str, float] = {}
         self._emit = emit

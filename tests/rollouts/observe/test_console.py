@@ -8,7 +8,7 @@ import pytest
 from toy import tell
 
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.events import Alive, GroupFinished, GroupsPlanned, Note, RolloutEnded
+from palaestra.rollouts.events import GroupFinished, GroupsPlanned, Note, RolloutEnded, TurnTaken
 from palaestra.rollouts.observe.console import (
     Console,
     LiveConsole,
@@ -71,7 +71,6 @@ def test_a_log_gets_one_line_per_finished_group(log, clock):
     with make_console(log, clock=clock) as progress:
         tell(progress, GroupsPlanned(2, 2))
         for one in (rollout(0), rollout(1, 0.0)):
-            tell(progress, Alive(one.rollout_id, "model"))
             tell(progress, RolloutEnded(trajectory=one))
         tell(progress, GroupFinished(group(rollout(0), rollout(1, 0.0))))
         tell(progress, GroupFinished(group(number=1, error="pip failed\nexit 1")))
@@ -86,10 +85,10 @@ def test_a_log_gets_one_line_per_finished_group(log, clock):
 def test_a_log_gets_a_status_line_every_ten_seconds_at_most(log, clock):
     progress = PlainConsole(log, clock)
     tell(progress, GroupsPlanned(10, 4))
-    for _ in range(100):
+    progress.in_flight["r1"] = "tool", 0.0
+    for number in range(100):
         clock.now += 0.3
-        tell(progress, Alive("r0", "model"))
-        tell(progress, Alive("r1", "tool"))
+        tell(progress, TurnTaken(rollout_id="r0", turn=number, messages=[]))
     assert len(log.getvalue().splitlines()) == 2, "thirty seconds, the first of them silent"
     clock.now += 10
     tell(progress, RolloutEnded(trajectory=rollout(0)))
@@ -143,8 +142,7 @@ def test_a_closed_log_does_not_end_the_run(clock):
 def test_the_live_view_shows_counts_stages_and_results(log, clock):
     with make_console(log, enabled=True, clock=clock) as progress:
         tell(progress, GroupsPlanned(2, 2))
-        tell(progress, Alive("r0", "model"))
-        tell(progress, Alive("r1", "grade"))
+        progress.in_flight.update(r0=("model", 0.0), r1=("grade", 0.0))
         tell(progress, RolloutEnded(trajectory=rollout(2, 0.5)))
         tell(progress, Note("needs [bold]live?"))
         clock.now += 2

@@ -10,9 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from recorded import broken, rollout, sky, write_run
-from toy import Sums, changed, services, tell, until_cancelled
+from toy import Sums, services, until_cancelled
 
-from manual_clock import ManualClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.events import Alive, AttemptDiscarded, GroupStarted, RolloutEnded, RunResumed
@@ -125,8 +124,8 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
 
 
 def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
-    inflight = StatusFile()
     shared = services(tmp_path, group_size=2)
+    inflight = StatusFile(shared.events.in_flight)
 
     async def main() -> None:
         entered = asyncio.Event()
@@ -135,7 +134,7 @@ def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
             return 1.0 if rollout.index == 0 else await until_cancelled(entered)
 
         async with inflight.written(tmp_path):
-            running = asyncio.create_task(Runner(Sums(1, score=waits), changed(shared, inflight)).run())
+            running = asyncio.create_task(Runner(Sums(1, score=waits), shared).run())
             await entered.wait()
             journal = shared.events.journal.path
             while RunReader(journal).read().rollouts < 1:  # noqa: ASYNC110 - the other one ends meanwhile
@@ -156,8 +155,7 @@ def test_what_is_in_flight_is_seen_from_the_folder(tmp_path: Path) -> None:
 
 
 def test_who_died_is_not_taken_for_running(tmp_path: Path) -> None:
-    inflight = StatusFile()
-    tell(inflight, Alive("g/0", "tool"))
+    inflight = StatusFile({"g/0": ("tool", 0.0)})
     inflight.write(tmp_path / "status.json")
     path = write_run(tmp_path, sky(), ended=False) / "journal.jsonl"
     reader = RunReader(path)
@@ -174,7 +172,7 @@ def test_who_died_is_not_taken_for_running(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_does_not_take_the_file_does_not_end_the_run(tmp_path: Path) -> None:
-    inflight = StatusFile()
+    inflight = StatusFile({})
     (tmp_path / "status.json").mkdir()
     inflight.write(tmp_path / "status.json")
     (tmp_path / "status.json").rmdir()
@@ -183,14 +181,12 @@ def test_a_disk_that_does_not_take_the_file_does_not_end_the_run(tmp_path: Path)
 
 
 def test_the_file_is_bounded_and_names_the_longest_idle_first(tmp_path: Path) -> None:
-    clock = ManualClock()
-    inflight = StatusFile(clock)
+    events = services(tmp_path).events
     for number in range(LONGEST_LISTED + 10):
-        clock.now += 1
-        tell(inflight, Alive(f"r{number}", "model"))
-    tell(inflight, Alive("r0", "tool"))
-    tell(inflight, Alive("r1", ""))
-    now = inflight.now()
+        events.alive(Alive(f"r{number}", "model"))
+    events.alive(Alive("r0", "tool"))
+    events.alive(Alive("r1", ""))
+    now = StatusFile(events.in_flight).now()
     assert now.stages == {"model": LONGEST_LISTED + 8, "tool": 1}
     assert [idle.name for idle in now.idle][:2] == ["r2", "r3"]
     assert len(now.idle) == LONGEST_LISTED

@@ -86,10 +86,12 @@ class _Replay:
                 async with pool:
                     environment = _playable(self.form.build(config, [server], engine))
                     environment.world = world
+                    events = EventStream(journal, console)
+                    console.in_flight = events.in_flight
                     context = RunContext(
                         engine=engine,
                         workspaces=Workspaces(pool),
-                        events=EventStream(journal, console),
+                        events=events,
                         settings=RunSettings(
                             seed=self.recording.meta.seed,
                             group_size=config.group_size,

@@ -161,10 +161,11 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
                 content=config.otel_content,
             )
             spans = await stack.enter_async_context(traces)
-        console, status = make_console(stream), StatusFile()
-        events = EventStream(
-            output.journal, output, limits, status, console, reporting, *(() if spans is None else (spans,))
-        )
+        events = EventStream(output.journal, output, limits)
+        console, status = make_console(stream), StatusFile(events.in_flight)
+        console.in_flight = events.in_flight
+        for each in (console, reporting) if spans is None else (console, reporting, spans):
+            events.subscribe(each)
         context = RunContext(
             engine=engine,
             workspaces=Workspaces(pool, prepared),

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, StrEnum
 from numbers import Integral, Real
@@ -25,7 +26,9 @@ from palaestra.core.types import JSON, Message
 from palaestra.rollouts.events import (
     FIRST_SCHEMA,
     JOURNAL_SCHEMA,
+    Alive,
     AnyJournalEvent,
+    InFlight,
     JournalEvent,
     MemoryEvent,
     Note,
@@ -154,6 +157,7 @@ class EventStream:
 
     def __init__(self, journal: Journal, *subscribers: Subscriber) -> None:
         self.journal = journal
+        self.in_flight: InFlight = {}
         self._handlers: dict[type, list[Callable[[Any], None]]] = {}
         self._reported: set[str] = set()
         for each in subscribers:
@@ -174,6 +178,13 @@ class EventStream:
         """Hand an event to the subscribers without writing it to the journal."""
         for handler in self._handlers.get(type(event), ()):
             handler(event)
+
+    def alive(self, event: Alive) -> None:
+        """Keep `in_flight` and announce the sign of life."""
+        self.in_flight.pop(event.name, None)  # moves it to the end, so that the longest idle come first
+        if event.stage:
+            self.in_flight[event.name] = event.stage, time.time()
+        self.announce(event)
 
     def unreported(self, names: Iterable[str]) -> list[str]:
         """The names that no earlier call had, to report something once per run."""

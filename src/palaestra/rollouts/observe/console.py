@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, TextIO
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.printable import printable
 from palaestra.rollouts.events import (
-    Alive,
-    AttemptDiscarded,
     GroupFinished,
     GroupsPlanned,
     GroupStarted,
     Handlers,
+    InFlight,
     Note,
     RolloutEnded,
     RolloutKept,
+    TurnTaken,
 )
 from palaestra.rollouts.records import Group
 
@@ -41,6 +41,8 @@ class Console:
     """Counts what happens, and shows nothing. A context manager: leaving it puts the display away."""
 
     def __init__(self, clock: Clock | None = None) -> None:
+        self.in_flight: InFlight = {}
+        """What is counted as running: `EventStream.in_flight` of the run."""
         self._clock = clock or SystemClock()
         self._started_at = self._clock.monotonic()
         self.groups_total: int | None = None
@@ -50,7 +52,6 @@ class Console:
         self.scored = 0
         self.reward_sum = 0.0
         self.outcomes: Counter[str] = Counter()
-        self.stages: dict[str, str] = {}
         self._planned = False
 
     def __enter__(self) -> Console:
@@ -60,9 +61,7 @@ class Console:
 
     def handlers(self) -> Handlers:
         return {
-            Alive: self.on_alive,
             GroupsPlanned: self.on_plan,
-            AttemptDiscarded: self._on_discarded,
             RolloutEnded: self.on_rollout,
             RolloutKept: self.on_rollout,
             GroupFinished: self.on_group,
@@ -74,18 +73,8 @@ class Console:
         self._started_at = self._clock.monotonic()
         self._planned = True
 
-    def on_alive(self, event: Alive) -> None:
-        if event.stage:
-            self.stages[event.name] = event.stage
-        else:
-            self.stages.pop(event.name, None)
-
-    def _on_discarded(self, event: AttemptDiscarded) -> None:
-        self.stages.pop(event.trajectory.rollout_id, None)
-
     def on_rollout(self, event: RolloutEnded | RolloutKept) -> None:
         trajectory = event.trajectory
-        self.stages.pop(trajectory.rollout_id, None)
         self.rollouts_done += 1
         self.outcomes[trajectory.outcome.value] += 1
         if trajectory.reward is not None:
@@ -93,7 +82,6 @@ class Console:
             self.reward_sum += trajectory.reward
 
     def on_group(self, event: GroupFinished) -> None:
-        self.stages.pop(event.group.group_id, None)
         self.groups_done += 1
 
     def note(self, text: str) -> None:
@@ -120,7 +108,7 @@ class Console:
 
     def running(self) -> list[tuple[str, int]]:
         """How many are at each stage, most first. Copies first: the live view asks from a thread of its own."""
-        return Counter(map(printable, list(self.stages.values()))).most_common()
+        return Counter(printable(stage) for stage, _ in list(self.in_flight.values())).most_common()
 
     def counts(self) -> str:
         """`groups 3/10 · rollouts 12/40`"""
@@ -149,10 +137,9 @@ class PlainConsole(Console):
             self._write(_joined(f"done: {self.counts()} in {duration(self.elapsed_s)}", self.results()))
 
     def handlers(self) -> Handlers:
-        return {**super().handlers(), GroupStarted: lambda event: self._status()}
+        return {**super().handlers(), GroupStarted: self._on_progress, TurnTaken: self._on_progress}
 
-    def on_alive(self, event: Alive) -> None:
-        super().on_alive(event)
+    def _on_progress(self, event: object) -> None:
         self._status()
 
     def on_rollout(self, event: RolloutEnded | RolloutKept) -> None:

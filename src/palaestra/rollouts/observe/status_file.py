@@ -13,12 +13,13 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.rollouts.events import Alive, GroupFinished, Handlers, RolloutEnded
+from palaestra.rollouts.events import InFlight
 
 logger = logging.getLogger(__name__)
 
@@ -51,49 +52,31 @@ class StagesNow(msgspec.Struct, kw_only=True):
 
 
 class StatusFile:
-    """Follows the stages of rollouts and groups in flight and writes them to the file."""
+    """Writes the stages of rollouts and groups in flight to the file."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, in_flight: InFlight, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._at: dict[str, tuple[str, float]] = {}
-        self._changed = True
+        self._in_flight = in_flight
+        self._written: InFlight | None = None
         self._me = socket.gethostname(), os.getpid(), started_ticks(os.getpid()) or 0
-
-    def handlers(self) -> Handlers:
-        return {
-            Alive: self._on_alive,
-            RolloutEnded: lambda event: self._drop(event.trajectory.rollout_id),
-            GroupFinished: lambda event: self._drop(event.group.group_id),
-        }
-
-    def _on_alive(self, event: Alive) -> None:
-        self._changed = True
-        self._at.pop(event.name, None)  # moves it to the end, so that the longest idle come first
-        if event.stage:
-            self._at[event.name] = event.stage, self._clock.wall()
-
-    def _drop(self, name: str) -> None:
-        self._at.pop(name, None)
-        self._changed = True
 
     def now(self) -> StagesNow:
         """The current stages."""
         host, pid, started = self._me
-        first = [
-            Idle(name, *at) for name, at, _ in zip(self._at, self._at.values(), range(LONGEST_LISTED), strict=False)
-        ]
+        first = [Idle(name, *at) for name, at in islice(self._in_flight.items(), LONGEST_LISTED)]
         return StagesNow(
             host=host,
             pid=pid,
             started=started,
             at=self._clock.wall(),
-            stages=dict(Counter(stage for stage, _ in self._at.values())),
+            stages=dict(Counter(stage for stage, _ in self._in_flight.values())),
             idle=first,
         )
 
     def write(self, path: Path) -> None:
         """Write the file if something has changed. Errors are logged: a full disk ends the run through its journal."""
-        if not self._changed:
+        current = dict(self._in_flight)
+        if current == self._written:
             return
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -102,7 +85,7 @@ class StatusFile:
         except OSError as error:
             logger.debug("cannot write %s: %s", path, error)
         else:
-            self._changed = False
+            self._written = current
 
     @asynccontextmanager
     async def written(self, folder: Path) -> AsyncIterator[None]:
