@@ -4,7 +4,7 @@ Rules for hosts and addresses, the forwarding proxy, users for isolated programs
 removal of control groups that killed servers have left.
 """
 
-from palaestra.sandbox.slotd.exec.output import Capture
+from palaestra.sandbox.slotd.exec.pipes import Capture
 from palaestra.sandbox.slotd.namespaced.cgroups import find as find_control_groups
 from palaestra.sandbox.slotd.namespaced.cgroups import sweep as sweep_control_groups
 from palaestra.sandbox.slotd.network import allowlist

@@ -29,8 +29,7 @@ from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd.event_loop import WRITE
 from palaestra.sandbox.slotd.protocol import frames
-from palaestra.sandbox.slotd.protocol.frame_connection import FrameConnection
-from palaestra.sandbox.slotd.protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameKind
+from palaestra.sandbox.slotd.protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameConnection, FrameKind
 
 _SLOTD = Path(__file__).parents[1] / "slotd"
 _CLOSE_PATIENCE_S = 15.0

@@ -41,13 +41,12 @@ from typing import Any
 
 from . import files, server_slot
 from .event_loop import EpollLoop, Job
-from .exec.output import Shelf
+from .exec.pipes import Shelf
 from .exec.supervisor import FIRST_CHILD
 from .namespaced import cgroups, freezer
 from .network.egress import EgressGates
 from .protocol import frames
-from .protocol.frame_connection import FrameConnection
-from .protocol.frames import CHUNK, Fields, Frame, FrameKind, OpenRequest
+from .protocol.frames import CHUNK, Fields, Frame, FrameConnection, FrameKind, OpenRequest
 from .protocol.init_messages import env_block
 from .rung import AnyDriver, CannotMake, Checkpoints, Place, SealedLayer
 from .server_slot import ServerSlot, SlotState

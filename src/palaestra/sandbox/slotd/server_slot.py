@@ -18,7 +18,7 @@ from . import files, syscalls
 from .event_loop import READ, WRITE, EpollLoop
 from .exec import background, pipes
 from .exec.background import BackgroundProcesses
-from .exec.output import Shelf
+from .exec.pipes import Shelf
 from .exec.stateful_shell import ShellProcesses
 from .exec.supervisor import Supervisor
 from .namespaced import cgroups, namespaces

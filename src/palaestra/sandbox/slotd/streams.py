@@ -12,8 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from .files import Writing
-from .protocol.frame_connection import FrameConnection
-from .protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameKind, OpenRequest
+from .protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameConnection, FrameKind, OpenRequest
 
 # Of one list. Without a bound a slot could fill the machine's memory: paths may have thousands of characters.
 MAX_LIST_BYTES = 512 << 20

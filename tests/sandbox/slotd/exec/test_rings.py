@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.sandbox.slotd.exec.output import Ring
+from palaestra.sandbox.slotd.exec.pipes import Ring
 
 
 @given(st.lists(st.binary(max_size=40), max_size=30), st.integers(1, 50), st.integers(-60, 1200), st.integers(1, 100))

@@ -16,14 +16,15 @@ import itertools
 import os
 import resource
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from palaestra.sandbox.local.client import OnData, OnHole, OnLost, Requests, SlotClient, Undo
-from palaestra.sandbox.local.direct.asyncio_loop import AsyncioLoop
 from palaestra.sandbox.slotd import files
+from palaestra.sandbox.slotd.event_loop import EpollLoop, Timer
 from palaestra.sandbox.slotd.exec import pipes
-from palaestra.sandbox.slotd.exec.output import Shelf
+from palaestra.sandbox.slotd.exec.pipes import Shelf
 from palaestra.sandbox.slotd.exec.stateful_shell import ShellProcesses
 from palaestra.sandbox.slotd.exec.supervisor import FIRST_CHILD, Supervisor
 from palaestra.sandbox.slotd.protocol.frames import (
@@ -39,6 +40,7 @@ from palaestra.sandbox.slotd.protocol.frames import (
 from palaestra.sandbox.slotd.protocol.init_messages import env_block
 from palaestra.sandbox.slotd.rung import Place
 
+_MOMENT_S = 0.01  # most commands have ended by then
 _FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's, so that a shell's name shows who has it
 _IN_A_ROW = 16  # so many file calls, none of which waits; then the event loop has a turn
 _QUICK_BYTES = 1 << 20  # larger reads are done in a thread
@@ -315,3 +317,78 @@ def _pid_behind(descriptor: int) -> int:
     info = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
     os.close(descriptor)
     return max(0, int(info.partition("\nPid:")[2].split()[0]))
+
+
+class AsyncioLoop(EpollLoop):
+    """The slot server's event loop inside asyncio's; one serves all slots of a server.
+
+    asyncio takes longer to add and remove a descriptor or a timer than a shell takes to run a short command. So asyncio
+    watches only the epoll descriptor of this loop and has one timer for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asyncio = asyncio.get_running_loop()
+        self._asyncio.add_reader(self.fileno(), self.turn)
+        self._soon: dict[int, Callable[[], object]] = {}
+        self._waiting = False  # whether `_watch_all` is scheduled
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = float("inf")
+
+    close_in_child = EpollLoop.end  # asyncio's loop is still the parent's
+
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        self._soon.pop(fd, None)
+        super().watch(fd, call)
+
+    def watch_soon(self, fd: int, call: Callable[[], object]) -> None:
+        """Like `watch`, but register the descriptor only if it is still open after a moment."""
+        if self.watches(fd):
+            super().watch(fd, call)
+            return
+        self._soon[fd] = call
+        if not self._waiting:
+            self._waiting = True
+            self._asyncio.call_later(_MOMENT_S, self._watch_all)
+
+    def unwatch(self, fd: int) -> None:
+        self._soon.pop(fd, None)
+        super().unwatch(fd)
+
+    def close(self, fd: int) -> None:
+        self._soon.pop(fd, None)
+        super().close(fd)
+
+    def later(self, seconds: float, call: Callable[[], object]) -> Timer:
+        if not seconds:
+            return self._asyncio.call_soon(call)
+        if time.monotonic() + seconds < self._alarm_at:
+            self._set_alarm(seconds)
+        return super().later(seconds, call)
+
+    def end(self) -> None:
+        """Call nothing any more; descriptors can still be closed. Idempotent."""
+        if self._alarm_at >= 0:
+            self._asyncio.remove_reader(self.fileno())
+        self._set_alarm(None)
+        self._alarm_at = -1.0  # so that no timer sets another one
+        self._soon.clear()
+        super().end()
+
+    def _watch_all(self) -> None:
+        self._waiting = False
+        for fd, call in list(self._soon.items()):
+            self.watch(fd, call)
+
+    def _set_alarm(self, seconds: float | None) -> None:
+        """Have the timers run after so many seconds instead of at the former time; None for never."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = None if seconds is None else self._asyncio.call_later(seconds, self._ring)
+        self._alarm_at = float("inf") if seconds is None else time.monotonic() + seconds
+
+    def _ring(self) -> None:
+        try:
+            self.run_timers()
+        finally:  # an error in one timer must not stop the others
+            self._set_alarm(self.patience())

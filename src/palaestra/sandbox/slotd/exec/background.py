@@ -37,8 +37,7 @@ from ..event_loop import WRITE, Timer
 from ..protocol.frames import Fields, Frame, FrameKind
 from ..protocol.init_messages import EnvBlock, InitReport, ReportKind, Spawn
 from . import pipes
-from .output import Capture, Ring, Spill
-from .pipes import PIPE_BYTES
+from .pipes import PIPE_BYTES, Capture, Ring, Spill
 from .supervisor import Supervisor, start_error
 
 MAX_PROCESSES = 64  # per slot, including ended ones. A new process replaces the oldest ended one

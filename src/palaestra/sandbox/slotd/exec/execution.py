@@ -18,8 +18,7 @@ from ..protocol import frames
 from ..protocol.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S, WINDOW, Fields, Frame, FrameKind, SendFrame
 from ..protocol.init_messages import EnvBlock, InitReport, ReportKind
 from . import pipes
-from .output import Capture, Shelf, Spill
-from .pipes import PIPE_BYTES, READ_BYTES
+from .pipes import PIPE_BYTES, READ_BYTES, Capture, Shelf, Spill
 
 MAX_VERDICT_BYTES = 16 << 20
 TIMEOUT_EXIT_CODE = 124

@@ -1,18 +1,28 @@
-"""Descriptors for commands (pipes, memory files, /dev/null), and receiving descriptors over a unix socket.
+"""Pipes and other descriptors of commands, receiving descriptors over a unix socket, and bounded capture of output.
 
 Received descriptors are never inheritable. `socket.recv_fds` ignores its flags, so every program would inherit a second
 copy of each pipe, also of the verdict's, which a grader closes before it runs untrusted code.
+
+Spill files, which take the output that is not kept, are files of the slot below /tmp: they are in no snapshot and count
+against the slot's disk limit. Each gets the output from the first byte up to a bound; a slot keeps the newest few.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import fcntl
 import functools
 import os
 import socket
 import termios
+from collections import deque
+from collections.abc import Callable
+
+from .. import files
+from ..protocol.frames import Fields
+from ..rung import Place
 
 PIPE_BYTES = 256 << 10
 READ_BYTES = 64 << 10  # what a pipe holds unless its writer has changed that
@@ -111,3 +121,157 @@ def receive(channel: socket.socket, size: int, count: int) -> tuple[bytes, list[
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return data, list(fds)
+
+
+class Capture:
+    """Keeps at most `limit` bytes of a stream of any length: half from its start, half from its end."""
+
+    def __init__(self, limit: int) -> None:
+        self.total = 0
+        self._head_limit = limit - limit // 2
+        self._tail_limit = limit // 2
+        self._head = bytearray()
+        self._tail: deque[bytes] = deque()
+        self._tail_size = 0
+
+    def add(self, data: bytes) -> None:
+        """Take the next piece of the stream."""
+        self.total += len(data)
+        room = self._head_limit - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if not data:
+            return
+        self._tail.append(data)
+        self._tail_size += len(data)
+        while self._tail and self._tail_size - len(self._tail[0]) >= self._tail_limit:
+            self._tail_size -= len(self._tail.popleft())
+        if len(self._tail) > 1024:
+            self._join()
+
+    @property
+    def truncated(self) -> bool:
+        """Whether anything was dropped."""
+        return self.total > self._head_limit + self._tail_limit
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """The head and the tail; together the whole stream if nothing was dropped."""
+        if not self._tail:
+            return bytes(self._head), b""
+        self._join()
+        return bytes(self._head), self._tail[0]
+
+    def _join(self) -> None:
+        """Join the pieces, so that a stream of single bytes costs no more than its bound."""
+        tail = b"".join(self._tail)
+        self._tail = deque([tail[len(tail) - self._tail_limit :] if len(tail) > self._tail_limit else tail])
+        self._tail_size = len(self._tail[0])
+
+
+class Ring:
+    """Keeps at least the last `limit` bytes of a stream and at most twice that. `total` is the cursor of its end."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept = bytearray()
+        self.total = 0
+
+    @property
+    def start(self) -> int:
+        """The cursor of the oldest byte that is kept."""
+        return self.total - len(self._kept)
+
+    def add(self, data: bytes) -> None:
+        """Take the next piece of the stream."""
+        self.total += len(data)
+        self._kept += data[-self._limit :] if len(data) > self._limit else data
+        if len(data) > self._limit or len(self._kept) > 2 * self._limit:
+            del self._kept[: len(self._kept) - self._limit]
+
+    def read(self, cursor: int, max_bytes: int) -> tuple[int, bytes]:
+        """Kept bytes from `cursor` on (negative: before the end), and the cursor of the first of them."""
+        start = max(cursor if cursor >= 0 else self.total + cursor, self.start)
+        offset = start - self.start
+        return min(start, self.total), bytes(self._kept[offset : offset + max_bytes])
+
+
+DIRECTORY = "/tmp/full-output"  # noqa: S108 - of the slot
+MAX_SPILL_BYTES = 4 << 20  # per file. Its pages are charged to the server, not to the slot, so it stays small
+_MAX_FILES = 8
+
+
+class Shelf:
+    """The spill files of one slot. `locate` finds a path of the slot for writing."""
+
+    def __init__(self, locate: Callable[[str], Place]) -> None:
+        self._locate = locate
+        self._paths: deque[str] = deque()
+        self._count = 0
+
+    def open(self, name: str) -> tuple[int, str] | None:
+        """A new file, open for writing, and its path for commands. None if it cannot be made in the slot."""
+        self._count += 1
+        path = f"{DIRECTORY}/{self._count}-{name}.txt"
+        with contextlib.suppress(OSError):
+            place = self._locate(path)
+            fd = files.create(place.root, place.path, place.owner)
+            if place.prefix:  # commands see it at another path than the client
+                path = os.readlink(f"/proc/self/fd/{fd}")
+            self._paths.append(path)
+            if len(self._paths) > _MAX_FILES:
+                self._remove(self._paths.popleft())
+            return fd, path
+        return None
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            place = self._locate(path)
+            files.unlink(place.root, place.path)
+
+
+class Spill:
+    """Follows one stream and opens its file once the stream is longer than `limit`."""
+
+    def __init__(self, shelf: Shelf, name: str, limit: int) -> None:
+        self._shelf, self._name, self._limit = shelf, name, limit
+        self.fd = -1  # its file, while that is open
+        self._over = False
+        self.path: str | None = None
+        self.size = 0  # how much of the stream the file holds
+
+    def add(self, data: bytes, before: Capture) -> None:
+        """Take the next piece. `before` does not have it yet, and holds the whole stream until the file is opened."""
+        if self._over or before.total + len(data) <= self._limit:
+            return
+        if self.path is None:
+            opened = self._shelf.open(self._name)
+            if opened is None:
+                self._over = True
+                return
+            self.fd, self.path = opened
+            for part in before.parts():
+                self._write(part)
+        self._write(data)
+
+    def close(self) -> None:
+        """End the file. Idempotent."""
+        self._over = True
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def fields(self) -> Fields:
+        """Its path and size for a result; empty if nothing was spilled."""
+        return {"full_output_path": self.path, "full_output_bytes": self.size} if self.path is not None else {}
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)[: MAX_SPILL_BYTES - self.size]
+        try:
+            while view and not self._over:
+                written = os.write(self.fd, view)
+                view, self.size = view[written:], self.size + written
+        except OSError:
+            self.close()  # the slot's disk limit is reached
+        if self.size == MAX_SPILL_BYTES:
+            self.close()

@@ -33,7 +33,7 @@ from ..protocol.frames import Fields, Frame, FrameKind
 from ..protocol.init_messages import EnvBlock, InitReport, ReportKind, Spawn
 from . import pipes, process_tree
 from .execution import CommandSpec, Execution, command_spec
-from .output import Capture
+from .pipes import Capture
 from .supervisor import Supervisor, start_error
 
 MAX_SHELLS = 16

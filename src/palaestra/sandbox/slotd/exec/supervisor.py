@@ -25,7 +25,7 @@ from ..protocol.frames import Fields, Frame, FrameKind, OpenRequest, SendFrame
 from ..protocol.init_messages import EnvBlock, InitReport, Order, ReportKind, Spawn
 from . import pipes, process_tree
 from .execution import CommandSpec, Execution, command_spec
-from .output import Shelf
+from .pipes import Shelf
 
 FIRST_CHILD = 1 << 31  # names of shells and background processes; lower ones are numbers of `exec` requests
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from palaestra.sandbox.local.direct.asyncio_loop import AsyncioLoop
+from palaestra.sandbox.local.direct.direct_slot import AsyncioLoop
 from palaestra.sandbox.slotd.exec import pipes
 
 LONG_ENOUGH_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.sandbox.slotd.exec.output import Capture
+from palaestra.sandbox.slotd.exec.pipes import Capture
 
 
 @given(st.lists(st.binary(max_size=30), max_size=30), st.integers(0, 100))
