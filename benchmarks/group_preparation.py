@@ -96,7 +96,7 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
     async with SlotPool(SlotPoolConfig(), backend) as pool:
         run = RunContext(
             ServerGroup([APIServerConfig(server_type="scripted", model_name="noop")]),
-            Workspaces(pool, PreparedBefore(backend, SnapshotStore(Path(store))) if store else None),
+            Workspaces(pool, PreparedBefore(backend, SnapshotStore(Path(store)).open) if store else None),
             EventStream(Journal(folder / "journal.jsonl")),
             settings=RunSettings(group_size=rollouts),
         )
