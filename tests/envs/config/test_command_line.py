@@ -196,7 +196,6 @@ def test_environment_variables_name_the_server() -> None:
         (["process", "--env.python_only", "maybe"], "neither true nor false"),
         (["process", "--env.group_size.x", "1"], "env.group_size is not a mapping"),
         (["process", "--policy", "oracle", "--model", "m"], "--policy and --model exclude each other"),
-        (["process", "--backend", "modal"], "--backend 'modal': not available in this version"),
         (["process", "--config", "/nowhere.yaml"], "cannot read the configuration file /nowhere.yaml"),
         (["process", "--config"], "--config: needs a value"),
     ],

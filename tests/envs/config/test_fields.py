@@ -108,9 +108,6 @@ def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("tool_pool_mode", "modal", "not available in this version, which has default and local"),
-        ("tool_pool_mode", "nomad", "not available in this version"),
-        ("terminal_backend", "docker", "not available in this version, which has local"),
         ("isolation", "vm", "not one of best, full, userns, confined, none"),
         ("otel_endpoint", "localhost:4318", "must be a URL of OTLP over HTTP"),
         ("group_size", 0, "greater than or equal to 1"),
@@ -123,6 +120,24 @@ def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
 def test_what_cannot_work_is_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         merge(HermesAgentEnvConfig, [ConfigLayer("test", {field: value})])
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"tool_pool_mode": "modal"}, "tool_pool_mode 'modal' .from a.yaml. is not available .* --env.tool_pool_mode"),
+        ({"tool_pool_mode": "locl"}, "tool_pool_mode 'locl' .* is unknown. Did you mean local"),
+        ({"terminal_backend": "docker"}, "terminal_backend 'docker' .* Set --env.terminal_backend local"),
+    ],
+)
+def test_a_backend_is_refused_when_a_run_starts_and_not_before(values: dict[str, str], names: str) -> None:
+    merged = merge(HermesAgentEnvConfig, [ConfigLayer("a.yaml", values)])
+    with pytest.raises(ConfigError, match=names):
+        merged.value.check_runnable({f"env.{name}": source for name, source in merged.sources.items()})
+
+
+def test_a_pool_mode_that_is_named_makes_the_terminal_backend_irrelevant() -> None:
+    HermesAgentEnvConfig(terminal_backend="modal", tool_pool_mode="local").check_runnable()
 
 
 def test_toolsets_come_from_one_place() -> None:

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Generic, Self, TypeVar
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
 from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.agent.hermes_text import observation, result_in, result_text
@@ -22,14 +22,14 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import Subagents
 from palaestra.core.config import later, setting
-from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.core.user_code import called, run_hook, settled
 from palaestra.envs.api.base_env import ClassEnvironment, CollectedEnvironment, Item, collects
 from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv
 from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
 from palaestra.envs.config.build import make_pool, tools_with
-from palaestra.envs.config.fields import AVAILABLE_POOL_MODES, HermesAgentEnvConfig
+from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
@@ -41,9 +41,6 @@ from palaestra.tools.call_text import ToolCall, result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server_client import ToolServerLink
-
-CONTRACT_POOL_MODES = ("nomad", "modal", "docker_direct")
-"""What scripts of the contract may name. Refused when a run starts, so that a flag can still say `local`."""
 
 
 class AgentEnvConfig(HermesAgentEnvConfig):
@@ -67,14 +64,6 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     tool_max_batch_size: int = later(200, "Calls in one batch.")
     sandbox_job_id: str = later("atropos-sandbox-agent-env", "Nomad: the job's name.")
 
-    @field_validator("tool_pool_mode")
-    @classmethod
-    def _pool_mode_is_available(cls, mode: str) -> str:
-        known = (*AVAILABLE_POOL_MODES, *CONTRACT_POOL_MODES)
-        if mode not in known:
-            raise ConfigError(f"not one of {', '.join(known)}")
-        return mode
-
     @model_validator(mode="after")
     def _stateful_tools_are_isolated_too(self) -> Self:
         if self.require_stateful_sandbox:
@@ -82,14 +71,6 @@ class AgentEnvConfig(HermesAgentEnvConfig):
                 True  # not an assignment: what was set stays told apart from what was not
             )
         return self
-
-    def check_runnable(self) -> None:
-        """Raises `ConfigError` for a backend that this version does not have."""
-        if self.tool_pool_mode not in AVAILABLE_POOL_MODES:
-            raise ConfigError(
-                f"tool_pool_mode {self.tool_pool_mode!r} is not available in this version, which has "
-                f"{' and '.join(AVAILABLE_POOL_MODES)}: pass --env.tool_pool_mode local"
-            )
 
 
 AgentEnvConfigT = TypeVar("AgentEnvConfigT", bound=AgentEnvConfig)
@@ -112,7 +93,6 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
-        config.check_runnable()
         super().__init__(config, server_configs, slurm, testing)
         self._tool_server: ToolServerLink | None = None
         if config.tool_server_url is not None:

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from palaestra.core.config import Settings, later, setting
+from palaestra.core.config import Settings, later, nearest, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.watchdog import IDLE_LIMITS
@@ -24,6 +24,10 @@ from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
 AVAILABLE_POOL_MODES = ("default", "local")
+POOL_MODES = (*AVAILABLE_POOL_MODES, "docker_direct", "modal", "nomad")
+AVAILABLE_BACKENDS = ("local",)
+TERMINAL_BACKENDS = (*AVAILABLE_BACKENDS, "daytona", "docker", "modal", "singularity", "slot_pool", "ssh")
+"""What existing scripts name as the source of slots. A run refuses those that are not available."""
 
 
 class EvalHandlingEnum(Enum):
@@ -194,6 +198,10 @@ class BaseEnvConfig(Settings):
             self.__dict__["ensure_scores_are_not_same"] = False
         return self
 
+    def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
+        """Raises `ConfigError` for settings that no run can start with. Called after all sources are merged, so that a
+        flag or a file can replace what a script sets. `sources` maps `env.FIELD` to who set it."""
+
     @field_validator("isolation")
     @classmethod
     def _isolation_is_a_level(cls, isolation: str) -> str:
@@ -211,7 +219,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     )
     disabled_toolsets: list[str] | None = setting(None, "Toolsets that the agent does not get.")
     distribution: str | None = setting(
-        None, "A named random draw of toolsets, one per group, instead of enabled_toolsets."
+        None, "A named random draw of toolsets, one per group. Excludes enabled_toolsets."
     )
     strict_tools: bool = setting(False, "Refuse to run without a requested tool, instead of leaving it out.")
     mcp_servers: dict[str, MCPServerConfig] = setting(
@@ -279,20 +287,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     modal_env_vars: str = later("", "Modal: variables, K=V;K=V.")
     modal_workspace_base: str = later("/data", "Modal: where workspaces lie.")
 
-    @field_validator("tool_pool_mode")
-    @classmethod
-    def _pool_mode_is_available(cls, mode: str) -> str:
-        if mode not in AVAILABLE_POOL_MODES:
-            raise ConfigError(f"not available in this version, which has {' and '.join(AVAILABLE_POOL_MODES)}")
-        return mode
-
-    @field_validator("terminal_backend")
-    @classmethod
-    def _backend_is_available(cls, backend: str) -> str:
-        if backend != "local":
-            raise ConfigError("not available in this version, which has local")
-        return backend
-
     @field_validator("distribution")
     @classmethod
     def _distribution_is_known(cls, name: str | None) -> str | None:
@@ -314,8 +308,27 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     @model_validator(mode="after")
     def _one_source_of_toolsets(self) -> Self:
         if self.distribution and self.enabled_toolsets and "enabled_toolsets" in self.model_fields_set:
-            raise ConfigError("set either enabled_toolsets or distribution, not both")
+            raise ConfigError(
+                "set either enabled_toolsets or distribution, not both (--env.enabled_toolsets null drops a list that "
+                "the script sets)"
+            )
         return self
+
+    def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
+        """Raises `ConfigError` for a source of slots that this version does not have. `sources` says who set it."""
+        super().check_runnable(sources)
+        name, known, available = "tool_pool_mode", POOL_MODES, AVAILABLE_POOL_MODES
+        if self.tool_pool_mode == "default":
+            name, known, available = "terminal_backend", TERMINAL_BACKENDS, AVAILABLE_BACKENDS
+        value: str = getattr(self, name)
+        if value in available:
+            return
+        source = (sources or {}).get(f"env.{name}")
+        what = "is not available in this version" if value in known else "is unknown"
+        raise ConfigError(
+            f"{name} {value!r}{f' (from {source})' if source else ''} {what}.{nearest(value, available)} "
+            f"Available: {', '.join(available)}. Set --env.{name} local"
+        )
 
 
 class HeldOutConfig(HermesAgentEnvConfig):

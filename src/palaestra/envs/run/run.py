@@ -127,6 +127,7 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
     work."""
     stream = stream or sys.stderr
     config = parsed.env_config
+    config.check_runnable(parsed.sources)
     servers = server_settings(config, parsed.server_configs)
     async with AsyncExitStack() as stack:
         engine = ServerGroup(servers)
