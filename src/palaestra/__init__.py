@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent
+    from palaestra.agent.atropos_agent import AGENT_SYSTEM_PROMPT, AgentConfig, AtroposAgent
     from palaestra.agent.detached_subagents import Delegates
     from palaestra.agent.loop import HermesAgentLoop
-    from palaestra.agent.result import AgentResult, AgentStep, ToolError
+    from palaestra.agent.result import AgentResult, AgentStep, SequenceData, ToolError
     from palaestra.core.types import AllowList, Limits, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
     from palaestra.envs.api.agent_env import AgentEnv, AgentEnvConfig
     from palaestra.envs.api.base_env import BaseEnv, Item
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AGENT_SYSTEM_PROMPT",
     "TOOLSET_REQUIREMENTS",
     "TOOL_TO_TOOLSET_MAP",
     "APIServerConfig",
@@ -117,6 +118,7 @@ __all__ = [
     "Score",
     "ScoredDataGroup",
     "ScoredDataItem",
+    "SequenceData",
     "ServerBaseline",
     "ServerManager",
     "Slot",
@@ -174,6 +176,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AGENT_SYSTEM_PROMPT": "agent.atropos_agent",
     "APIServerConfig": "inference.config",
     "AgentConfig": "agent.atropos_agent",
     "AgentEnv": "envs.api.agent_env",
@@ -206,6 +209,7 @@ _MODULES = {
     "Score": "core.types",
     "ScoredDataGroup": "envs.api.scored_data",
     "ScoredDataItem": "envs.api.scored_data",
+    "SequenceData": "agent.result",
     "ServerBaseline": "inference.config",
     "ServerManager": "inference.server_group",
     "Slot": "sandbox.slot",

@@ -34,6 +34,17 @@ class Turn:
 
 
 @dataclass(slots=True)
+class SequenceData:
+    """The tokens of a rollout as the contract shapes them: `tokens[T]`, `masked_tokens[T]` (-100 if not trained) and
+    `logprobs[T]` (1.0 if not sampled). Results hold the ledger's rows, which have the same fields."""
+
+    full_text: str
+    tokens: list[int]
+    masked_tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(slots=True)
 class AgentStep:
     """One reply of an `AtroposAgent`, as it was sampled, with its calls and their results in call order.
 

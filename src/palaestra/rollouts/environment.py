@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from palaestra.agent.result import AgentResult
@@ -21,6 +22,20 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit, Phase, Projection, RecordedTools, network_of
 from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.tools.tool import States
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCollection:
+    """A group as an environment collects it: how many rollouts are wanted, its tools, and `play`.
+
+    `play` plays the group's next rollout to its end, with retries, through `begin`, `act` and `grade`. It is recorded
+    after `collect` has returned, which may change its score and projection.
+    """
+
+    group_id: str
+    wanted: int
+    kit: Kit
+    play: Callable[[], Awaitable[Rollout]]
 
 
 class Environment(ABC):
@@ -99,9 +114,9 @@ class Environment(ABC):
         """Whether `collect` rolls out the whole group and decides its size."""
         return False
 
-    async def collect(self, task: Task, group_id: str, wanted: int) -> int:
+    async def collect(self, task: Task, group: GroupCollection) -> int:
         """The number of rollouts of the group. With `collects_groups`, collect the group here; `act` takes its rows."""
-        return wanted
+        return group.wanted
 
     async def ended(self, task: Task, group: Group) -> None:
         """The group has ended and is in the journal. Called for every group, failed ones included."""
@@ -131,8 +146,8 @@ class Environment(ABC):
         """Further data for the record."""
         return Projection()
 
-    async def figures(self) -> Mapping[str, float]:
-        """The environment's own metrics for the run. Called during the run and after the last group."""
+    async def figures(self) -> Mapping[str, float | str]:
+        """The environment's own metrics and texts for the run. Called during the run and after the last group."""
         return {}
 
     def shown(self) -> Sequence[tuple[str, float]]:

@@ -10,6 +10,7 @@ scored. A prepared workspace that is lost with its backend is prepared again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import time
@@ -21,7 +22,7 @@ import msgspec
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
 from palaestra.core.user_code import call_hook, run_hook, told
-from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.environment import Environment, GroupCollection
 from palaestra.rollouts.events import (
     AttemptDiscarded,
     GroupBegun,
@@ -68,6 +69,8 @@ class GroupRun:
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._preparing = asyncio.Lock()
+        self._played: dict[int, Rollout] = {}
+        self._play_numbers = itertools.count()
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
@@ -235,15 +238,50 @@ class GroupRun:
                 logger.warning("the lost workspace of task %s cannot be prepared again: %s", self.task.id, error)
 
     async def _roll_out(self) -> None:
-        count = await self.env.collect(self.task, self.group.group_id, self.run_context.settings.group_size)
+        assert self._kit is not None
+        wanted, failure = self.run_context.settings.group_size, None
+        try:
+            collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play)
+            count = await self.env.collect(self.task, collection)
+        except (InfraError, TaskError) as error:  # what was played is recorded all the same
+            failure, count = error, len(self._played)
+            for rollout in self._played.values():
+                if rollout.score is not None:
+                    rollout.fail(error, error.blame if isinstance(error, InfraError) else Blame.TASK)
         async with asyncio.TaskGroup() as rollouts:
             for index in sorted(set(range(count)) - {done.index for done in self.group.trajectories}):
                 rollouts.create_task(self._roll_out_one(index), name=f"{self.group.group_id}/{index}")
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
+        if failure is not None:
+            raise failure
+
+    async def _play(self) -> Rollout:
+        """Play the group's next rollout for an environment that collects the group, without recording its end."""
+        index = next(self._play_numbers)
+        rollout, _ = await self._attempts(index, recorded_later=True)
+        self._played[index] = rollout
+        return rollout
 
     async def _roll_out_one(self, index: int) -> None:
-        """Play one rollout, with its retries, until its record counts."""
+        """Play one rollout, unless it was played, until its record counts."""
+        events = self.run_context.events
+        if (played := self._played.pop(index, None)) is not None:
+            event: RolloutEnded | AttemptDiscarded | None = self._write(RolloutEnded, played, played.trajectory())
+            del played  # its tools and ledger need not wait for the disk
+        else:
+            event = (await self._attempts(index))[1]
+        assert event is not None
+        self.group.trajectories.append(event.trajectory)
+        await self.run_context.recorded_tools.commit()
+        await events.journal.commit()
+        events.announce(event)
+
+    async def _attempts(
+        self, index: int, *, recorded_later: bool = False
+    ) -> tuple[Rollout, RolloutEnded | AttemptDiscarded | None]:
+        """Play one rollout with its retries, and write its end unless that is done later."""
         assert self._kit is not None
+        event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
         while True:
             seeded = self._seeded("rollout", index)
@@ -258,25 +296,21 @@ class GroupRun:
                 trajectory = rollout.trajectory()
                 if not restarts:
                     retried = self._retries(trajectory, tried)
-                    event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout, trajectory)
+                    if retried or not recorded_later:
+                        event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout, trajectory)
             if restarts:
                 assert recorded is not None
                 self._start_again(index, recorded)
                 recorded = None
                 continue
-            trajectory = event.trajectory
             if not retried:
-                break
+                return rollout, event
+            assert event is not None
             tried += 1
             if recorded is not None:
                 recorded = None if recorded.caught_up else RecordedTurns(recorded.cut_off, journalled=False)
             events.announce(event)
             await self._restore()
-        del rollout  # its tools and ledger need not wait for the disk
-        self.group.trajectories.append(trajectory)
-        await self.run_context.recorded_tools.commit()
-        await events.journal.commit()
-        events.announce(event)
 
     def _recorded(self, index: int) -> RecordedTurns | None:
         """The turns of a rollout that an earlier part of the run had begun; None if it starts from its beginning."""

@@ -14,6 +14,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from typing import Protocol, TypeAlias
 
 from palaestra.agent.budget import WallClock
@@ -53,6 +54,10 @@ HIGHEST_REWARD = 1e100
 
 RolloutTool: TypeAlias = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
 """Runs one call, given the tool's name, its arguments and the rollout's id; returns the text that the model reads."""
+
+
+CURRENT: ContextVar[Rollout | None] = ContextVar("rollout", default=None)
+"""The rollout for which an environment's own code runs here: code that collects rollouts or runs the agent itself."""
 
 
 class RolloutHooks(Protocol):
@@ -101,9 +106,7 @@ class Rollout:
         self.inner_calls: list[InnerCall] = []
         self.stages = Stages(self.rollout_id, run.events.alive, run.settings.idle_limits)
         self.recorded = recorded
-        context = SessionContext(
-            self.rollout_id, spec.task, spec.index, spec.seeded, tools=spec.kit.registry.list_tools()
-        )
+        context = SessionContext(self.rollout_id, spec.task, spec.index, spec.seeded, tools=spec.kit.names)
         self.matches_observations = True
         """Whether recorded observations are matched here; False for an agent that compares them as text itself."""
         self.closers: list[Callable[[], Awaitable[None]]] = []
@@ -133,9 +136,9 @@ class Rollout:
         except CutShort as error:  # as if it had been cancelled
             self.error = str(error)
         except InfraError as error:
-            self._fail(error, error.blame)
+            self.fail(error, error.blame)
         except TaskError as error:
-            self._fail(error, Blame.TASK)
+            self.fail(error, Blame.TASK)
         finally:
             await self._give_back()
             self._duration_s = time.perf_counter() - started
@@ -169,7 +172,8 @@ class Rollout:
         elif result.outcome is not Outcome.NATURAL:
             self.blame = Blame.MODEL
 
-    def _fail(self, error: Exception, blame: Blame) -> None:
+    def fail(self, error: Exception, blame: Blame) -> None:
+        """End without a score, for this reason."""
         self.score = None
         self.outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
         self.blame = blame
@@ -199,7 +203,7 @@ class Rollout:
         if self.projection == Projection():
             self.result = None
         self.projection = Projection()
-        self._fail(TaskError(f"the result of {self.rollout_id} cannot be recorded: {reason}"), Blame.TASK)
+        self.fail(TaskError(f"the result of {self.rollout_id} cannot be recorded: {reason}"), Blame.TASK)
         return True
 
     @property
@@ -392,7 +396,7 @@ class Rollout:
 
     def loop(self, *, server: object = None, tool_handler: ToolRuntime | RolloutTool | None = None) -> HermesAgentLoop:
         """The agent loop, set up for this rollout."""
-        settings, names = self.settings, self.kit.registry.list_tools()
+        settings, names = self.settings, self.kit.names
         tools = tool_handler or self.tools
         if not isinstance(tools, ToolRuntime):
             middleware = self._tool_middleware()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.watchdog import IDLE_LIMITS
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Snapshot
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.runtime.runtime import ToolMiddleware
 
 
@@ -97,20 +97,29 @@ class AgentSettings:
 
 @dataclass(frozen=True)
 class Kit:
-    """The tools of one group: resolved once, the same for each of its rollouts."""
+    """The tools of one group: resolved once, the same for each of its rollouts. `offered` are the definitions that
+    models see, if an environment chose others than the registry's."""
 
     registry: ToolRegistry
     toolsets: tuple[str, ...] = ()
+    offered: Sequence[dict[str, JSON]] | None = None
 
     @property
     def definitions(self) -> list[dict[str, JSON]]:
         """The tools as models see them. Rollouts and records share the list: do not change it."""
-        return self.registry.shown()[0]
+        return self.registry.shown()[0] if self.offered is None else list(self.offered)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tools that the agent may call."""
+        return (
+            self.registry.list_tools() if self.offered is None else [each["function"]["name"] for each in self.offered]
+        )
 
     @property
     def tools_hash(self) -> str:
         """Identifies the definitions in records: `schema_hash`."""
-        return self.registry.shown()[1]
+        return self.registry.shown()[1] if self.offered is None else schema_hash(self.offered)
 
 
 @dataclass(frozen=True, slots=True)

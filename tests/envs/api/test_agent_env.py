@@ -17,7 +17,7 @@ from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Task
+from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
@@ -169,13 +169,6 @@ class Looking(Copying):
     async def verify_and_score_trajectory(self, item: JSON, final_response: str, **more: JSON) -> tuple[float, JSON]:
         row = more["agent_result"].to_scored_data(1.0)
         return 1.0, {"trained": [mask for mask in row["masks"] if mask != -100]}
-
-
-class Replacing(Copying):
-    """Collects its groups itself."""
-
-    async def collect_trajectories(self, item: JSON) -> JSON:
-        return await super().collect_trajectories(item)
 
 
 class Checking(Copying):
@@ -390,13 +383,6 @@ def test_an_evaluation_collects_what_it_names(tmp_path: Path) -> None:
     asyncio.run(scenario())
     found = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
     assert found == {"one": 1.0, "two": [1.0] * 4, "seen": ["system", "user", "assistant"], "backlog": []}
-
-
-def test_a_collection_of_its_own_cannot_have_the_agents_rollouts_which_are_for_evaluation() -> None:
-    environment = Replacing(AgentEnvConfig(), []).as_environment()
-    task = Task(id="one", prompt="", data={})
-    with pytest.raises(ConfigError, match=r"Replacing\.evaluate_items is only there while the environment evaluates"):
-        asyncio.run(environment.collect(task, "000000-one", 4))
 
 
 def test_settings_of_the_contract() -> None:

@@ -103,7 +103,8 @@ def test_figures_of_the_environments_own_that_fail_are_left_out_and_said(caplog:
     environment.broken = True
     heard = asyncio.run(told(environment, [1.0, 1.0]))
     assert [step for step, _ in heard.logged] == [1, 2, 2]
-    assert [record.message for record in caplog.records] == ["environment sums failed to compute its own metrics"]
+    (record,) = caplog.records
+    assert "sums failed with ZeroDivisionError" in record.message
 
 
 def test_a_default_asks_for_nothing() -> None:

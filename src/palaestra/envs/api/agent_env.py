@@ -7,7 +7,6 @@ A subclass turns an item into a task and scores the last answer. `AgentEnvironme
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import random
 from abc import abstractmethod
@@ -22,25 +21,27 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import Subagents
 from palaestra.core.config import later, setting
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.types import JSON, Message
 from palaestra.core.user_code import called, run_hook, settled
-from palaestra.envs.api.base_env import ClassEnvironment, CollectedEnvironment, Item, collects
-from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv
-from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
-from palaestra.envs.config.build import make_pool, tools_with
+from palaestra.envs.api.base_env import PLAYER, Attempt, ClassEnvironment, Item, own_names, scored_item
+from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv, accepts
+from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem, grouped
+from palaestra.envs.config.build import tools_with
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
-from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import Kit
+from palaestra.rollouts.spec import Kit, RecordedTools
 from palaestra.sandbox.pool import SlotPool
 from palaestra.tools.call_text import ToolCall, result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server_client import ToolServerLink
+
+NEVER_CALLED = frozenset({"_run_agent_loop", "_collect_trajectory_local", "_collect_trajectory_sandbox"})
+"""Methods of a `HermesAgentBaseEnv` that an `AgentEnv` does not have."""
 
 
 class AgentEnvConfig(HermesAgentEnvConfig):
@@ -98,9 +99,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         if config.tool_server_url is not None:
             self._tool_server = ToolServerLink(config.tool_server_url, config.tool_server_token)
         self.tools = self.build_tools()
-        self._pool: SlotPool | None = None
-        self._tool_executor: ToolExecutor | None = None
-        self._starting = asyncio.Lock()
+        self._tool_server_inprocess = config.tool_server_url == "inprocess"
+        self._executors: dict[RecordedTools | None, ToolExecutor] = {}
         self._agents = itertools.count()
 
     # What a subclass must say, besides `get_next_item`
@@ -164,7 +164,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         Its slot comes from the environment's own pool, which the first call creates. During a run `--env.world`
         applies.
         """
-        executor = await self._start_tool_backend()
+        executor = self._tool_executor
         name = trajectory_id or f"agent-{next(self._agents)}"
 
         async def execute(call: ToolCall) -> CallResult:
@@ -183,24 +183,14 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return result.final_response, debug
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Roll one item out and score it, from `evaluate`: its row, or None after an infrastructure failure; and no
-        backlog."""
-        (trajectory,) = await self.evaluate_items([item])
-        return (_scored_item(trajectory) if trajectory.scored else None), []
+        return await self._play(Attempt(item, hooks=self._use_sandbox_backend())), []
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """The same for a group of the configured size: the scored rows, or None without any."""
-        done = await self.evaluate_items([item], self.config.group_size)
-        rows = [_scored_item(trajectory) for trajectory in done if trajectory.scored]
-        if not rows:
-            return None, []
-        group = ScoredDataGroup(
-            tokens=[row["tokens"] for row in rows],
-            masks=[row["masks"] for row in rows],
-            scores=[row["scores"] for row in rows],
-            messages=[row["messages"] or [] for row in rows],
-        )
-        return group, []
+        """All rollouts of an item, for `super()` and for `evaluate`: the scored rows, or None without any."""
+        if PLAYER.get() is not None or self._run_items is None:
+            return await super().collect_trajectories(item)
+        done = await self._run_items([item], self.config.group_size, plain=True)
+        return grouped([scored_item(trajectory) for trajectory in done if trajectory.scored]), []
 
     # How it is run
 
@@ -220,48 +210,34 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return Kit(self.tools, tuple(self.config.enabled_toolsets or ()))
 
     def as_environment(self) -> ClassEnvironment:
-        return CollectedEnvironment(self) if collects(type(self)) else AgentEnvironment(self)
+        return AgentEnvironment(self)
 
-    async def _start_tool_backend(self) -> ToolExecutor:
-        """The executor of `run_agent`, over a pool of its own; rollouts use the run's pool."""
-        async with self._starting:
-            if self._tool_executor is None:
-                pool = make_pool(self.config)
-                await pool.start()
-                policy = ToolExecutorConfig(
-                    allow_network=self.config.allow_network, require_sandbox=self.config.require_sandbox
-                )
-                executor = ToolExecutor(pool, self.tools, policy, world=self.tool_world)
-                self._pool, self._tool_executor = pool, executor
-            return self._tool_executor
+    @property
+    def _tool_executor(self) -> ToolExecutor:
+        """The executor of `run_agent` and of the class's own calls, over `_backend`; rollouts use the run's pool."""
+        executor = self._executors.get(self.tool_world)
+        if executor is None:
+            policy = ToolExecutorConfig(
+                allow_network=self.config.allow_network, require_sandbox=self.config.require_sandbox
+            )
+            executor = ToolExecutor(self._backend, self.tools, policy, world=self.tool_world)
+            self._executors[self.tool_world] = executor
+        return executor
+
+    @property
+    def _pool(self) -> SlotPool:
+        return self._backend
 
     async def shutdown_tool_backend(self) -> None:
         """Close the pool and the tools of `run_agent`. Idempotent; called at the end of the run."""
-        executor, self._tool_executor = self._tool_executor, None
-        pool, self._pool = self._pool, None
         try:
-            if executor is not None:
-                await executor.close()
+            while self._executors:
+                await self._executors.popitem()[1].close()
         finally:
             await self.shared.aclose()
-            if pool is not None:
-                await pool.stop()
+            await self._close_backend()
             if self._tool_server is not None:
                 await self._tool_server.aclose()
-
-
-def _scored_item(trajectory: Trajectory) -> ScoredDataItem:
-    """The latest row of a scored rollout; one whose history was rewritten, or that has sub-agents, has several."""
-    row = trajectory.latest_row
-    assert row is not None
-    return ScoredDataItem(
-        tokens=row.tokens,
-        masks=row.masks,
-        inference_logprobs=row.logprobs,
-        scores=trajectory.reward or 0.0,
-        messages=trajectory.messages,
-        token_source=row.source,
-    )
 
 
 class AgentEnvironment(ContractEnvironment):
@@ -271,9 +247,13 @@ class AgentEnvironment(ContractEnvironment):
 
     def __init__(self, inner: AgentEnv[AgentEnvConfigT]) -> None:
         super().__init__(inner)
-        self._takes_meta = _accepts(inner.verify_and_score_trajectory, "workspace_meta")
+        self._takes_meta = accepts(inner.verify_and_score_trajectory, "workspace_meta")
 
     async def open(self) -> None:
+        if unused := own_names(type(self.inner)) & NEVER_CALLED:
+            raise ConfigError(
+                f"{type(self.inner).__name__} overrides {', '.join(sorted(unused))}, which AgentEnv never calls"
+            )
         await super().open()
         if self.inner.config.mcp_servers:
             self.inner.tools = self.inner.build_tools()
@@ -284,8 +264,7 @@ class AgentEnvironment(ContractEnvironment):
         finally:
             await super().aclose()
 
-    async def act(self, rollout: Rollout) -> AgentResult:
-        self._choose_server(rollout)
+    async def _converse(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
         rollout.matches_observations = False  # they are compared as the text that the model reads
 
         async def execute(call: ToolCall) -> CallResult:
@@ -311,7 +290,7 @@ class AgentEnvironment(ContractEnvironment):
             on_turn=rollout.record,
             on_loop=rollout.attend,
         )
-        opening = agent.opening(rollout.task.messages())
+        opening = agent.opening(rollout.task.messages())  # the agent has its system prompt from its own configuration
         rollout.record(None, opening)
         try:
             return await agent.converse(opening)
@@ -330,10 +309,3 @@ class AgentEnvironment(ContractEnvironment):
                 **meta,
             )
         )
-
-
-def _accepts(hook: object, name: str) -> bool:
-    """Whether a hook has a parameter of this name, or takes any."""
-    assert callable(hook)
-    parameters = inspect.signature(hook).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -16,21 +16,24 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ConfigError, PalaestraError, TaskError
+from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
 from palaestra.core.exits import report_failure
-from palaestra.core.types import JSON, Outcome, Score, Task, number, numbers
+from palaestra.core.sync_bridge import bridged
+from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task, number, numbers
 from palaestra.core.user_code import called, is_loaded, place, run_hook, settled, told
 from palaestra.envs.api.scored_data import (
+    PLACEHOLDER,
     ROW_KEYS,
     Row,
     ScoredDataGroup,
@@ -38,20 +41,25 @@ from palaestra.envs.api.scored_data import (
     checked_row,
     format_trajectory,
     grouped,
+    placeholder_tokens,
     rows_of,
 )
 from palaestra.envs.config.build import mcp_servers
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
-from palaestra.inference.chat_server import ChatServer
+from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra.inference.engine import ChatCompletion, TextCompletion
+from palaestra.inference.ledger import Ledger
 from palaestra.inference.ledger.records import TokenRow
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
+from palaestra.rollouts.environment import GroupCollection
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.rollout import CURRENT, Rollout
+from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.spec import Kit, Projection, RecordedTools
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.registry import ToolRegistry
@@ -64,7 +72,56 @@ Item: TypeAlias = JSON
 """One row of whatever the environment draws from; the runner only carries it."""
 
 
-ItemRunner: TypeAlias = Callable[[Sequence[Item], int], Awaitable[list[Trajectory]]]
+class ItemRunner(Protocol):
+    """Rolls every item out `samples` times; trajectories are in item order. `plain`: without the class's own way of
+    collecting."""
+
+    async def __call__(self, items: Sequence[Item], samples: int, *, plain: bool = False) -> list[Trajectory]: ...
+
+
+Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
+"""The tools of a rollout as the contract passes them: the definitions for the model, and the valid names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A rollout for the base classes' `collect_trajectory` to play. None: as the settings and the group say.
+
+    With `hooks` False, neither set-up nor verification hook is called, and `compute_reward` scores.
+    """
+
+    item: Item
+    messages: list[Message] | None = None
+    tools: Tools | None = None
+    hooks: bool = True
+
+
+class RolloutFailed(InfraError):
+    """A rollout that `super().collect_trajectory` played has no score. Its record has the reason."""
+
+
+PLAYER: ContextVar[Callable[[Attempt], Awaitable[ScoredDataItem]] | None] = ContextVar("player", default=None)
+"""Plays a rollout of the group or rollout that a class collects here."""
+
+ATTEMPT: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
+"""What the rollout that is played here was asked for."""
+
+COLLECTING = frozenset({"collect_trajectory", "_collect_trajectory_local", "_collect_trajectory_sandbox"})
+COLLECTING_GROUPS = frozenset({"collect_trajectories", "postprocess_histories"})
+"""Methods with which a class collects rollouts or groups itself."""
+
+MANAGERS = {"process": "process_manager", "serve": "env_manager"}
+"""The method of a class that surrounds a command's run."""
+
+
+@contextmanager
+def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable in the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 class BaseEnv(ABC):
@@ -79,6 +136,8 @@ class BaseEnv(ABC):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     mcp: MCPServers | None = None
     """The run's MCP servers. Only there while a run is on."""
+    _server: ChatServer | None = None
+    _own_server: ChatServer | None = None
     tool_world: RecordedTools | None = None
     """What the run's tools are told that touch the world. Only there while a run is on."""
     check_values: ClassVar[Mapping[str, JSON]] = {}
@@ -98,11 +157,13 @@ class BaseEnv(ABC):
         self.server_configs = list(server_configs)
         self.slurm = slurm
         self.testing = testing
-        self._server: ChatServer | None = None
+        self._manager: Callable[[], Awaitable[None]] | None = None
         self._tokenizer: Tokenizer | None = None
         self._run_items: ItemRunner | None = None
         self._logged: dict[str, JSON] = {}
         self.curr_step = 0
+        self.max_token_len = -1
+        """The most tokens that the trainer takes; -1 until a trainer has said it."""
         self.checkpoint_dir = ""
         self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
         self._evaluation: dict[str, JSON] = {}
@@ -143,18 +204,39 @@ class BaseEnv(ABC):
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
         """One rollout of an item: its row, or None if there is nothing to train on, and items to draw next."""
-        raise NotImplementedError(f"{type(self).__name__} has neither collect_trajectory nor collect_trajectories")
+        raise NotImplementedError(
+            f"a {BaseEnv.__name__} has no agent of its own: {type(self).__name__}.collect_trajectory must collect the "
+            f"rollout itself"
+        )
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """All rollouts of an item. The default calls `collect_trajectory` concurrently, leaves out empty results, and
-        raises the first error after all have ended."""
-        asked = [self.collect_trajectory(item) for _ in range(self.config.group_size)]
+        """All rollouts of an item. The default calls `collect_trajectory` concurrently and raises the first error
+        after all have ended. It leaves out empty results, and failed rollouts if others came."""
+        asked = [bridged(called(self.collect_trajectory, item)) for _ in range(self.config.group_size)]
         ended = await asyncio.gather(*asked, return_exceptions=True)
-        for failure in ended:
-            if isinstance(failure, BaseException):
-                raise failure
         came = [each for each in ended if not isinstance(each, BaseException)]
-        return grouped([row for row, _ in came if row is not None]), [later for _, items in came for later in items]
+        for failure in ended:
+            if isinstance(failure, BaseException) and not (came and isinstance(failure, RolloutFailed)):
+                raise failure
+        pairs = [row_and_backlog(each) for each in came]
+        return grouped([row for row, _ in pairs if row is not None]), [later for _, items in pairs for later in items]
+
+    async def postprocess_histories(self, trajectories: JSON) -> JSON:
+        """The group that `collect_trajectories` returned, as it is to be recorded. The default leaves it unchanged."""
+        return trajectories
+
+    async def process_manager(self) -> None:
+        """Run the command `process`. An override may prepare before `super()` and clean up after it."""
+        await self._roll_out()
+
+    async def env_manager(self) -> None:
+        """Run the command `serve`, as `process_manager` runs `process`."""
+        await self._roll_out()
+
+    async def _roll_out(self) -> None:
+        if self._manager is None:
+            raise ConfigError(f"{type(self).__name__} is not run by a command that its manager surrounds")
+        await self._manager()
 
     # What a subclass may say
 
@@ -174,16 +256,25 @@ class BaseEnv(ABC):
 
     @property
     def server(self) -> ChatServer:
-        """The model server, during a run."""
-        if self._server is None:
+        """The model server, from `__init__` to the end of a run. A class may assign another one, which its rollouts
+        then ask."""
+        rollout = CURRENT.get()
+        if self._own_server is None and self._server is not None and rollout is not None and not rollout.server.ledger:
+            return RolloutServer(self._server, rollout.server)
+        found = self._own_server or self._server
+        if found is None:
             raise ConfigError(f"{type(self).__name__}.server is only there while the environment runs")
-        return self._server
+        return found
+
+    @server.setter
+    def server(self, server: object) -> None:
+        self._own_server = chat_server(server)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, loaded on first use, else
         None. Raises `ConfigError` if it cannot be loaded."""
-        servers = getattr(self._server, "servers", ())
+        servers = getattr(self._own_server or self._server, "servers", ())
         own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
         if own is not None:
             return own
@@ -195,10 +286,22 @@ class BaseEnv(ABC):
         """Roll every item out `samples` times and score it, under the run's limits. Failed rollouts have no reward."""
         if self._run_items is None:
             raise ConfigError(
-                f"{type(self).__name__}.evaluate_items is only there while the environment evaluates; "
-                f"a collect_ method of its own that wants the agent runs it itself (self.run_agent, HermesAgentLoop)"
+                f"{type(self).__name__}.evaluate_items is only there while the environment evaluates; a collect_ "
+                f"method of its own calls super().collect_trajectory(item), or runs the agent itself"
             )
         return await self._run_items(items, samples)
+
+    async def _play(self, attempt: Attempt) -> ScoredDataItem | None:
+        """Play a rollout of what is being collected, or, from `evaluate`, a new one. Its row; None if it has no score.
+
+        Raises `RolloutFailed` for a rollout without a score of what is being collected.
+        """
+        if (player := PLAYER.get()) is not None:
+            return await player(attempt)
+        if self._run_items is None:
+            raise ConfigError(f"{type(self).__name__}.collect_trajectory is only there while the environment runs")
+        (trajectory,) = await self._run_items([attempt.item], 1, plain=True)
+        return scored_item(trajectory) if trajectory.scored else None
 
     async def add_rollouts_for_wandb(self, scored_data: Mapping[str, JSON], item: Item = None) -> None:
         """Keep a group's first rollouts to show: `rollouts_for_wandb` holds lists of (text, score) of the latest
@@ -213,9 +316,14 @@ class BaseEnv(ABC):
         """One rollout as text: its messages, else its tokens."""
         messages = scored_data.get("messages") or []
         if index < len(messages):
-            return format_trajectory(messages[index])
+            return self._format_trajectory_for_display(messages[index])
         tokens = scored_data["tokens"][index]
         return self.tokenizer.decode(tokens) if self.tokenizer is not None else f"({len(tokens)} tokens)"
+
+    @staticmethod
+    def _format_trajectory_for_display(messages: Sequence[Message]) -> str:
+        """A conversation as text for the rollouts that trackers show."""
+        return format_trajectory(messages)
 
     def save_checkpoint(self, step: int, data: Mapping[str, JSON] | None = None) -> None:
         """Write the environment's own state to `checkpoint_dir`; without data no file is written."""
@@ -239,8 +347,8 @@ class BaseEnv(ABC):
         return Path(self.checkpoint_dir, "env_checkpoints", self.config.wandb_name or self.name or type(self).__name__)
 
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
-        """Add numbers to the run's metrics. Called after every `min_items_sent_before_logging` groups and at the end;
-        an override may add its own and call this one."""
+        """Add numbers and texts to the run's metrics. Called after every `min_items_sent_before_logging` groups and at
+        the end; an override may add its own and call this one."""
         self._logged.update(wandb_metrics or {})
 
     async def evaluate_log(
@@ -269,6 +377,24 @@ class BaseEnv(ABC):
         }
 
 
+class RolloutServer(ChatServer):
+    """The model server as the code of one rollout sees it: chats are those of the rollout, which a scripted policy
+    plays; everything else is the run's."""
+
+    def __init__(self, group: ChatServer, session: ChatServer) -> None:
+        self._group = group
+        self._session = session
+
+    async def chat_completion(self, **request: JSON) -> ChatCompletion:
+        return await self._session.chat_completion(**request)
+
+    async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
+        return await self._group.completion(prompt=prompt, **request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
 @dataclass(frozen=True, slots=True)
 class _Unusable:
     """The data of a task whose item cannot be used."""
@@ -286,6 +412,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         self._items: Sequence[Item] | None = None
         self._first = 0
         self._evaluated = 0
+        self._is_set_up = False
 
     @property
     def name(self) -> str:
@@ -304,7 +431,37 @@ class ClassEnvironment(EvaluatedEnvironment):
         self.inner.mcp = mcp_servers(self.inner.config)
         if self.inner.mcp is not None:
             await self.inner.mcp.open()
-        await run_hook(ConfigError, called(self.inner.setup), f"{self.name} cannot begin: setup")
+        if own_names(type(self.inner)).isdisjoint(MANAGERS.values()):
+            await self.set_up()
+
+    async def set_up(self) -> None:
+        """Call `setup`, once. A class that surrounds its run with a manager gets the call inside of it."""
+        if not self._is_set_up:
+            self._is_set_up = True
+            await run_hook(ConfigError, called(self.inner.setup), f"{self.name} cannot begin: setup")
+
+    def trainer_takes(self, most_tokens: int | None) -> None:
+        self.inner.max_token_len = -1 if most_tokens is None else most_tokens
+
+    async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
+        method, totals = MANAGERS[command], None
+        if method not in own_names(type(self.inner)):
+            return await roll_out()
+
+        async def manage() -> None:
+            nonlocal totals
+            totals = await roll_out()
+
+        self.inner._manager = manage
+        try:
+            await run_hook(ConfigError, called(getattr(self.inner, method)), f"{self.name}.{method}")
+        except ConfigError as error:
+            if totals is None:
+                raise
+            logger.warning("after the last group: %s", error)
+        if totals is None:
+            raise ConfigError(f"{self.name}.{method} did not call super().{method}(), which rolls out")
+        return totals
 
     async def aclose(self) -> None:
         if self.inner.mcp is not None:
@@ -315,6 +472,7 @@ class ClassEnvironment(EvaluatedEnvironment):
             for number, item in enumerate(self._items, self._first):
                 yield self._task(item, number)
             return
+        await self.set_up()
         number = 0
         while True:
             item = await run_hook(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
@@ -346,22 +504,23 @@ class ClassEnvironment(EvaluatedEnvironment):
         return task
 
     async def evaluate(self, evaluation: Evaluation) -> Logged:
-        async def run_items(items: Sequence[Item], samples: int) -> list[Trajectory]:
-            """Roll every item out `samples` times; trajectories are in item order. Calls may run concurrently."""
+        async def run_items(items: Sequence[Item], samples: int, *, plain: bool = False) -> list[Trajectory]:
             first = self._evaluated
             self._evaluated += len(items)
-            done = await evaluation.roll_out(self.over(items, first), samples, first)
+            done = await evaluation.roll_out(self.over(items, first, plain=plain), samples, first)
             trajectories = [trajectory for group in done for trajectory in group.trajectories]
             if len(done) < len(items) or any(each.outcome is Outcome.CANCELLED for each in trajectories):
                 raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
             return trajectories
 
-        self.inner._run_items = run_items
+        await self.set_up()
+        self.inner._run_items, self.inner._evaluation = run_items, {}
         await run_hook(ConfigError, called(self.inner.evaluate), f"{self.name} is not evaluated: evaluate")
         return self.inner._evaluation
 
-    def over(self, items: Sequence[Item], first: int) -> Self:
-        """The same environment over these items, numbered from `first`, instead of its data set."""
+    def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
+        """The same environment over these items, numbered from `first`, instead of its data set. `plain`: without the
+        class's own way of collecting."""
         other = copy(self)
         other._items, other._first = items, first
         return other
@@ -376,12 +535,16 @@ class ClassEnvironment(EvaluatedEnvironment):
             line = group_line(group, env=self.name, model="")
             if line is not None:
                 await settled(self.inner.add_rollouts_for_wandb(line, task.data))
-        except Exception:
-            logger.warning("%s.add_rollouts_for_wandb failed on group %s", self.name, group.group_id, exc_info=True)
+        except Exception as error:
+            doing = f"{self.name}.add_rollouts_for_wandb on {group.group_id}"
+            logger.warning("%s failed with %s%s", doing, told(error), place(error))
 
-    async def figures(self) -> Mapping[str, float]:
+    async def figures(self) -> Mapping[str, float | str]:
         await settled(self.inner.wandb_log({}))
-        return numbers(self.inner._logged)
+        logged, self.inner._logged = self.inner._logged, {}
+        found = numbers(logged)
+        self.inner._logged.update(found)  # a number counts until the next one of its name, a text once
+        return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
 
     def shown(self) -> Sequence[tuple[str, float]]:
         """The kept rollouts that are a text and a score: a subclass may keep other data."""
@@ -398,9 +561,15 @@ class CollectedEnvironment(ClassEnvironment):
     def __init__(self, inner: BaseEnv) -> None:
         super().__init__(inner)
         self._backlog: deque[Item] = deque()
-        self._groups: dict[str, list[Row]] = {}
+        self._groups: dict[str, tuple[int, list[Row]]] = {}
+        self._collects = collects(type(inner))
         self._whole = collects_groups(type(inner))
         self._told = False
+
+    @property
+    def collects_rollouts(self) -> bool:
+        """Whether the class has a way of its own, which a replay of the agent's turns would not follow."""
+        return self._collects
 
     async def next_item(self) -> Item:
         return self._backlog.popleft() if self._backlog else await super().next_item()
@@ -415,68 +584,190 @@ class CollectedEnvironment(ClassEnvironment):
     def collects_groups(self) -> bool:
         return self._whole
 
-    async def collect(self, task: Task, group_id: str, wanted: int) -> int:
+    async def collect(self, task: Task, group: GroupCollection) -> int:
         if not self._whole:
-            return wanted
-        rows = rows_of(await self._asked(self.inner.collect_trajectories(task.data), task), task.id)
-        self._groups[group_id] = rows
-        return len(rows)
+            return group.wanted
+        played: list[tuple[Rollout, Row]] = []
+        plays = 0
+
+        async def play(attempt: Attempt) -> ScoredDataItem:
+            nonlocal plays
+            plays += 1
+            with assigned(ATTEMPT, attempt):
+                rollout = await group.play()
+            if rollout.score is None:
+                raise RolloutFailed(rollout.error)
+            row: ScoredDataItem = rollout.meta["row"]
+            played.append((rollout, row))
+            return row
+
+        async def both() -> JSON:
+            got, backlog = row_and_backlog(await called(self.inner.collect_trajectories, task.data))
+            return (got if got is None else await settled(self.inner.postprocess_histories(got))), backlog
+
+        rows: list[Row] = []
+        try:
+            with assigned(PLAYER, play), self.group_tools(group.kit):
+                rows = rows_of(await self._asked(both(), "collect_trajectories", task), task.id)
+        except RolloutFailed:  # the records of the rollouts have the reasons
+            if not plays:
+                raise
+        self._groups[group.group_id] = plays, self._assign(rows, sorted(played, key=lambda each: each[0].index), task)
+        return plays + len(self._groups[group.group_id][1])
+
+    def group_tools(self, kit: Kit) -> AbstractContextManager[None]:
+        """Make the group's tools known to the class in the block."""
+        return nullcontext()
+
+    def _assign(self, rows: Sequence[Row], played: Sequence[tuple[Rollout, Row]], task: Task) -> list[Row]:
+        """Give every played rollout its row of the collected group, and fail those that the class left out. Returns the
+        rows that the class made itself."""
+        left = list(rows)
+        for position, (rollout, given) in enumerate(played):
+            row = next((row for row in left if _is_of(row, given)), None)
+            if row is None and len(rows) == len(played):
+                row = rows[position] if any(each is rows[position] for each in left) else None
+            if row is None:
+                rollout.fail(TaskError(f"{self.name}.collect_trajectories left {rollout.rollout_id} out"), Blame.TASK)
+                continue
+            left = [each for each in left if each is not row]
+            assert rollout.score is not None
+            rollout.score = replace(rollout.score, reward=float(row["scores"]))
+            rollout.meta["row"] = row
+            rollout.projection = self.project(rollout, rollout.score)
+        return left
 
     async def act(self, rollout: Rollout) -> AgentResult:
         if self._whole:
-            row = self._groups[rollout.group_id][rollout.index]
+            first, rows = self._groups[rollout.group_id]
+            row: JSON = rows[rollout.index - first]
         else:
-            row = await self._asked(self.inner.collect_trajectory(rollout.task.data), rollout.task)
+            failures: list[InfraError] = []
+
+            async def play(attempt: Attempt) -> ScoredDataItem:
+                if rollout.result is not None or failures:
+                    raise TaskError("super().collect_trajectory can be called once per rollout")
+                try:
+                    return await self.play(rollout, attempt)
+                except InfraError as error:
+                    failures.append(error)
+                    raise
+
+            try:
+                with assigned(PLAYER, play), assigned(CURRENT, rollout), self.group_tools(rollout.kit):
+                    collecting = called(self.inner.collect_trajectory, rollout.task.data)
+                    row = await self._asked(collecting, "collect_trajectory", rollout.task)
+            except PalaestraError:
+                if not failures:
+                    raise
+            if failures and isinstance(failures[0], RolloutFailed):
+                assert rollout.result is not None
+                return rollout.result
+            if failures:  # a class that catches the failure must not make a score of it
+                raise failures[0]
         rollout.meta["row"] = checked_row(row, rollout.task.id)
-        return AgentResult(messages=list(row.get("messages") or ()), finished_naturally=True)
+        own = AgentResult(messages=list(row.get("messages") or ()), finished_naturally=True)
+        return own if rollout.result is None else rollout.result
+
+    async def play(self, rollout: Rollout, attempt: Attempt) -> ScoredDataItem:
+        """Play the rollout as the class's base would. Raises `RolloutFailed` if it has no score."""
+        raise TaskError(f"{self.name} has no agent of its own")
+
+    async def grade(self, rollout: Rollout) -> Score:
+        played: Score | None = rollout.meta.get("score")
+        reward = float(rollout.meta["row"]["scores"])
+        return Score(reward) if played is None else replace(played, reward=reward)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
-        return Score(rollout.meta["row"]["scores"])
+        return await self.grade(rollout)
 
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
         row: Row | None = rollout.meta.get("row")
-        if row is None:
+        if row is None or score is None:
             return Projection()
-        tokens = TokenRow(
-            tokens=list(row["tokens"]),
-            masks=list(row["masks"]),
-            logprobs=row.get("inference_logprobs") or None,
-            source="environment",
-        )
-        return Projection(tokens, {key: value for key, value in row.items() if key not in ROW_KEYS and value})
+        kept = {key: value for key, value in row.items() if key not in ROW_KEYS and value}
+        return Projection(own_row(row, rollout.result), kept)
 
     async def ended(self, task: Task, group: Group) -> None:
         self._groups.pop(group.group_id, None)
         await super().ended(task, group)
 
-    async def _asked(self, call: Awaitable[tuple[T | None, list[Item]]], task: Task) -> T:
-        """The collected rows or row. Raises `TaskError` for errors of the class."""
-        name = f"{type(self.inner).__name__}.{'collect_trajectories' if self._whole else 'collect_trajectory'}"
-
-        async def unpacked() -> tuple[T | None, list[Item]]:
-            got, backlog = await settled(call)
-            return got, list(backlog or ())
-
-        got, backlog = await run_hook(TaskError, unpacked(), f"{name} on {task.id}")
-        if backlog and not self._told:
+    def take_backlog(self, items: Iterable[Item], name: str) -> None:
+        """Items to be drawn next. A resumed run does not have them."""
+        wanted = list(items)
+        if wanted and not self._told:
             self._told = True
             logger.warning("%s returns items to be drawn next: they are lost to a run that goes on with --resume", name)
-        self._backlog.extend(backlog)
+        self._backlog.extend(wanted)
+
+    async def _asked(self, collecting: Coroutine[object, object, JSON], method: str, task: Task) -> JSON:
+        """The collected rows or row. Raises `TaskError` for errors of the class."""
+        name = f"{type(self.inner).__name__}.{method}"
+
+        async def unpacked() -> JSON:
+            return row_and_backlog(await bridged(collecting))
+
+        got, backlog = await run_hook(TaskError, unpacked(), f"{name} on {task.id}")
+        self.take_backlog(backlog, name)
         if got is None:
             raise TaskError(f"{name} gave nothing for {task.id}")
         return got
 
 
+def row_and_backlog(answer: JSON) -> tuple[JSON, list[Item]]:
+    """What a `collect_` method returned. Raises `TaskError` for anything but a pair."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise TaskError(f"it must return a pair (row, items to draw next), and returned {answer!r:.100}")
+    return answer[0], list(answer[1] or ())
+
+
+def _is_of(row: Row, given: Row) -> bool:
+    """Whether a row of a group holds the tokens or the messages of a row that was given, also if others changed."""
+    return any(row.get(key) is given.get(key) for key in ("tokens", "messages") if given.get(key))
+
+
+def own_row(item: Mapping[str, JSON], result: AgentResult | None) -> TokenRow | None:
+    """The environment's own row; None if it is one of the ledger's. Only the latter counts as exact."""
+    state = (result.managed_state if result is not None else None) or {}
+    row = TokenRow(
+        tokens=list(item["tokens"]),
+        masks=list(item["masks"]),
+        logprobs=item.get("inference_logprobs") or None,
+        source=item.get("token_source") or "environment",
+    )
+    if isinstance(state.get("ledger"), Ledger):
+        if any(row.tokens == node.tokens and row.masks == node.masked_tokens for node in state["nodes"]):
+            return None
+        row.source = "environment" if state["nodes"] else row.source
+    if row.source == PLACEHOLDER and (result is None or row.tokens != placeholder_tokens(result.messages)):
+        row.source = "environment"
+    return row
+
+
+def scored_item(trajectory: Trajectory) -> ScoredDataItem:
+    """The latest row of a scored rollout; one whose history was rewritten, or that has sub-agents, has several."""
+    row = trajectory.latest_row
+    assert row is not None
+    return ScoredDataItem(
+        tokens=row.tokens,
+        masks=row.masks,
+        inference_logprobs=row.logprobs,
+        scores=trajectory.reward or 0.0,
+        messages=trajectory.messages,
+        token_source=row.source,
+    )
+
+
 def collects(cls: type[BaseEnv]) -> bool:
     """Whether a class has its own way of collecting rollouts, which the runner then calls."""
-    return collects_groups(cls) or "collect_trajectory" in _own(cls)
+    return collects_groups(cls) or not COLLECTING.isdisjoint(own_names(cls))
 
 
 def collects_groups(cls: type[BaseEnv]) -> bool:
-    return "collect_trajectories" in _own(cls)
+    return not COLLECTING_GROUPS.isdisjoint(own_names(cls))
 
 
-def _own(cls: type[BaseEnv]) -> set[str]:
+def own_names(cls: type[BaseEnv]) -> set[str]:
     """The names that a user's class, or one it inherits from, defines; this package's own classes do not count."""
     return {name for each in cls.__mro__ if not each.__module__.startswith("palaestra.") for name in vars(each)}
 
@@ -523,8 +814,9 @@ class ClassForm:
 
     def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> ClassEnvironment:
         with _asking(f"{self.cls.__name__}(config, servers)"):
-            inner = self.cls(config, list(servers))
-        inner._server = server
+            inner = self.cls.__new__(self.cls)
+            inner._server = server  # before the constructor, which may use it
+            inner.__init__(config, list(servers))  # type: ignore[misc]
         return inner.as_environment()
 
 

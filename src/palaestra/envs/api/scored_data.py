@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict
 
 from palaestra.core.errors import TaskError
@@ -52,6 +52,23 @@ class ScoredDataGroup(TypedDict, total=False):
     images: JSON
 
 
+PLACEHOLDER = "placeholder"
+"""The source of tokens that no model sampled, of a server that only chats."""
+
+
+def placeholder_tokens(messages: Sequence[Message]) -> list[int]:
+    """Tokens for a rollout whose server gave none, so that its row has the shape of a row."""
+    length = sum(len(str(message.get("content") or "")) for message in messages)
+    return list(range(min(length // 4, 128)))
+
+
+class ScoredRow(dict[str, JSON]):
+    """A training row that also unpacks into `(row, [])`: the hook that builds it has returned both."""
+
+    def __iter__(self) -> Iterator[JSON]:  # `dict(row)`, `**row` and `items` do not use it
+        return iter((self, []))
+
+
 def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
     """One group of these rows, None without rows. A value that some rows lack is an empty list."""
     names = [name for name in ScoredDataItem.__annotations__ if name in ScoredDataGroup.__annotations__]
@@ -79,7 +96,10 @@ def checked_row(row: object, task_id: str) -> Row:
 def rows_of(group: object, task_id: str) -> list[Row]:
     """The rows of a group, or of a list of rows. Raises `TaskError` for anything else."""
     if isinstance(group, Sequence) and not isinstance(group, (str, bytes)):
-        return [checked_row(row, task_id) for row in group if row is not None]
+        given = [each for each in group if each is not None]
+        if given and all(isinstance(each, Mapping) and isinstance(each.get("scores"), list) for each in given):
+            return [row for each in given for row in rows_of(each, task_id)]
+        return [checked_row(row, task_id) for row in given]
     if not isinstance(group, Mapping) or not isinstance(group.get("tokens"), Sequence):
         raise TaskError(f"{task_id}: a group is {type(group).__name__}, not a ScoredDataGroup or a list of rows")
     count = len(group["tokens"])
@@ -88,7 +108,8 @@ def rows_of(group: object, task_id: str) -> list[Row]:
         if len(values) != count:
             raise TaskError(f"{task_id}: a group has {count} tokens and {len(values)} {key}")
     shared = {key: value for key, value in group.items() if key not in lists and value is not None}
-    return [{**shared, **{key: values[index] for key, values in lists.items()}} for index in range(count)]
+    rows = [{**shared, **{key: values[index] for key, values in lists.items()}} for index in range(count)]
+    return [checked_row(row, task_id) for row in rows]
 
 
 MOST_RESULT = 500

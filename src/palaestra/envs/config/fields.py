@@ -8,7 +8,7 @@ settings of the model server are in `palaestra.inference.config`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Literal, Self
 
@@ -252,6 +252,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     terminal_timeout: int = setting(120, "Seconds of one command, unless the call sets them.", ge=1)
     allow_network: bool = setting(True, "Whether the agent's commands reach the network.")
     freeze_slots: bool = setting(False, "Stop the processes in a rollout's slot while the model thinks.")
+    grading: Literal["sealed", "live"] = setting(
+        "sealed",
+        "sealed: score a sealed copy of the workspace, without the agent's processes, /tmp and /dev/shm. live: score "
+        "in the agent's own slot while its processes run.",
+    )
+    live: bool | None = setting(None, "true is short for `grading: live`, false for `grading: sealed`.")
     share_setup: bool = setting(False, "Run setup_trajectory_workspace once per group and fork, not once per rollout.")
 
     dataset_name: str | None = setting(None, "The data set: a JSONL or Parquet file, or a name.")
@@ -294,6 +300,15 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
             find_distribution(name)
         return name
 
+    @model_validator(mode="after")
+    def _live_is_a_grading(self) -> Self:
+        if self.live is not None:
+            wanted = "live" if self.live else "sealed"
+            if "grading" in self.model_fields_set and self.grading != wanted:
+                raise ConfigError(f"live {str(self.live).lower()} contradicts grading {self.grading}: set one of them")
+            self.__dict__["grading"] = wanted  # not an assignment: a later layer may still set it
+        return self
+
     def take_variables(self, environ: Mapping[str, str]) -> None:
         """Hand over the environment variables that settings name. Raises `ConfigError` for one that is not set."""
         if self.mcp_servers:
@@ -317,9 +332,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raises `ConfigError` for a source of slots that this version does not have. `sources` says who set it."""
         super().check_runnable(sources)
-        name, known, available = "tool_pool_mode", POOL_MODES, AVAILABLE_POOL_MODES
+        choices: tuple[str, Sequence[str], Sequence[str]] = ("tool_pool_mode", POOL_MODES, AVAILABLE_POOL_MODES)
         if self.tool_pool_mode == "default":
-            name, known, available = "terminal_backend", TERMINAL_BACKENDS, AVAILABLE_BACKENDS
+            choices = ("terminal_backend", TERMINAL_BACKENDS, AVAILABLE_BACKENDS)
+        name, known, available = choices
         value: str = getattr(self, name)
         if value in available:
             return

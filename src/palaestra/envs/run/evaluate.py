@@ -30,6 +30,13 @@ class EvaluatedEnvironment(Environment):
     chooses_evaluation = False
     """Whether only the environment knows how many tasks it evaluates."""
 
+    def trainer_takes(self, most_tokens: int | None) -> None:
+        """A trainer's server said how many tokens of a rollout it takes, at most."""
+
+    async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
+        """Roll out for a command, `process` or `serve`. An environment may surround it with code of its own."""
+        return await roll_out()
+
     @abstractmethod
     async def evaluate(self, evaluation: Evaluation) -> Logged:
         """Roll the tasks out with `evaluation.roll_out`; return task, metrics and samples. Raises `RunStopped`,

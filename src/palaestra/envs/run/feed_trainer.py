@@ -61,7 +61,14 @@ async def trainers_tracking(url: str) -> dict[str, str]:
 class Serving:
     """One run that feeds a trainer."""
 
-    def __init__(self, config: BaseEnvConfig, output: RunOutput, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: BaseEnvConfig,
+        output: RunOutput,
+        note: Callable[[str], None],
+        on_limit: Callable[[int | None], None] = lambda most_tokens: None,
+    ) -> None:
+        self._on_limit = on_limit
         self._config = config
         self._output = output
         self._note = note
@@ -74,6 +81,7 @@ class Serving:
         try:
             async with feeding(settings, config.rollout_server_url, deliveries, note=self._note) as feed:
                 most_tokens = (await feed.connection.standing()).most_tokens
+                self._on_limit(most_tokens)
 
                 def hand_on(group: Group) -> None:
                     keep(group)

@@ -157,7 +157,7 @@ def _form(recording: Recording, given: str | None) -> Form:
 
 
 def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
-    if isinstance(environment, CollectedEnvironment):
+    if isinstance(environment, CollectedEnvironment) and environment.collects_rollouts:
         raise ConfigError(
             f"{environment.name} collects its rollouts itself, in a collect_ method: what it did with the model's "
             "answers is not in the record, so it cannot be played"

@@ -15,6 +15,7 @@ import msgspec
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.config import DEFAULT
 from palaestra.core.types import JSON
+from palaestra.core.user_code import place, told
 from palaestra.envs.config.command_line import Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.feed_trainer import trainers_tracking
@@ -53,7 +54,7 @@ class MetricsFile:
         self._file = path.open("ab", buffering=0)
         self._torn = _torn(path)
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
         """Add a line. Numbers that are not finite become null."""
         line: dict[str, JSON] = {"schema": METRICS_SCHEMA, "time": self._clock.wall(), "step": step, **numbers}
         text = b"\n" * self._torn + msgspec.json.encode(line) + b"\n"
@@ -104,6 +105,7 @@ class Reporting:
         self.note: Callable[[str], None] = lambda text: None
         """Called with a line about a tracker that fails."""
         self._own_failed = False
+        self._texts: dict[str, str] = {}
 
     def handlers(self) -> Handlers:
         return {GroupFinished: self._on_group}
@@ -140,31 +142,34 @@ class Reporting:
             latest, self._latest = self._latest, Figures()
             numbers = {f"{self._prefix}{name}": value for name, value in latest.numbers().items()}
             self._log({**numbers, **own})
+            self._texts.clear()
             await self._clock.sleep(EVERY_S)
 
-    async def own(self, environment: Environment) -> Mapping[str, float]:
-        """The environment's own metrics as of now; none if computing them fails."""
+    async def own(self, environment: Environment) -> Mapping[str, float | str]:
+        """The environment's own metrics and texts as of now; none if computing them fails."""
         try:
-            return await environment.figures()
-        except Exception:
+            found = await environment.figures()
+        except Exception as error:
             if not self._own_failed:
                 self._own_failed = True
-                logger.warning("environment %s failed to compute its own metrics", environment.name, exc_info=True)
+                logger.warning("metrics of %s failed with %s%s", environment.name, told(error), place(error))
             return {}
+        self._texts.update({name: value for name, value in found.items() if isinstance(value, str)})
+        return found
 
     async def finish(self, environment: Environment, figures: Mapping[str, float]) -> None:
         """Send the trackers the metrics of the whole run, and close them."""
-        self._log(figures)
+        self._log({**figures, **self._texts} if figures else figures)
         try:
             shown = environment.shown()
-        except Exception:
+        except Exception as error:
             shown = ()
-            logger.warning("environment %s failed to choose rollouts to show", environment.name, exc_info=True)
+            logger.warning("rollouts of %s cannot be shown: %s%s", environment.name, told(error), place(error))
         for tracker in self._trackers if shown else ():
             tracker.show(self._step, self._prefix + ROLLOUTS, shown)
         await asyncio.gather(*(tracker.aclose() for tracker in self._trackers))
 
-    def _log(self, numbers: Mapping[str, float]) -> None:
+    def _log(self, numbers: Mapping[str, float | str]) -> None:
         for tracker in self._trackers:
             tracker.log(self._step, numbers)
 

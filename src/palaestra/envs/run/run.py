@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -344,15 +345,18 @@ class CommandRun:
         try:
             if command == "evaluate":
                 totals = await self._evaluate(limit)
-            elif command == "serve":
-                serving = Serving(config, self.output, context.events.note)
-                totals = await serving.run(lambda on_group, gate: self._run_groups(limit, on_group, gate), self._keep)
             else:
-                totals = await self._run_groups(limit, self._keep)
-            self.output.own.update(await self.reporting.own(environment))
+                totals = await environment.managed(command, partial(self._roll_out_groups, command, limit))
+            self.output.own.update(numbers(await self.reporting.own(environment)))
             return totals
         finally:
             await context.workspaces.aclose()
+
+    async def _roll_out_groups(self, command: str, limit: int | None) -> Totals:
+        if command != "serve":
+            return await self._run_groups(limit, self._keep)
+        serving = Serving(self.parsed.env_config, self.output, self.context.events.note, self.environment.trainer_takes)
+        return await serving.run(lambda on_group, gate: self._run_groups(limit, on_group, gate), self._keep)
 
     async def _run_groups(self, limit: int | None, on_group: OnGroup, gate: Gate | None = None) -> Totals:
         self.begun = True

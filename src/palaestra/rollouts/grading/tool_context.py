@@ -1,8 +1,8 @@
 """`ToolContext`: access to a rollout's workspace and tools for reward functions written to the contract.
 
 The synchronous methods may be called inside an `async def compute_reward` without blocking the event loop (see
-`core/sync_bridge.py`), and from other threads. Each has an async twin, `<name>_async`. All of them work on the grading
-view of the rollout, so no process that the agent left behind can answer them.
+`core/sync_bridge.py`), and from other threads. Each has an async twin, `<name>_async`. In a run they work on the
+grading view of the rollout, so no process that the agent left behind can answer them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import functools
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from palaestra.core.errors import InfraError
 from palaestra.core.sync_bridge import wait_for_sync
 from palaestra.core.types import JSON
 from palaestra.processes.registry import ProcessRegistry
+from palaestra.rollouts.rollout import CURRENT
 from palaestra.sandbox.slot import Slot
 from palaestra.sandbox.transfer import Transferred, download_dir, upload_dir
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolOutcome
+
+if TYPE_CHECKING:
+    from palaestra.tools.runtime.function_calls import ToolSession
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,21 +48,53 @@ def _sync(
     return wait
 
 
-class ToolContext:
-    """Open access to one rollout's workspace and tools, for scoring. `task_id` names the rollout."""
+def _placed(
+    method: Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]],
+) -> Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]]:
+    """Run the method on the event loop of its slot: that of a `ToolSession` is not the caller's."""
 
-    def __init__(self, task_id: str, *, slot: Callable[[], Awaitable[Slot]], tools: ToolRuntime) -> None:
+    @functools.wraps(method)
+    async def run(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self.session is None or asyncio.get_running_loop() is self.loop:
+            return await method(self, *args, **kwargs)
+        return await asyncio.wrap_future(self.session.post(method(self, *args, **kwargs)))
+
+    return run
+
+
+class ToolContext:
+    """Open access to one rollout's workspace and tools, for scoring. `task_id` names the rollout.
+
+    A run passes `slot` and `tools`, of the grading view. Without them it is the slot in which `handle_function_call`
+    and `HermesAgentLoop` run the tools of that task; inside a rollout of this name, the rollout's own.
+    """
+
+    def __init__(
+        self, task_id: str, *, slot: Callable[[], Awaitable[Slot]] | None = None, tools: ToolRuntime | None = None
+    ) -> None:
         self.task_id = task_id
-        self.loop = asyncio.get_running_loop()
-        self._slot = slot
+        self.session: ToolSession | None = None
+        rollout = CURRENT.get()
+        if tools is None and rollout is not None and rollout.rollout_id == task_id:
+            tools = rollout.tools
+        if tools is None:
+            from palaestra.tools.runtime.function_calls import default_session  # imports the sandbox
+
+            self.session = default_session()
+            tools, self.loop = self.session.task_tools(task_id), self.session.loop
+        else:
+            self.loop = asyncio.get_running_loop()
+        self._slot = tools.slot if slot is None else slot
         self._tools = tools
 
+    @_placed
     async def terminal_async(self, command: str, timeout: float = 180) -> dict[str, JSON]:
         """Run a shell command in the workspace: `{"exit_code", "output"}`; 124 after `timeout` seconds."""
         slot = await self._slot()
         done = await slot.execute(command, timeout_s=timeout, max_output_bytes=CONTEXT_OUTPUT_BYTES)
         return {"exit_code": done.exit_code, "output": done.output}
 
+    @_placed
     async def read_file_async(self, path: str) -> dict[str, JSON]:
         """The whole text of a file: `{"content", "path"}`, or `{"error", "path"}` if it cannot be read."""
         slot = await self._slot()
@@ -69,6 +105,7 @@ class ToolContext:
         except (OSError, ValueError) as error:
             return {"error": str(error), "path": path}
 
+    @_placed
     async def write_file_async(self, path: str, content: str) -> dict[str, JSON]:
         """Write a text file: `{"bytes_written", "path"}`, or `{"error", "path"}`."""
         slot = await self._slot()
@@ -81,48 +118,63 @@ class ToolContext:
             return {"error": str(error), "path": path}
         return {"bytes_written": len(data), "path": path}
 
+    @_placed
     async def upload_file_async(self, local_path: str | Path, remote_path: str) -> dict[str, JSON]:
         """Copy a file of this machine into the workspace: `{"success", "bytes"}`, or `{"success", "error"}`."""
         return await _transferred((await self._slot()).upload(Path(local_path), remote_path))
 
+    @_placed
     async def upload_dir_async(self, local_dir: str | Path, remote_dir: str) -> dict[str, JSON]:
         """Copy a directory of this machine: `{"success", "bytes", "files", "left_out"}`, or `{"success", "error"}`."""
         return await _transferred(upload_dir(await self._slot(), Path(local_dir), remote_dir))
 
+    @_placed
     async def download_file_async(self, remote_path: str, local_path: str | Path) -> dict[str, JSON]:
         """Copy a file of the workspace to this machine; replies as `upload_file` does."""
         return await _transferred((await self._slot()).download(remote_path, Path(local_path)))
 
+    @_placed
     async def download_dir_async(self, remote_dir: str, local_dir: str | Path) -> dict[str, JSON]:
         """Copy a directory of the workspace to this machine; replies as `upload_dir` does."""
         return await _transferred(download_dir(await self._slot(), remote_dir, Path(local_dir)))
 
+    @_placed
     async def search_async(self, query: str, path: str = ".") -> dict[str, JSON]:
         """Search file contents with the tool `search_files`: its reply, or `{"error"}` if it is missing."""
         return await self._object("search_files", {"pattern": query, "path": path})
 
+    @_placed
     async def web_search_async(self, query: str) -> dict[str, JSON]:
         """Ask the tool `web_search`: its reply, or `{"error"}` if it is missing."""
         return await self._object("web_search", {"query": query})
 
+    @_placed
     async def web_extract_async(self, urls: Sequence[str]) -> dict[str, JSON]:
         """Ask the tool `web_extract`: its reply, or `{"error"}` if it is missing."""
         return await self._object("web_extract", {"urls": list(urls)})
 
+    @_placed
     async def browser_navigate_async(self, url: str) -> dict[str, JSON]:
         """Ask the tool `browser_navigate`: its reply, or `{"error"}` if it is missing."""
         return await self._object("browser_navigate", {"url": url})
 
+    @_placed
     async def browser_snapshot_async(self) -> dict[str, JSON]:
         """Ask the tool `browser_snapshot`: its reply, or `{"error"}` if it is missing."""
         return await self._object("browser_snapshot", {})
 
+    @_placed
     async def call_tool_async(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:
         """Call any tool by name, the agent's or not. Returns the JSON text that a model would read."""
         return (await self._call(tool_name, arguments)).text
 
+    @_placed
     async def cleanup_async(self) -> None:
-        """End the background processes and the browser that the check started. The rest ends with the grading view."""
+        """End the background processes and the browser that the check started. The rest ends with the grading view; the
+        slot of a task that no run has ends here."""
+        if self.session is not None:
+            await self.session.end_task(self.task_id)
+            return
         await self._tools.state(ProcessRegistry).kill_all(self._tools.task_id)
         await self._tools.aclose()
 

@@ -202,7 +202,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         if later:
             return await rollout.continue_agent({"role": "user", "content": about.strip()}, tool_handler=handler)
         if handler is None:
-            return await self.inner._run_agent_loop(rollout, rollout.opening())
+            return await self._converse(rollout, rollout.opening())
         return await rollout.run_agent(tool_handler=handler)
 
     async def agent_slot(self, rollout: Rollout) -> Slot:

@@ -41,7 +41,7 @@ from palaestra.tools.mcp.run_servers import ServersOnDemand
 from palaestra.tools.registry.build import chosen_tools, unrestricted
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, ToolExecutorConfig
-from palaestra.tools.runtime.runtime import ToolRecordings
+from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.settings import ToolSettings
 
@@ -153,6 +153,19 @@ class ToolSession:
         """
         return self._wait(self._recover())
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop on which the session's slots live."""
+        return self._loop
+
+    def post(self, work: Coroutine[object, object, T]) -> Future[T]:
+        """Run a coroutine on the session's loop. Raises `SandboxError` if the session is closed."""
+        return self._post(work)
+
+    def task_tools(self, task_id: str) -> ToolRuntime:
+        """The tools of a task, bound to its slot, for coroutines on the session's loop."""
+        return self._executor.trajectory(task_id).tools
+
     def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
         """Set the image (`IMAGES`) and the directory (`cwd`) of the task's next slot. Raises `ConfigError`."""
         for key in overrides:
@@ -231,6 +244,10 @@ class ToolSession:
         if self._leases is not None:
             self._leases.end(task_id)
         await self._end_task(task_id)
+
+    async def end_task(self, task_id: str) -> None:
+        """`release`, on the session's loop."""
+        await self._release(task_id)
 
     async def _end_task(self, task_id: str) -> None:
         await self._executor.release_trajectory(task_id)

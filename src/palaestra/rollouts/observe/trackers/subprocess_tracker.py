@@ -44,7 +44,7 @@ class ChildTracker:
         self._told = False
         self._closed = False
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
         """Send figures on."""
         self._send({"step": step, "numbers": dict(numbers)})
 

@@ -38,8 +38,8 @@ class RunLabel:
 class Tracker(Protocol):
     """Takes a run's metrics. `step` is the number of finished groups and never decreases."""
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take metrics. Does not block; the first failure is reported and not raised."""
+    def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
+        """Take metrics, which may be texts. Does not block; the first failure is reported and not raised."""
         ...
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:

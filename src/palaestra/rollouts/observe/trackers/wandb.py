@@ -42,7 +42,7 @@ class WandbClient:
             settings=wandb.Settings(**SETTINGS),
         )
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
         """Add to the history."""
         self._run.log(dict(numbers), step=step)
 

@@ -1,0 +1,243 @@
+"""Names that scripts of the class contract read, and the tools, slots and fields behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import palaestra
+from palaestra import ToolContext, cleanup_vm, handle_function_call_async
+from palaestra.cli.main import main
+from palaestra.core.errors import ConfigError
+from palaestra.core.sync_bridge import bridged
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.rollouts.journal.reader import Recording
+from palaestra.rollouts.records import Group
+
+pytestmark = pytest.mark.slots
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(script: str, *flags: str) -> tuple[int, list[Group]]:
+    Path("named_env.py").write_text(script)
+    line = ["run", "named_env.py", "--policy", "oracle", "--group", "1"]
+    code = main([*line, "--env.ensure_scores_are_not_same", "false", *flags])
+    (journal,) = Path().glob("runs/*/*/journal.jsonl")
+    return code, list(Recording(journal))
+
+
+def test_a_context_by_name_has_the_slot_of_the_tasks_tools() -> None:
+    async def scenario() -> None:
+        await handle_function_call_async("terminal", {"command": "echo one > a.txt; echo two > /tmp/b.txt"}, "by-name")
+        context = ToolContext("by-name")
+        assert context.terminal("cat a.txt /tmp/b.txt") == {"exit_code": 0, "output": "one\ntwo\n"}
+        assert context.write_file("c.txt", "three")["bytes_written"] == 5
+        assert (await context.read_file_async("c.txt"))["content"] == "three"
+        assert "one" in context.call_tool("read_file", {"path": "a.txt"})
+        context.cleanup()
+
+    try:
+        asyncio.run(bridged(scenario()))
+        assert ToolContext("by-name").terminal("ls")["output"] == ""  # also without an event loop
+    finally:
+        cleanup_vm("by-name")
+
+
+OWN_BODY = """
+import uuid
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, HermesAgentLoop, ToolContext
+
+class NamedEnv(HermesAgentBaseEnv):
+    name = "named"
+
+    def __init__(self, config, server_configs, slurm=False, testing=False):
+        super().__init__(config, server_configs, slurm, testing)
+        self.at_first = self.server
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], total_steps=1)
+        return config, [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        assert self.at_first is self.server
+        assert self._tool_error_buffer == [] and self._current_group_tools is None and self.max_token_len == -1
+        slot = await self._backend.acquire("setup")
+        self.seen = (await slot.execute("echo prepared")).output
+        await self._backend.release(slot)
+        self.left = 1
+
+    async def get_next_item(self):
+        self.left -= 1
+        return {"id": "one", "solution": "echo x > x.txt"} if self.left >= 0 else None
+
+    def format_prompt(self, item):
+        return "Write x.txt"
+
+    async def collect_trajectory(self, item):
+        task_id = str(uuid.uuid4())
+        tools, valid_names = self._current_group_tools
+        messages = [{"role": "user", "content": self.format_prompt(item)}]
+        agent = HermesAgentLoop(
+            server=self.server, tool_schemas=tools, valid_tool_names=valid_names, max_turns=5, task_id=task_id
+        )
+        result = await agent.run(messages)
+        ctx = ToolContext(task_id)
+        try:
+            reward = await self.compute_reward(item, result, ctx)
+        finally:
+            ctx.cleanup()
+        scored, backlog = self._build_scored_item(item, result, reward)
+        return scored, backlog
+
+    async def compute_reward(self, item, result, ctx):
+        assert self.seen.strip() == "prepared"
+        return 0.5 * (ctx.terminal("cat x.txt")["output"].strip() == "x")
+
+    async def evaluate(self, *args, **kwargs):
+        return {}
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_the_body_of_the_contracts_own_collect_trajectory_works() -> None:
+    code, (group,) = run(OWN_BODY)
+    assert code == 0, group.trajectories[0].error
+    assert [each.reward for each in group.trajectories] == [0.5]
+
+
+EXECUTOR = """
+from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, ToolCall
+
+class NamedEnv(AgentEnv):
+    name = "named"
+
+    @classmethod
+    def config_init(cls):
+        return AgentEnvConfig(total_steps=1), [APIServerConfig(model_name="m")]
+
+    async def setup_agent_env(self):
+        assert not self._tool_server_inprocess
+        done = await self._tool_executor.execute("probe", ToolCall("bash", {"command": "echo from setup"}))
+        await self._tool_executor.release_trajectory("probe", reset_workspace=True)
+        self.word = done.output.split()[-1] if done.success else done.error
+        self.left = 1
+
+    async def get_next_item(self):
+        self.left -= 1
+        return {"id": "one", "solution": "true"} if self.left >= 0 else None
+
+    def build_task(self, item):
+        return "Do nothing."
+
+    async def score_trajectory(self, item, final_response):
+        again = await self._tool_executor.execute("score", ToolCall("bash", {"command": "echo again"}))
+        return float(self.word == "setup" and again.output.strip().endswith("again"))
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_the_tool_executor_is_there_from_the_set_up_on() -> None:
+    code, (group,) = run(EXECUTOR)
+    assert code == 0
+    assert [each.reward for each in group.trajectories] == [1.0], group.trajectories[0].error
+
+
+ERRORS = """
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolStep
+
+class NamedEnv(HermesAgentBaseEnv):
+    name = "named"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], total_steps=1)
+        return config, [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.left = 1
+
+    async def get_next_item(self):
+        self.left -= 1
+        steps = [ToolStep("levitate", {"height": 3})]
+        return {"id": "one", "solution": steps} if self.left >= 0 else None
+
+    def format_prompt(self, item):
+        return "Fly."
+
+    async def compute_reward(self, item, result, ctx):
+        return 1.0
+
+    async def evaluate(self, *args, **kwargs):
+        return {}
+"""
+
+
+def test_the_errors_of_tools_are_metrics(here: Path) -> None:
+    code, _ = run(ERRORS, "--env.tracker_project", "x")
+    assert code == 0
+    (metrics,) = here.glob("runs/*/*/metrics.jsonl")
+    assert '"train/tool_errors_count":1' in metrics.read_text()
+    assert "[turn 1] levitate(" in metrics.read_text()
+
+
+LIVE = """
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+
+class NamedEnv(HermesAgentBaseEnv):
+    name = "named"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], total_steps=1, GRADING)
+        return config, [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.left = 1
+
+    async def get_next_item(self):
+        self.left -= 1
+        return {"id": "one", "solution": "nohup sleep 321 > /dev/null 2>&1 &"} if self.left >= 0 else None
+
+    def format_prompt(self, item):
+        return "Start a service."
+
+    async def compute_reward(self, item, result, ctx):
+        return float(ctx.terminal("pgrep -f '[s]leep 321'")["exit_code"] == 0)
+
+    async def evaluate(self, *args, **kwargs):
+        return {}
+"""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("grading", "flags", "reward"),
+    [
+        ('grading="sealed"', (), 0.0),
+        ('grading="live"', (), 1.0),
+        ("live=True", (), 1.0),
+        ('grading="sealed"', ("--env.grading", "live"), 1.0),
+    ],
+)
+def test_a_class_chooses_how_it_is_graded(grading: str, flags: tuple[str, ...], reward: float) -> None:
+    _, (group,) = run(LIVE.replace("GRADING", grading), *flags)
+    assert [each.reward for each in group.trajectories] == [reward]
+
+
+def test_two_settings_of_grading_must_agree() -> None:
+    assert HermesAgentEnvConfig(live=True).grading == "live"
+    with pytest.raises(ConfigError, match="contradicts grading sealed"):
+        HermesAgentEnvConfig(live=True, grading="sealed")
+
+
+@pytest.mark.parametrize("name", ["AGENT_SYSTEM_PROMPT", "SequenceData", "ToolContext", "AgentStep", "ServerManager"])
+def test_a_name_of_the_contract_can_be_imported(name: str) -> None:
+    assert getattr(palaestra, name) is not None

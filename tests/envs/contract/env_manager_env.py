@@ -1,0 +1,45 @@
+"""Keep a service of the environment's own alive while it feeds a trainer."""
+
+from pathlib import Path
+
+from palaestra import AgentResult, APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, Item, ToolContext
+
+
+class EnvManagerEnv(HermesAgentBaseEnv):
+    name = "env_manager"
+    env_config_cls = HermesAgentEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[HermesAgentEnvConfig, list[APIServerConfig]]:
+        env_config = HermesAgentEnvConfig(
+            enabled_toolsets=["terminal"], group_size=2, total_steps=1, ensure_scores_are_not_same=False
+        )
+        return env_config, [APIServerConfig(model_name="m", base_url="http://localhost:8000/v1", api_key="x")]
+
+    async def env_manager(self):
+        self.service = "up"
+        try:
+            return await super().env_manager()
+        finally:
+            self.service = "down"
+            Path("service.txt").write_text(f"{self.service} after {self.iter} items")
+
+    async def setup(self):
+        self.iter = 0
+
+    async def get_next_item(self) -> Item:
+        self.iter += 1
+        return {"id": f"served-{self.iter}", "solution": "true"}
+
+    def format_prompt(self, item: Item) -> str:
+        return "Do nothing."
+
+    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
+        return 1.0 if self.service == "up" else 0.0
+
+    async def evaluate(self, *args, **kwargs):
+        pass
+
+
+if __name__ == "__main__":
+    EnvManagerEnv.cli()
