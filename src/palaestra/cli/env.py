@@ -126,10 +126,12 @@ def _about(reference: str) -> dict[str, JSON]:
     from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+    from palaestra.envs.config.layers import exported, read_dotenv
     from palaestra.envs.discovery import load_environment
 
-    form = load_environment(reference, Path.cwd())
-    config, _ = form.defaults()
+    with exported(read_dotenv(Path.cwd())):
+        form = load_environment(reference, Path.cwd())
+        config, _ = form.defaults()
     common = {**BaseEnvConfig.model_fields, **HermesAgentEnvConfig.model_fields}
     changed = set_fields(config) if config is not None else {}
     return {

@@ -27,11 +27,14 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
     def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
         if environment.startswith("-"):
             raise ConfigError(f"settings come after the environment: palaestra {verb} ENV {environment} …")
+        from palaestra.envs.config.layers import exported, read_dotenv
         from palaestra.envs.discovery import load_environment
         from palaestra.envs.run.run import run_command
 
-        form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"
-        context.exit(run_command(form, [*words, *settings], prog=prog, command="process"))
+        with exported(read_dotenv(Path.cwd())):  # a script may read them when it is loaded
+            form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"
+            code = run_command(form, [*words, *settings], prog=prog, command="process")
+        context.exit(code)
 
     return command
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,59 @@ def test_the_command_line_reads_the_file_and_shows_it(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "model_name" in line]
     assert "from-the-file" in line
     assert ".env" in line
+
+
+KEYED = """
+import os
+from palaestra import APIServerConfig, BaseEnv, BaseEnvConfig
+
+AT_THE_TOP = os.getenv("STORED_KEY")
+
+class KeyedEnv(BaseEnv):
+    name = "keyed"
+
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(wandb_name=f"{AT_THE_TOP} {os.getenv('STORED_KEY')} {os.getenv('SHELL_KEY')}"), []
+
+    async def setup(self):
+        pass
+
+    async def get_next_item(self):
+        return None
+
+    async def collect_trajectory(self, item):
+        return None, []
+
+    async def evaluate(self, *args, **kwargs):
+        return {}
+"""
+
+
+@pytest.mark.parametrize("line", [["run", "keyed_env.py", "--show-config"], ["env", "show", "keyed_env.py"]])
+def test_a_script_reads_the_files_variables_and_the_shells_stay(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHELL_KEY", "shell")
+    Path(".env").write_text("STORED_KEY=stored\nSHELL_KEY=file\n")
+    Path("keyed_env.py").write_text(KEYED)
+    assert main(line) == 0
+    assert "stored stored shell" in capsys.readouterr().out
+    assert "STORED_KEY" not in os.environ
+
+
+def test_the_variables_of_openais_client_fill_in_what_nobody_sets() -> None:
+    variables = {"OPENAI_API_KEY": "sk-shell", "OPENAI_BASE_URL": "http://openai/v1"}
+    (server,) = parsed(environ=variables, dotenv={"OPENAI_API_KEY": "sk-file"}).server_configs
+    assert (server.api_key, server.base_url) == ("sk-shell", "http://openai/v1")
+    (server,) = parsed("--base-url", "http://flag/v1", environ=variables, dotenv={}).server_configs
+    assert (server.api_key, server.base_url) == ("sk-shell", "http://flag/v1")
+    contract = {"ATROPOS_SERVER_API_KEY": "sk-contract"}
+    (server,) = parsed(environ=variables | contract, dotenv={}).server_configs
+    assert server.api_key == "sk-contract"
+    own = [{"api_key": "sk-own", "base_url": "http://own/v1"}]
+    line = CommandLine(prog="x", env_type=BaseEnvConfig, server_type=APIServerConfig, server_values=own)
+    found = line.parse(["process"], variables)
+    assert isinstance(found, Parsed)
+    assert (found.server_configs[0].api_key, found.server_configs[0].base_url) == ("sk-own", "http://own/v1")

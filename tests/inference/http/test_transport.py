@@ -85,7 +85,13 @@ def test_a_cut_connection_is_tried_again() -> None:
 
 @pytest.mark.parametrize(
     ("status", "says"),
-    [(400, "bad"), (401, "--openai.api_key"), (403, "--openai.api_key"), (404, "--openai.model_name"), (422, "bad")],
+    [
+        (400, "bad"),
+        (401, "Set the variable PALAESTRA_OPENAI_API_KEY"),
+        (403, "check PALAESTRA_OPENAI_API_KEY"),
+        (404, "--openai.model_name"),
+        (422, "bad"),
+    ],
 )
 def test_a_refusal_is_final_and_names_the_way_out(status: int, says: str) -> None:
     server = LoopbackServer(FakeAnswer({"error": {"message": "bad thing"}}, status))

@@ -25,7 +25,7 @@ from palaestra.envs.cheats.tampered_tests import PLANTS, VERDICTS
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import UNSAID, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.config.layers import read_dotenv
+from palaestra.envs.config.layers import exported, layered_variables, read_dotenv
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.run import Form, opened
 from palaestra.envs.run.run_folder import RunLine
@@ -187,6 +187,11 @@ def check_environment(
     reference: str, settings: Sequence[str], *, tasks: int, only: Sequence[str] = (), quiet: bool = False
 ) -> Proof:
     """Check the environment that `reference` names. Raises `ConfigError` for an unknown cheat or setting."""
+    with exported(read_dotenv(Path.cwd())):
+        return _check_environment(reference, settings, tasks, only, quiet)
+
+
+def _check_environment(reference: str, settings: Sequence[str], tasks: int, only: Sequence[str], quiet: bool) -> Proof:
     form = load_environment(reference, Path.cwd())
     parsed = _parse(form, reference, settings, {})
     if not any(parsed.sources[f"env.{name}"] not in UNSAID for name in form.check_values()):
@@ -212,6 +217,7 @@ def parse_settings(
 ) -> RunLine:
     """Parse settings of an environment for a command that is not a run. Raises `ConfigError`."""
     dotenv = read_dotenv(Path.cwd())
+    _, (_, environ) = layered_variables(dotenv)
     parsed = CommandLine(
         prog=prog,
         env_type=env_type,
@@ -219,7 +225,7 @@ def parse_settings(
         env_values=env_values or {},
         name=name,
         command="process",
-    ).parse(["process", "--policy", "noop", *settings], os.environ, dotenv)
+    ).parse(["process", "--policy", "noop", *settings], environ, dotenv)
     if not isinstance(parsed, Parsed):
         raise ConfigError("only settings are accepted here: use --help and --show-config with palaestra run")
     if isinstance(parsed.env_config, HermesAgentEnvConfig):

@@ -28,6 +28,7 @@ from palaestra.envs.config.layers import (
     describe,
     read_environ,
     read_file,
+    read_openai_variables,
     read_words,
     takes_mapping,
     takes_sequence,
@@ -218,12 +219,13 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
 
     def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
         """The layers of each server. A policy or an address in variables or flags leaves one server."""
-        servers = [[ConfigLayer("config_init", values)] for values in self.server_values] or [[]]
+        lowest = [read_openai_variables(values, self.server_type, where) for where, values in variables]
+        servers = [[*lowest, ConfigLayer("config_init", values)] for values in self.server_values] or [lowest]
         for file in given.files:
             if file.shared:
                 servers = [[*layers, *file.servers] for layers in servers]
             else:
-                lower = [*servers, *([] for _ in file.servers)]
+                lower = [*servers, *(lowest for _ in file.servers)]
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer("command line", given.values["openai"], given.spelled["openai"])
         top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables), flags]

@@ -7,8 +7,10 @@ validates ranges and required keys. An unknown key is an error.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -41,6 +43,9 @@ _CONTRACT_VARIABLES = {
     "ATROPOS_TOKENIZER_NAME": "tokenizer_name",
 }
 """Names that existing scripts and job files export for the model server."""
+
+_OPENAI_VARIABLES = {"OPENAI_API_KEY": "api_key", "OPENAI_BASE_URL": "base_url"}
+"""The variables of OpenAI's own client. As there, they only fill in what nobody else sets."""
 
 _SLOT_VARIABLES = {
     "TERMINAL_ENV": "terminal_backend",
@@ -142,6 +147,33 @@ def read_dotenv(folder: Path) -> dict[str, str]:
             raise ConfigError(f"{path}, line {number} is not NAME=value, with the value in quotes where it holds any")
         found[match["name"]] = _value(match)
     return found
+
+
+@contextmanager
+def exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Let the code of scripts read these variables in `os.environ` in the block. Those that are set there stay."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in added.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+
+
+def layered_variables(dotenv: Mapping[str, str]) -> list[tuple[str, Mapping[str, str]]]:
+    """The variables of a `.env` file and of the process with their sources, also while the file's are exported."""
+    own = {name: value for name, value in os.environ.items() if dotenv.get(name) != value}
+    return [(DOTENV, dotenv), ("environment", own)]
+
+
+def read_openai_variables(environ: Mapping[str, str], model_type: type[BaseModel], where: str) -> ConfigLayer:
+    """The layer of the variables that OpenAI's own client reads."""
+    named = {
+        name: variable for variable, name in _known(_OPENAI_VARIABLES, model_type).items() if environ.get(variable)
+    }
+    return ConfigLayer(where, {name: environ[variable] for name, variable in named.items()}, named)
 
 
 def _value(match: re.Match[str]) -> str:

@@ -26,7 +26,7 @@ from palaestra.core.types import JSON, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import Answer, CommandLine, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.config.layers import read_dotenv
+from palaestra.envs.config.layers import exported, layered_variables, read_dotenv
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_short, save_evaluation
 from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
@@ -89,8 +89,16 @@ def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = No
 
 def run_command(form: Form, argv: Sequence[str], *, prog: str | None = None, command: str | None = None) -> int:
     """Run an environment as `argv` says, with `command` if it names none, and return the exit code."""
-    config, servers = form.defaults()
     dotenv = read_dotenv(Path.cwd())
+    with exported(dotenv):
+        return _run_command(form, argv, dotenv, prog, command)
+
+
+def _run_command(
+    form: Form, argv: Sequence[str], dotenv: Mapping[str, str], prog: str | None, command: str | None
+) -> int:
+    config, servers = form.defaults()
+    _, (_, environ) = layered_variables(dotenv)
     parsed = CommandLine(
         prog=prog or f"python {Path(sys.argv[0]).name}",
         env_type=form.config_type(),
@@ -100,12 +108,12 @@ def run_command(form: Form, argv: Sequence[str], *, prog: str | None = None, com
         name=form.name,
         command=form.command or command,
         about=form.about,
-    ).parse(argv, os.environ, dotenv)
+    ).parse(argv, environ, dotenv)
     if isinstance(parsed, Answer):
         sys.stdout.write(parsed.text)
         return 0
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
-        parsed.env_config.take_variables({**dotenv, **os.environ})
+        parsed.env_config.take_variables(os.environ)
     for notice in parsed.notices:
         sys.stderr.write(f"note: {notice}\n")
     return asyncio.run(run(form, parsed)).exit_code

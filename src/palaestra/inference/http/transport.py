@@ -224,7 +224,7 @@ class Transport:
 
 
 def _authorization(config: APIServerConfig) -> dict[str, str]:
-    key = sent_secret(config.api_key, "--openai.api_key")
+    key = sent_secret(config.api_key, "The key of the model server (PALAESTRA_OPENAI_API_KEY, --openai.api_key)")
     if key is None:
         return {}
     if config.base_url and URL(config.base_url).user is not None:
@@ -266,9 +266,9 @@ _TOO_LONG = re.compile(
 GLM, Qwen) report that a conversation does not fit."""
 
 _WAYS_OUT = {
-    401: "Set the key with --openai.api_key.",
+    401: "Set the variable PALAESTRA_OPENAI_API_KEY to the key, or --openai.api_key.",
     402: "The account is out of credit.",
-    403: "The key has no right to this model; check --openai.api_key and --openai.model_name.",
+    403: "The key has no right to this model; check PALAESTRA_OPENAI_API_KEY (or --openai.api_key) and the model name.",
     404: "Check --openai.model_name, and that --openai.base_url is the address before /chat/completions.",
     405: "Check --openai.base_url: this address does not take chat completions.",
     413: "The request is too large for the server.",
