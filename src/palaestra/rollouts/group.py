@@ -244,13 +244,15 @@ class GroupRun:
             collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play)
             count = await self.env.collect(self.task, collection)
         except (InfraError, TaskError) as error:  # what was played is recorded all the same
-            failure, count = error, len(self._played)
+            failure, count = error, 0
             for rollout in self._played.values():
                 if rollout.score is not None:
                     rollout.fail(error, error.blame if isinstance(error, InfraError) else Blame.TASK)
         async with asyncio.TaskGroup() as rollouts:
-            for index in sorted(set(range(count)) - {done.index for done in self.group.trajectories}):
-                rollouts.create_task(self._roll_out_one(index), name=f"{self.group.group_id}/{index}")
+            for index in sorted({*range(count), *self._played} - {done.index for done in self.group.trajectories}):
+                played = self._played.pop(index, None)
+                ending = self._roll_out_one(index) if played is None else self._record_played(played)
+                rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
         if failure is not None:
             raise failure
@@ -258,28 +260,23 @@ class GroupRun:
     async def _play(self) -> Rollout:
         """Play the group's next rollout for an environment that collects the group, without recording its end."""
         index = next(self._play_numbers)
-        rollout, _ = await self._attempts(index, recorded_later=True)
+        rollout = await self._roll_out_one(index, recorded_later=True)
+        assert rollout is not None
         self._played[index] = rollout
         return rollout
 
-    async def _roll_out_one(self, index: int) -> None:
-        """Play one rollout, unless it was played, until its record counts."""
-        events = self.run_context.events
-        if (played := self._played.pop(index, None)) is not None:
-            event: RolloutEnded | AttemptDiscarded | None = self._write(RolloutEnded, played, played.trajectory())
-            del played  # its tools and ledger need not wait for the disk
-        else:
-            event = (await self._attempts(index))[1]
-        assert event is not None
+    async def _record_played(self, rollout: Rollout) -> None:
+        await self._end(self._write(RolloutEnded, rollout, rollout.trajectory()))
+
+    async def _end(self, event: RolloutEnded | AttemptDiscarded) -> None:
+        """Add a rollout to the group once its record is on the disk."""
         self.group.trajectories.append(event.trajectory)
         await self.run_context.recorded_tools.commit()
-        await events.journal.commit()
-        events.announce(event)
+        await self.run_context.events.journal.commit()
+        self.run_context.events.announce(event)
 
-    async def _attempts(
-        self, index: int, *, recorded_later: bool = False
-    ) -> tuple[Rollout, RolloutEnded | AttemptDiscarded | None]:
-        """Play one rollout with its retries, and write its end unless that is done later."""
+    async def _roll_out_one(self, index: int, *, recorded_later: bool = False) -> Rollout | None:
+        """Play one rollout, with its retries, until its record counts; or until it has ended, and return it."""
         assert self._kit is not None
         event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
@@ -304,13 +301,18 @@ class GroupRun:
                 recorded = None
                 continue
             if not retried:
-                return rollout, event
+                break
             assert event is not None
             tried += 1
             if recorded is not None:
                 recorded = None if recorded.caught_up else RecordedTurns(recorded.cut_off, journalled=False)
             events.announce(event)
             await self._restore()
+        if event is None:
+            return rollout
+        del rollout  # its tools and ledger need not wait for the disk
+        await self._end(event)
+        return None
 
     def _recorded(self, index: int) -> RecordedTurns | None:
         """The turns of a rollout that an earlier part of the run had begun; None if it starts from its beginning."""

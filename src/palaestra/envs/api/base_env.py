@@ -640,6 +640,8 @@ class CollectedEnvironment(ClassEnvironment):
     async def act(self, rollout: Rollout) -> AgentResult:
         if self._whole:
             first, rows = self._groups[rollout.group_id]
+            if rollout.index < first:
+                raise TaskError(f"{self.name}.collect_trajectories did not wait for {rollout.rollout_id}")
             row: JSON = rows[rollout.index - first]
         else:
             failures: list[InfraError] = []

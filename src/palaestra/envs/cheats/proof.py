@@ -25,7 +25,7 @@ from palaestra.envs.cheats.tampered_tests import PLANTS, VERDICTS
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import UNSAID, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.config.layers import exported, layered_variables, read_dotenv
+from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.run import Form, opened
 from palaestra.envs.run.run_folder import RunLine
@@ -217,7 +217,6 @@ def parse_settings(
 ) -> RunLine:
     """Parse settings of an environment for a command that is not a run. Raises `ConfigError`."""
     dotenv = read_dotenv(Path.cwd())
-    _, (_, environ) = layered_variables(dotenv)
     parsed = CommandLine(
         prog=prog,
         env_type=env_type,
@@ -225,7 +224,7 @@ def parse_settings(
         env_values=env_values or {},
         name=name,
         command="process",
-    ).parse(["process", "--policy", "noop", *settings], environ, dotenv)
+    ).parse(["process", "--policy", "noop", *settings], shell_variables(dotenv), dotenv)
     if not isinstance(parsed, Parsed):
         raise ConfigError("only settings are accepted here: use --help and --show-config with palaestra run")
     if isinstance(parsed.env_config, HermesAgentEnvConfig):

@@ -162,10 +162,9 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
 
 
-def layered_variables(dotenv: Mapping[str, str]) -> list[tuple[str, Mapping[str, str]]]:
-    """The variables of a `.env` file and of the process with their sources, also while the file's are exported."""
-    own = {name: value for name, value in os.environ.items() if dotenv.get(name) != value}
-    return [(DOTENV, dotenv), ("environment", own)]
+def shell_variables(dotenv: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the process without those that a `.env` file gave it."""
+    return {name: value for name, value in os.environ.items() if dotenv.get(name) != value}
 
 
 def read_openai_variables(environ: Mapping[str, str], model_type: type[BaseModel], where: str) -> ConfigLayer:

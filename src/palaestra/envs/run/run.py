@@ -26,7 +26,7 @@ from palaestra.core.types import JSON, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import Answer, CommandLine, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.config.layers import exported, layered_variables, read_dotenv
+from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_short, save_evaluation
 from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
@@ -91,32 +91,25 @@ def run_command(form: Form, argv: Sequence[str], *, prog: str | None = None, com
     """Run an environment as `argv` says, with `command` if it names none, and return the exit code."""
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
-        return _run_command(form, argv, dotenv, prog, command)
-
-
-def _run_command(
-    form: Form, argv: Sequence[str], dotenv: Mapping[str, str], prog: str | None, command: str | None
-) -> int:
-    config, servers = form.defaults()
-    _, (_, environ) = layered_variables(dotenv)
-    parsed = CommandLine(
-        prog=prog or f"python {Path(sys.argv[0]).name}",
-        env_type=form.config_type(),
-        server_type=APIServerConfig,
-        env_values=set_fields(config) if config is not None else {},
-        server_values=[set_fields(server) for server in servers],
-        name=form.name,
-        command=form.command or command,
-        about=form.about,
-    ).parse(argv, environ, dotenv)
-    if isinstance(parsed, Answer):
-        sys.stdout.write(parsed.text)
-        return 0
-    if isinstance(parsed.env_config, HermesAgentEnvConfig):
-        parsed.env_config.take_variables(os.environ)
-    for notice in parsed.notices:
-        sys.stderr.write(f"note: {notice}\n")
-    return asyncio.run(run(form, parsed)).exit_code
+        config, servers = form.defaults()
+        parsed = CommandLine(
+            prog=prog or f"python {Path(sys.argv[0]).name}",
+            env_type=form.config_type(),
+            server_type=APIServerConfig,
+            env_values=set_fields(config) if config is not None else {},
+            server_values=[set_fields(server) for server in servers],
+            name=form.name,
+            command=form.command or command,
+            about=form.about,
+        ).parse(argv, shell_variables(dotenv), dotenv)
+        if isinstance(parsed, Answer):
+            sys.stdout.write(parsed.text)
+            return 0
+        if isinstance(parsed.env_config, HermesAgentEnvConfig):
+            parsed.env_config.take_variables(os.environ)
+        for notice in parsed.notices:
+            sys.stderr.write(f"note: {notice}\n")
+        return asyncio.run(run(form, parsed)).exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,17 +347,16 @@ class CommandRun:
             if command == "evaluate":
                 totals = await self._evaluate(limit)
             else:
-                totals = await environment.managed(command, partial(self._roll_out_groups, command, limit))
+                roll_out = partial(self._run_groups, limit, self._keep)
+                if command == "serve":
+                    serving = Serving(config, self.output, context.events.note, environment.trainer_takes)
+                    serve = partial(self._run_groups, limit)
+                    roll_out = partial(serving.run, serve, self._keep)
+                totals = await environment.managed(command, roll_out)
             self.output.own.update(numbers(await self.reporting.own(environment)))
             return totals
         finally:
             await context.workspaces.aclose()
-
-    async def _roll_out_groups(self, command: str, limit: int | None) -> Totals:
-        if command != "serve":
-            return await self._run_groups(limit, self._keep)
-        serving = Serving(self.parsed.env_config, self.output, self.context.events.note, self.environment.trainer_takes)
-        return await serving.run(lambda on_group, gate: self._run_groups(limit, on_group, gate), self._keep)
 
     async def _run_groups(self, limit: int | None, on_group: OnGroup, gate: Gate | None = None) -> Totals:
         self.begun = True
