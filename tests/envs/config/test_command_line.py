@@ -211,7 +211,29 @@ def test_a_misspelt_environment_variable_is_refused() -> None:
 
 def test_settings_without_effect_are_noticed() -> None:
     run = parse("process", "--env.modal_image", "debian", "--env.wandb_name", "None")
-    assert run.notices == ("env.modal_image (command line) has no effect in this version",)
+    (notice,) = run.notices
+    assert notice.startswith("env.modal_image (command line): no effect")
+
+
+def test_settings_without_effect_are_noticed_when_config_init_sets_them() -> None:
+    own = {"terminal_lifetime": 60, "modal_gpu": "T4", "tool_pool_size": 128, "group_size": 2}
+    line = CommandLine("x", HermesAgentEnvConfig, APIServerConfig, env_values=own)
+    found = line.parse(["process"], {})
+    assert isinstance(found, Parsed)
+    (notice,) = found.notices
+    assert "env.terminal_lifetime, env.modal_gpu (config_init)" in notice
+    assert "tool_pool_size" not in notice  # it has its default
+
+
+def test_an_unknown_parser_of_a_script_is_replaced_and_one_of_a_user_refused() -> None:
+    line = CommandLine("x", HermesAgentEnvConfig, APIServerConfig, env_values={"tool_call_parser": "hermess"})
+    found = line.parse(["process"], {})
+    assert isinstance(found, Parsed)
+    assert found.env_config.tool_call_parser == "hermes"
+    assert any("'hermess' (config_init) is not a tool-call parser. Did you mean hermes?" in n for n in found.notices)
+    for flag in ("--env.tool_call_parser", "--openai.tool_parser"):
+        with pytest.raises(ConfigError, match="Did you mean qwen3_coder"):
+            line.parse(["process", flag, "qwen3_codr"], {})
 
 
 def test_a_default_command_makes_the_command_optional() -> None:

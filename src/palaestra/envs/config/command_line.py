@@ -62,6 +62,9 @@ _OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--
 UNSAID = (DEFAULT, "config_init", "process", "evaluate")
 """Sources of a setting that no user has said."""
 
+NOT_SAID = frozenset(UNSAID) - {"config_init"}
+"""Sources of a setting that neither a user nor the environment has said."""
+
 _COMMON = (
     "group_size",
     "total_steps",
@@ -136,9 +139,11 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
         servers = [merge(self.server_type, layers) for layers in self._server_layers(given, variables)]
+        replaced = [*_known_parser(env, "tool_call_parser")]
+        replaced += (notice for server in servers for notice in _known_parser(server, "tool_parser"))
         if given.show_config:
             return Answer(_merged(env, servers))
-        return self._parsed(command, given, env, servers)
+        return self._parsed(command, given, env, servers, replaced)
 
     def _split(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
         """The command, and each flag as written with the words that follow it."""
@@ -240,7 +245,12 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return [[*layers, *top] for layers in servers]
 
     def _parsed(
-        self, command: str, given: _Given, env: Merged[EnvT_co], servers: list[Merged[ServerT_co]]
+        self,
+        command: str,
+        given: _Given,
+        env: Merged[EnvT_co],
+        servers: list[Merged[ServerT_co]],
+        replaced: Sequence[str],
     ) -> Parsed[EnvT_co, ServerT_co]:
         sources = {f"env.{name}": source for name, source in env.sources.items()}
         for index, server in enumerate(servers):
@@ -256,7 +266,11 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             slurm=switches.get("slurm", False),
             testing=switches.get("testing", False),
             sources=sources,
-            notices=tuple(_notices("env", env)) + tuple(n for server in servers for n in _notices("openai", server)),
+            notices=(
+                *replaced,
+                *_notices("env", env),
+                *dict.fromkeys(notice for server in servers for notice in _notices("openai", server)),
+            ),
         )
 
 
@@ -284,11 +298,33 @@ def set_fields(config: BaseModel) -> dict[str, JSON]:
 
 
 def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
-    """A sentence for each setting that a user turned on and that has no effect."""
+    """A sentence for each source that turned on settings without effect."""
+    model_type, idle = type(config.value), dict[str, list[str]]()
     for name, source in config.sources.items():
-        asked = source not in UNSAID and getattr(config.value, name) not in (None, False)
-        if asked and not has_effect(type(config.value), name):
-            yield f"{group}.{name} ({source}) has no effect in this version"
+        value, field_default = getattr(config.value, name), model_type.model_fields[name].get_default()
+        asked = source not in NOT_SAID and value not in (None, False)
+        if asked and (source != "config_init" or value != field_default) and not has_effect(model_type, name):
+            idle.setdefault(source, []).append(f"{group}.{name}")
+    for source, names in idle.items():
+        yield f"{', '.join(names)} ({source}): no effect in this version; `palaestra env show` has the reasons"
+
+
+def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
+    """Replace an unknown tool-call parser that a script names by `hermes`, and yield a sentence about it. Raises
+    `ConfigError` for one that a user names."""
+    source = config.sources.get(field_name, DEFAULT)
+    name = getattr(config.value, field_name, "none")
+    if source == DEFAULT or name in ("hermes", "none"):
+        return
+    from palaestra.inference.parsers import list_parsers  # here, because most runs name none
+
+    if name in list_parsers():
+        return
+    problem = f"{field_name} {name!r} ({source}) is not a tool-call parser.{nearest(name, list_parsers())}"
+    if source != "config_init":
+        raise ConfigError(f"{problem} Known: {', '.join(list_parsers())}")
+    setattr(config.value, field_name, "hermes")
+    yield f"{problem} hermes is used instead"
 
 
 def _is_flag(word: str) -> bool:

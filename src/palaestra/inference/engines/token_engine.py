@@ -7,6 +7,7 @@ the server has `/tokenize`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -25,11 +26,13 @@ from palaestra.inference.engine import ChatCompletion, CompletionUsage, Sampled,
 from palaestra.inference.engines.openai import parse_base_url
 from palaestra.inference.http.transport import NOT_JSON, Response, Transport, encode_json, shown
 from palaestra.inference.ledger import Ledger, ids_json
-from palaestra.inference.parsers import ToolCallParser
+from palaestra.inference.parsers import ToolCallParser, list_parsers
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
 from palaestra.inference.token_exact.replies import sample
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class TokenChat(ServerEngine):
@@ -68,12 +71,16 @@ class TokenChat(ServerEngine):
         name: str = "",
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
-        """Token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one. Raises
-        `ConfigError`."""
+        """Token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one. An
+        unknown parser's name is replaced by `hermes`, with a warning, as scripts expect. Raises `ConfigError`."""
+        chosen = tool_call_parser or tool_parser
+        if isinstance(chosen, str) and chosen not in ("none", *list_parsers()):
+            logger.warning("no tool-call parser is named %r: hermes is used instead", chosen)
+            chosen = "hermes"
         return ManagedChat(
             engine or self,
             self._chat_format(tokenizer),
-            tool_call_parser or tool_parser or self.config.tool_parser,
+            chosen or self.config.tool_parser,
             history=history or self.config.history,
             name=name,
             clock=self._clock,
