@@ -80,6 +80,49 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
             assert process.wait(30) == 0
 
 
+CLASSES = """
+from palaestra import Tool, ToolResult, ToolSchema
+
+class Shout(Tool):
+    schema = ToolSchema("shout", "Shout.", {"text": {"type": "string"}}, ("text",))
+
+    async def execute(self, text):
+        return ToolResult(True, text.upper())
+
+class Prefix(Shout):
+    def __init__(self, word):
+        self.word = word
+
+    schema = ToolSchema("prefix", "Put a word before.", {"text": {"type": "string"}}, ("text",))
+
+    async def execute(self, text):
+        return ToolResult(True, self.word + text)
+
+PREFIX = Prefix("EXT:")
+"""
+
+
+@pytest.mark.long
+def test_subclasses_of_tool_are_served(tmp_path: Path) -> None:
+    file = tmp_path / "classes.py"
+    file.write_text(CLASSES)
+
+    async def scenario(url: str) -> None:
+        async with Client(url) as client:
+            assert (await client.call("t1", "shout", {"text": "hi"}))["output"] == "HI"
+            assert (await client.call("t1", "prefix", {"text": "hi"}))["output"] == "EXT:hi"
+
+    with serving("tools", str(file)) as (_, url):
+        asyncio.run(scenario(url))
+
+
+def test_a_tool_class_that_needs_arguments_is_refused_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "classes.py"
+    file.write_text(CLASSES.replace("PREFIX =", "# "))
+    with pytest.raises(ConfigError, match=r"Prefix\(\)"):
+        serve_tools._tools_of(file)
+
+
 @pytest.mark.slots
 @pytest.mark.long
 def test_sub_agents_of_an_executors_clients_ask_the_server_that_was_named() -> None:

@@ -6,6 +6,7 @@ Tokens come from a file or from an environment variable, never from a flag: othe
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -60,9 +61,9 @@ class _ToolsOptions:
       palaestra serve tools --mcp mcp.json
       TOOL_SERVER_TOKEN=… palaestra serve tools my_tools.py --host 0.0.0.0
 
-    FILEs are Python files with tools marked external (@tool(external=True)); the external tools of the toolsets and all
-    tools of MCP servers are served too. Executors reach them with tool_server_url, and send the token as a bearer
-    token. Without a token, everybody who reaches the address may call.
+    FILEs are Python files with functions marked @tool(external=True) or subclasses of Tool. The external tools of the
+    toolsets and all tools of MCP servers are served too. Executors reach them with tool_server_url, and send the token
+    as a bearer token. Without a token, everybody who reaches the address may call.
 
     POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     GET /tools, GET /health. A trajectory that made no call for --lease-s seconds is forgotten.
@@ -94,7 +95,9 @@ async def _serve_tools(options: _ToolsOptions) -> None:
         if not server.tools.list_tools():
             unmarked = ", ".join(registry.list_tools())
             problem = f"none of {unmarked} is marked external" if unmarked else "no tools were named"
-            raise ConfigError(f"{problem}: name a FILE with @tool(external=True), a --toolset, or --mcp")
+            raise ConfigError(
+                f"{problem}: name a FILE with @tool(external=True) or a subclass of Tool, a --toolset, or --mcp"
+            )
         for name, reason in registry.missing.items():
             click.echo(f"note: {name} is left out: {reason}", err=True)
         async with server.serving(options.host, options.port) as url:
@@ -105,13 +108,20 @@ async def _serve_tools(options: _ToolsOptions) -> None:
 
 
 def _tools_of(file: Path) -> list[Tool]:
-    """The tools that a Python file makes or imports."""
-    from palaestra.core.user_code import load_file
+    """The tools that a Python file makes or imports, and one of each subclass of `Tool` that it defines."""
+    from palaestra.core.user_code import call_hook, load_file
     from palaestra.tools.tool import Tool
 
-    found = {id(value): value for value in vars(load_file(file)).values() if isinstance(value, Tool)}
+    module = load_file(file)
+    found = {id(value): value for value in vars(module).values() if isinstance(value, Tool)}
+    made = {type(tool) for tool in found.values()}
+    for kind in dict.fromkeys(value for value in vars(module).values() if isinstance(value, type)):
+        own = issubclass(kind, Tool) and kind.__module__ == module.__name__
+        if own and kind not in made and not inspect.isabstract(kind):
+            tool = call_hook(ConfigError, kind, f"{file}: {kind.__name__}() (assign an instance to a name instead)")
+            found[id(tool)] = tool
     if not found:
-        raise ConfigError(f"{file} has no tool: a typed function with @tool")
+        raise ConfigError(f"{file} defines no tool: neither a function with @tool nor a subclass of Tool")
     return list(found.values())
 
 

@@ -1,8 +1,9 @@
 """The tool server: runs external tools for executors elsewhere. `palaestra serve tools`.
 
-It serves the tools of its registry that are marked `external`: those that need no slot, such as a search with a key
-that only this machine has, or the tools of MCP servers. Each trajectory has its own tool state, dropped when it made no
-call for a while. The contract's `POST /execute`, and `GET /health`, `GET /tools` and `POST /release`.
+It serves the tools of its registry that need no slot: those marked `external`, such as a search with a key that only
+this machine has or the tools of MCP servers, and subclasses of `Tool` that only define `execute`. Each trajectory has
+its own tool state, dropped when it made no call for a while. The contract's `POST /execute`, and `GET /health`,
+`GET /tools` and `POST /release`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from palaestra.tools.serving.payloads import (
     ToolServerExecuteRequest,
     ToolServerResultPayload,
 )
-from palaestra.tools.tool import FunctionTool, States
+from palaestra.tools.tool import FunctionTool, States, Tool
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_LEASE_S = 3600.0
@@ -45,7 +46,7 @@ class ToolServer:
         clock: Clock | None = None,
     ) -> None:
         self._shared = States()
-        self.tools = ToolRegistry((tool for tool in tools.tools() if tool.schema.external), shared=self._shared)
+        self.tools = ToolRegistry((tool for tool in tools.tools() if _needs_no_slot(tool)), shared=self._shared)
         self.leases = Leases(lease_s, clock)
         self._token = token
         self._runtimes: dict[str, ToolRuntime] = {}
@@ -127,6 +128,10 @@ class ToolServer:
         self.leases.end(trajectory_id)
         await self.release(trajectory_id)
         return {"status": "ok"}
+
+
+def _needs_no_slot(tool: Tool) -> bool:
+    return tool.schema.external or type(tool).run is Tool.run  # `execute` gets no slot
 
 
 def external(tool: FunctionTool) -> FunctionTool:
