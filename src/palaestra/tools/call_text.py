@@ -98,12 +98,18 @@ class ToolResult:
 
 
 def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> ToolResult:
-    """A tool's reply in the contract's shape: its main text as output, all else as metadata."""
+    """A tool's reply in the contract's shape: its main text as output, all else as metadata.
+
+    The error of a command that ran and failed is `Exit code: N`.
+    """
     if isinstance(reply, str):
         return ToolResult(True, reply, uniq_id=uniq_id)
     rest = dict(reply)
     error = str(rest.pop("error", None) or "")
-    success = not error and rest.get("exit_code", 0) == 0
+    exit_code = rest.get("exit_code", 0)
+    if not error and exit_code != 0:
+        error = f"Exit code: {exit_code}"
+    success = not error
     key = next((key for key in ("output", "content", "diff") if isinstance(rest.get(key), str)), None)
     output = rest.pop(key) if key is not None else json.dumps(rest, ensure_ascii=False) if rest else ""
     return ToolResult(success, output, error, rest, uniq_id)

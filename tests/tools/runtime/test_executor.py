@@ -258,7 +258,7 @@ def test_bash_is_another_name_of_terminal() -> None:
     [
         ("text", ToolResult(True, "text")),
         ({"output": "x", "exit_code": 0, "error": None}, ToolResult(True, "x", metadata={"exit_code": 0})),
-        ({"output": "x", "exit_code": 2, "error": None}, ToolResult(False, "x", metadata={"exit_code": 2})),
+        ({"output": "x", "exit_code": 2, "error": None}, ToolResult(False, "x", "Exit code: 2", {"exit_code": 2})),
         (
             {"error": "gone", "similar_files": []},
             ToolResult(False, '{"similar_files": []}', "gone", {"similar_files": []}),
