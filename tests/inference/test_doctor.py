@@ -243,5 +243,5 @@ def test_a_chat_engine_says_where_exact_tokens_are_to_be_had(
     said = [record.getMessage() for record in caplog.records if "exact" in record.getMessage()]
     assert len(said) == (hint is not None)
     if hint is not None:
-        assert f"a {hint} server" in said[0]
+        assert f"protocol of {hint}" in said[0]
         assert f"--openai.server_type {kind}" in said[0]

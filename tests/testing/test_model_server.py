@@ -15,6 +15,7 @@ from manual_clock import ManualClock
 from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.doctor import LOGPROBS, TOKENS, CheckState, Target, diagnose
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenChat, TokenServer, VLLMEngine
@@ -204,3 +205,13 @@ def test_an_address_that_is_taken_is_one_clear_error(folder: Path) -> None:
             await serve_model(Toy(folder, ["x"]), "127.0.0.1", port, print, asyncio.Event())
 
     with_server(Toy(folder, ["x"]), scenario)
+
+
+def test_doctor_checks_it_as_a_token_server(folder: Path) -> None:
+    async def scenario(url: str) -> None:
+        found = await diagnose(Target(url, model="toy", tokenizer=str(folder)))
+        states = {check.name: check.state for check in found.checks}
+        assert found.server == "vllm"
+        assert states[TOKENS] == states[LOGPROBS] == CheckState.OK
+
+    with_server(Toy(folder, itertools.repeat("word")), scenario)

@@ -38,13 +38,15 @@ class ChattingEngine(TokenEngine, Protocol):
 
 
 class ModelServer(TokenLoopback):
-    """Serves one started engine. An async context manager; `url` is its address.
+    """Serves one started engine. An async context manager; `url` is its address. `kind` is the owner of its models.
 
     Routes: `/v1/chat/completions` (with tools; whole, or streamed in one chunk), `/v1/completions` and `/tokenize` as
     stock vLLM, `/generate` as SGLang or as Atropos' vLLM, `/v1/models`, `/health`.
     """
 
-    def __init__(self, engine: ChattingEngine, *, host: str = "127.0.0.1", port: int = 0, kind: str = "") -> None:
+    def __init__(
+        self, engine: ChattingEngine, *, host: str = "127.0.0.1", port: int = 0, kind: str = "palaestra"
+    ) -> None:
         super().__init__(engine, engine.tokenizer, kind=kind)
         self.host, self.port, self.keeps_requests = host, port, False
         self._chat_engine = engine

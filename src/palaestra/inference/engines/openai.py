@@ -71,8 +71,8 @@ class OpenAIEngine(ServerEngine):
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
         if (kind := server_kind(models)) != "other":
             logger.warning(
-                "%s is a %s server: chat completions give placeholder tokens. For exact ones, to train on, set "
-                "--openai.server_type %s; palaestra doctor %s checks the server",
+                "%s speaks the protocol of %s: chat completions give placeholder tokens. For exact ones, to train on, "
+                "set --openai.server_type %s; palaestra doctor %s checks the server",
                 *(shown(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, shown(self.base_url)),
             )
 

@@ -207,8 +207,9 @@ def listed_models(body: bytes) -> list[ListedModel]:
 
 
 def server_kind(models: Sequence[ListedModel]) -> ServerKind:
+    """The protocol in which the server of these models gives exact tokens. Our own model server speaks vLLM's."""
     for model in models:
-        if model.owned_by == "vllm":
+        if model.owned_by in ("vllm", "palaestra"):
             return "vllm"
         if model.owned_by == "sglang":
             return "sglang"
