@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ async def main():
     await asyncio.Event().wait()
 
 asyncio.run(main())
+"""
+
+
+BROWSES_AT_EXIT = """
+import sys, threading
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from palaestra import ToolSession, ToolSettings, handle_function_call, use_session
+
+server = HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+host = f"127.0.0.1:{server.server_port}"
+session = ToolSession(settings=ToolSettings(browser_allow=[host]))
+use_session(session)
+print(handle_function_call("browser_navigate", {"url": f"http://{host}/"}))
 """
 
 
@@ -97,6 +112,21 @@ def test_nothing_stays_when_the_process_is_killed() -> None:
     for path, held in ((other, lock), (again, second)):
         os.close(held)
         shutil.rmtree(path)
+
+
+@pytest.mark.long
+def test_a_process_that_exits_closes_its_browser() -> None:
+    if (reason := launch.problem()) is not None:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o711)
+        environment = {**os.environ, "TMPDIR": folder}
+        ended = subprocess.run(
+            [sys.executable, "-c", BROWSES_AT_EXIT], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        assert '"title"' in ended.stdout
+        assert "could not be closed" not in ended.stderr
+        assert list(Path(folder).glob("palaestra-browser-*")) == []
 
 
 def test_contexts_are_limited_and_a_dead_browser_is_replaced(visiting: Visiting) -> None:

@@ -23,10 +23,12 @@ import tempfile
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ToolUnavailable
+from palaestra.core.io.threads import in_own_thread
 from palaestra.sandbox.host_tools import HEAD_BYTES, Forwarder, users
 from palaestra.tools.browser import launch
 from palaestra.tools.net.host_policy import HostPolicy
@@ -112,10 +114,11 @@ class RunningBrowser:
             await asyncio.wait_for(self.browser.close(), CLOSE_S)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.playwright.stop(), CLOSE_S)
+        # Not asyncio.to_thread: a session of the process is closed at its exit, when executors take no more work.
         if users.can_become() and self.way.uid != 0:
-            await asyncio.to_thread(users.kill, self.way.uid)
+            await in_own_thread(partial(users.kill, self.way.uid))
         await self.proxy.aclose()
-        await asyncio.to_thread(shutil.rmtree, self.home, True)
+        await in_own_thread(partial(shutil.rmtree, self.home, ignore_errors=True))
         os.close(self.lock)
 
 
