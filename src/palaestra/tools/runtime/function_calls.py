@@ -27,7 +27,7 @@ from typing import Self, TypeVar
 from pydantic import Field
 
 from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.errors import ConfigError, ImageError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.processes.notifications import Notifications
 from palaestra.processes.registry import ProcessRegistry
@@ -44,6 +44,7 @@ from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, Too
 from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import ToolOutcome
 
 T = TypeVar("T")
 
@@ -123,7 +124,7 @@ class ToolSession:
     ) -> str:
         """Run one call in its task's slot and return the JSON text that a model would read.
 
-        Mistakes and failures of a tool are replies. Raises `InfraError`.
+        Mistakes and failures of a tool are replies, and so is a missing image of the task. Raises `InfraError`.
         """
         return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
 
@@ -215,7 +216,10 @@ class ToolSession:
         await self._recover()
         with self._in_use(task_id):
             await self._servers.for_call(name)
-            return (await self._executor.trajectory(task_id).call(name, arguments)).text
+            try:
+                return (await self._executor.trajectory(task_id).call(name, arguments)).text
+            except ImageError as error:  # the task's override names an image that is not here
+                return ToolOutcome.refused(str(error), output="", exit_code=-1).text
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
         await self._recover()
