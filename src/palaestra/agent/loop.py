@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from palaestra.agent.budget import Budget, Used, WallClock, estimated_tokens
 from palaestra.agent.replies import Reply, read_reply
-from palaestra.agent.result import AgentResult, Turn
+from palaestra.agent.result import ENDED_LOOPS, AgentResult, Turn
 from palaestra.agent.tool_calls import ToolCalls, ToolHandler, handler_runtime
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ContextExceeded, EngineError, InfraError
@@ -132,6 +132,8 @@ class HermesAgentLoop:
         finally:
             result.finished_naturally = result.outcome is Outcome.NATURAL
             result.managed_state = self._managed_state()
+            if (ended := ENDED_LOOPS.get()) is not None:
+                ended.append(result)
         return result
 
     def used(self) -> Used:

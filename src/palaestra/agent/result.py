@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON, Blame, Message, Outcome, Usage
@@ -157,3 +160,18 @@ class AgentResult:
             if message.get("role") == "assistant":
                 return str(message.get("content") or "")
         return ""
+
+
+ENDED_LOOPS: ContextVar[list[AgentResult] | None] = ContextVar("ended_loops", default=None)
+"""Where an agent loop puts its result when it ends; None: nowhere."""
+
+
+@contextmanager
+def ended_loops() -> Iterator[list[AgentResult]]:
+    """The results of the agent loops that end in the block and in tasks that it starts, in order."""
+    ended: list[AgentResult] = []
+    token = ENDED_LOOPS.set(ended)
+    try:
+        yield ended
+    finally:
+        ENDED_LOOPS.reset(token)

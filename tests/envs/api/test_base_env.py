@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import BaseEnv, BaseEnvConfig
+from palaestra import BaseEnv, BaseEnvConfig, HermesAgentLoop, Outcome
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.api.scored_data import checked_row, format_trajectory
@@ -17,6 +17,7 @@ from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import RunReport, run
 from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots
@@ -134,6 +135,27 @@ def test_a_class_may_add_to_the_group_that_comes_as_usual(tmp_path: Path) -> Non
     journal = report.journal.read_text()
     assert "collect_trajectories gave nothing for item-3" in journal
     assert "on item-4 failed with RuntimeError: a bug of the environment" in journal
+
+
+class Looping(Sums):
+    """Runs the agent loop itself: alone for a rollout, or twice for a group."""
+
+    async def collect_trajectory(self, item: JSON) -> JSON:
+        result = await HermesAgentLoop(self.server, [], set()).run([{"role": "user", "content": f"{item}?"}])
+        return {"tokens": [1], "masks": [1], "scores": float(item), "messages": result.to_messages()}, []
+
+
+class LoopingGroups(Looping):
+    async def collect_trajectories(self, item: JSON) -> JSON:
+        return await super().collect_trajectories(item)
+
+
+@pytest.mark.parametrize("env", [Looping, LoopingGroups])
+def test_a_rollout_ends_as_the_loop_that_the_class_runs(tmp_path: Path, env: type[BaseEnv]) -> None:
+    cut = completion("4", "length")
+    report = rolled_out(env, tmp_path, "--env.group_size", "2", "--env.max_num_workers", "1", answer=cut)
+    groups = list(Recording(report.journal))
+    assert {each.outcome for group in groups for each in group.trajectories} == {Outcome.LENGTH}
 
 
 class Ending(Sums):

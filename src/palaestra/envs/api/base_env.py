@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from palaestra.agent.result import AgentResult
+from palaestra.agent.result import AgentResult, ended_loops
 from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
 from palaestra.core.exits import report_failure
 from palaestra.core.sync_bridge import bridged
@@ -563,6 +563,7 @@ class CollectedEnvironment(ClassEnvironment):
         self._backlog: deque[Item] = deque()
         self._groups: dict[str, tuple[int, list[Row]]] = {}
         self._collects = collects(type(inner))
+        self._ended: dict[str, list[AgentResult]] = {}
         self._whole = collects_groups(type(inner))
         self._told = False
 
@@ -607,7 +608,11 @@ class CollectedEnvironment(ClassEnvironment):
 
         rows: list[Row] = []
         try:
-            with assigned(PLAYER, play), self.group_tools(group.kit):
+            with (
+                assigned(PLAYER, play),
+                self.group_tools(group.kit),
+                ended_loops() as self._ended[group.group_id],
+            ):
                 rows = rows_of(await self._asked(both(), "collect_trajectories", task), task.id)
         except RolloutFailed:  # the records of the rollouts have the reasons
             if not plays:
@@ -643,8 +648,10 @@ class CollectedEnvironment(ClassEnvironment):
             if rollout.index < first:
                 raise TaskError(f"{self.name}.collect_trajectories did not wait for {rollout.rollout_id}")
             row: JSON = rows[rollout.index - first]
+            ended = self._ended[rollout.group_id]
         else:
             failures: list[InfraError] = []
+            ended = []
 
             async def play(attempt: Attempt) -> ScoredDataItem:
                 if rollout.result is not None or failures:
@@ -656,7 +663,12 @@ class CollectedEnvironment(ClassEnvironment):
                     raise
 
             try:
-                with assigned(PLAYER, play), assigned(CURRENT, rollout), self.group_tools(rollout.kit):
+                with (
+                    assigned(PLAYER, play),
+                    assigned(CURRENT, rollout),
+                    self.group_tools(rollout.kit),
+                    ended_loops() as ended,
+                ):
                     collecting = called(self.inner.collect_trajectory, rollout.task.data)
                     row = await self._asked(collecting, "collect_trajectory", rollout.task)
             except PalaestraError:
@@ -668,8 +680,7 @@ class CollectedEnvironment(ClassEnvironment):
             if failures:  # a class that catches the failure must not make a score of it
                 raise failures[0]
         rollout.meta["row"] = checked_row(row, rollout.task.id)
-        own = AgentResult(messages=list(row.get("messages") or ()), finished_naturally=True)
-        return own if rollout.result is None else rollout.result
+        return _result_of(row, ended) if rollout.result is None else rollout.result
 
     async def play(self, rollout: Rollout, attempt: Attempt) -> ScoredDataItem:
         """Play the rollout as the class's base would. Raises `RolloutFailed` if it has no score."""
@@ -692,6 +703,7 @@ class CollectedEnvironment(ClassEnvironment):
 
     async def ended(self, task: Task, group: Group) -> None:
         self._groups.pop(group.group_id, None)
+        self._ended.pop(group.group_id, None)
         await super().ended(task, group)
 
     def take_backlog(self, items: Iterable[Item], name: str) -> None:
@@ -714,6 +726,23 @@ class CollectedEnvironment(ClassEnvironment):
         if got is None:
             raise TaskError(f"{name} gave nothing for {task.id}")
         return got
+
+
+def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
+    """The result of a collected rollout. It ended as the agent loop that had its messages, or the only loop there was;
+    without such a loop, naturally."""
+    messages = list(row.get("messages") or ())
+    loops = [each for each in ended if each.messages == messages] or (ended if len(ended) == 1 else [])
+    if not loops:
+        return AgentResult(messages=messages, finished_naturally=True)
+    end = loops[-1]
+    return AgentResult(
+        messages=messages,
+        finished_naturally=end.finished_naturally,
+        outcome=end.outcome,
+        error=end.error,
+        blame=end.blame,
+    )
 
 
 def row_and_backlog(answer: JSON) -> tuple[JSON, list[Item]]:
