@@ -42,11 +42,14 @@ class ExecutionResult:
     """The result of one command.
 
     `output` is the interleaved stdout and stderr, decoded as UTF-8 with replacement. If it exceeds the bound, it is
-    head and tail with a line between them that counts the missing bytes. `metadata` holds `exit_code` and `returncode`
-    (equal; 124 after a timeout, 128+n after signal n), `timeout`, `rung`, `output_total_bytes`, `truncated`,
-    `duration_s`, `cpu_s`, `max_rss_bytes`, `oom`. `full_output_path` is the slot's file with the first 4 MiB of
-    truncated output, `full_output_bytes` its size. Commands of a stateful shell have `shell_restarted`. `verdict` holds
-    the bytes written to descriptor 3, if the call asked for that channel.
+    head and tail with a line between them that counts the missing bytes. If the call kept them apart, it is stdout,
+    a line `[stderr]` and stderr, and `metadata` holds each as `stdout` and `stderr`.
+
+    `metadata` also holds `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout`,
+    `rung`, `sandboxed` (the isolation level is not none), `network_isolated` (the slot has no network), `stateful`,
+    `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes`, `oom`. `full_output_path` is the slot's
+    file with the first 4 MiB of truncated output, `full_output_bytes` its size. Commands of a stateful shell have
+    `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call asked for that channel.
 
     `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out after 5s"). A slot that dies
     raises `SlotLost` and never looks like a failed command.
@@ -266,10 +269,13 @@ class Slot(Protocol):
         on_output: Callable[[bytes], None] | None = None,
         verdict: bool = False,
         spill: bool = True,
+        stderr: bool = False,
     ) -> ExecutionResult:
         """Run `bash -c command`, or an argv, to its end or its timeout, which kills the whole process tree.
 
-        `spill` keeps output that exceeds `max_output_bytes` in a file of the slot. `verdict` opens descriptor 3 of the
+        `stderr` keeps standard error apart from standard output, each up to `max_output_bytes`; the order between them
+        is then lost, and `on_output` gets standard output alone. `spill` keeps output that exceeds `max_output_bytes`
+        in a file of the slot. `verdict` opens descriptor 3 of the
         command as a channel of its own, returned apart from the output (at most 16 MiB). Cancelling the call kills the
         command.
         """

@@ -11,7 +11,7 @@ import pytest
 
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import ExecutionResult, Slot, SlotSpec
+from palaestra.sandbox.slot import ExecutionResult, Rung, Slot, SlotSpec
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants, ignoring
 
@@ -30,7 +30,30 @@ def test_a_command_runs_and_reports(on_each_rung: WithSlot) -> None:
         assert result.metadata["exit_code"] == result.metadata["returncode"] == 3
         assert result.metadata["rung"] == backend.rung.label == slot.rung.label
         assert result.metadata["timeout"] is False
+        assert result.metadata["sandboxed"] is (slot.rung is not Rung.NONE)
+        assert (result.metadata["network_isolated"], result.metadata["stateful"]) == (True, False)
         assert result.slot_id == slot.slot_id
+
+    on_each_rung(body)
+
+
+def test_standard_error_can_be_kept_apart(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        both = await slot.execute("echo out; echo err >&2; echo 7 >&3; exit 3", stderr=True, verdict=True)
+        assert (both.output, both.error, both.verdict) == ("out\n\n[stderr]\nerr\n", "Exit code: 3", b"7\n")
+        assert (both.metadata["stdout"], both.metadata["stderr"]) == ("out\n", "err\n")
+        assert (await slot.execute("echo out", stderr=True)).output == "out\n"
+        assert (await slot.execute("echo err >&2", stderr=True)).output == "err\n"
+        flood = await slot.execute("head -c 500000 /dev/zero | tr '\\0' x >&2", stderr=True, max_output_bytes=100)
+        assert (flood.metadata["stdout"], "499900 of 500000 bytes left out" in flood.metadata["stderr"]) == ("", True)
+        late = await slot.execute("echo err >&2; sleep 60", stderr=True, timeout_s=0.3)
+        assert (late.metadata["stderr"], late.metadata["timeout"]) == ("err\n", True)
+        daemon = await slot.execute("(until [ -e f ]; do :; done; echo late >&2; touch g) & echo out", stderr=True)
+        assert daemon.output == "out\n"
+        await slot.write_text("f", "")
+        await until_there(slot, "g")  # its standard error is still read
+        missing = await slot.execute(["no-such-program"], stderr=True)
+        assert missing.output == missing.metadata["stderr"] != ""
 
     on_each_rung(body)
 

@@ -72,5 +72,7 @@ def test_hooks_have_a_shell_that_goes_on_too(at_desk: AtDesk) -> None:
         result = await exec_tool("terminal_stateful", {"command": "pwd; echo $B; exit 4"}, timeout=20)
         assert (result.output, result.exit_code) == ("/tmp\n2\n", 4)
         assert (await exec_tool("bash", {"command": "pwd"})).output == "/workspace\n"
+        told = await exec_tool("bash", {"command": "echo a; echo b >&2"})
+        assert (told.output, told.metadata["stdout"], told.metadata["stderr"]) == ("a\n\n[stderr]\nb\n", "a\n", "b\n")
 
     at_desk(scenario)

@@ -281,7 +281,12 @@ def test_in_real_slots_trajectories_are_apart_and_a_release_ends_what_runs() -> 
         ):
             await executor.execute("t1", shell("echo one > mark"))
             assert (await executor.execute("t1", shell("cat mark"))).output == "one\n"
-            assert (await executor.execute("t2", shell("cat mark"))).metadata["exit_code"] == 1
+            failed = await executor.execute("t2", shell("echo out; cat mark"))
+            assert (failed.metadata["exit_code"], failed.error) == (1, "Exit code: 1")
+            assert failed.output == f"out\n\n[stderr]\n{failed.metadata['stderr']}"
+            assert "mark" in failed.metadata["stderr"]
+            assert failed.metadata["stdout"] == "out\n"
+            assert failed.metadata["network_isolated"] is True
             read = await executor.read_artifact(ArtifactReadRequestPayload(trajectory_id="t1", path="mark"))
             assert (read.success, read.content) == (True, "one\n")
             absent = await executor.read_artifact(ArtifactReadRequestPayload(trajectory_id="t3", path="mark"))

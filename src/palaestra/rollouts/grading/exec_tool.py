@@ -1,7 +1,8 @@
 """`exec_tool`: how the contract's set-up and verification hooks run things in a rollout's workspace.
 
 Both call shapes in use are accepted: `exec_tool("bash", {"command": ...}, timeout=600)` and `exec_tool(ToolCall(...))`.
-The answer is an `ExecutionResult` whose metadata holds both `exit_code` and `returncode`.
+The answer is an `ExecutionResult` whose metadata holds both `exit_code` and `returncode`. As in the contract, output is
+standard output, then standard error after a line `[stderr]`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class ExecTool:
                 shell = await self._tools().state(StatefulShell).of(slot)
                 return await shell.run(command, timeout_s=limit_s, max_output_bytes=HOOK_OUTPUT_BYTES)
             cwd = str(args.get("workdir") or WORKSPACE)
-            return await slot.execute(command, cwd=cwd, timeout_s=limit_s, max_output_bytes=HOOK_OUTPUT_BYTES)
+            return await slot.execute(
+                command, cwd=cwd, timeout_s=limit_s, max_output_bytes=HOOK_OUTPUT_BYTES, stderr=True
+            )
         if name == "read_file":
             return _result(await (await self._slot()).read_text(str(args["path"])))
         if name == "write_file":

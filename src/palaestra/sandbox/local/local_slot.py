@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from palaestra.core.errors import SandboxError, SlotLost, StaleLease, TaskError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Network
 from palaestra.sandbox.local.client import CommandNotStarted, Requests
 from palaestra.sandbox.slot import (
     DEFAULT_OUTPUT_BYTES,
@@ -60,7 +60,9 @@ class LocalSlot(Slot):
         self.requests, self.slot_id, self.epoch, self.rung = requests, slot_id, epoch, rung
         self.spec, self.trajectory_id, self.loop, self._fork = spec, trajectory_id, loop, fork
         self.released = False  # whether the lease has ended; then no request is sent any more
-        self._rung = rung.label
+        self._facts: dict[str, JSON] = {
+            "rung": rung.label, "sandboxed": rung is not Rung.NONE, "network_isolated": spec.network is Network.OFF
+        }  # fmt: skip
         self._results = itertools.count(1)
 
     def lease(self) -> dict[str, JSON]:
@@ -89,6 +91,7 @@ class LocalSlot(Slot):
         on_output: Callable[[bytes], None] | None = None,
         verdict: bool = False,
         spill: bool = True,
+        stderr: bool = False,
     ) -> ExecutionResult:
         """Run a command. A missing `cwd` raises FileNotFoundError; a missing program is exit 127."""
         fields = self.lease()
@@ -104,10 +107,12 @@ class LocalSlot(Slot):
             fields["verdict"] = True
         if not spill:
             fields["no_spill"] = True
+        if stderr:
+            fields["stderr"] = True
         try:
             reply = await self.requests.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
-            return self.not_started(command, error)
+            return self.not_started(command, error, stderr)
         return self.result(reply, timeout_s)
 
     async def shell(
@@ -221,32 +226,38 @@ class LocalSlot(Slot):
         code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = frames.decode_result(data)
         data = data[frames.RESULT_SIZE :]
         metadata: dict[str, JSON] = {
-            "exit_code": code, "returncode": code, "rung": self._rung, "duration_s": duration_s, "cpu_s": cpu_s,
+            **self._facts, "exit_code": code, "returncode": code, "duration_s": duration_s, "cpu_s": cpu_s,
             "max_rss_bytes": max_rss_bytes, "shell": _SHELLS[flags & (frames.BASH | frames.SH)],
             "timeout": flags & frames.TIMEOUT != 0, "cancelled": flags & frames.CANCELLED != 0,
             "swept": flags & frames.SWEPT != 0, "oom": flags & frames.OOM != 0,
-            "output_total_bytes": total, "truncated": total > head + tail, **reply.fields,
+            "stateful": flags & frames.STATEFUL != 0, "output_total_bytes": total, "truncated": total > head + tail,
+            **reply.fields,
         }  # fmt: skip
         if flags & frames.STATEFUL:
             metadata["shell_restarted"] = flags & frames.RESTARTED != 0
-        if total > head + tail:
-            gap = f"\n… {total - head - tail} of {total} bytes left out{_where(metadata)} …\n"
-            output = data[:head].decode(errors="replace") + gap + data[head : head + tail].decode(errors="replace")
-        else:
-            output = data[: head + tail].decode(errors="replace")
+        output, data = _text(data, head, tail, total, _where(metadata)), data[head + tail :]
+        if "stderr" in metadata:
+            head, tail, total = metadata["stderr"]
+            errors, data = _text(data, head, tail, total), data[head + tail :]
+            metadata |= {"stdout": output, "stderr": errors}
+            output = f"{output}\n[stderr]\n{errors}" if output and errors else output or errors
         error = ""
         if code:
             error = f"Command timed out after {timeout_s:g}s" if flags & frames.TIMEOUT else f"Exit code: {code}"
         name = f"{self.slot_id}.{next(self._results)}"
-        return ExecutionResult(code == 0, output, error, name, self.slot_id, metadata, data[head + tail :])
+        return ExecutionResult(code == 0, output, error, name, self.slot_id, metadata, data)
 
-    def not_started(self, command: str | Sequence[str], error: CommandNotStarted) -> ExecutionResult:
+    def not_started(
+        self, command: str | Sequence[str], error: CommandNotStarted, stderr: bool = False
+    ) -> ExecutionResult:
         """The result of a program that could not be run, as a shell would report it."""
         code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
         program = command if isinstance(command, str) else command[0]
         text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
-        result = frames.encode_result(code, 0, len(text), 0, len(text), 0.0, 0.0, 0)
-        return self.result(Frame(frames.FrameKind.RESULT, 0, {}, result + text), 0)
+        fields = {"stderr": [len(text), 0, len(text)]} if stderr else {}
+        size = 0 if stderr else len(text)
+        result = frames.encode_result(code, 0, size, 0, size, 0.0, 0.0, 0)
+        return self.result(Frame(frames.FrameKind.RESULT, 0, fields, result + text), 0)
 
 
 # Options come last when they are restored, since some of them would end the restoring. Variables of bash itself and
@@ -446,6 +457,14 @@ def _add_bounds(fields: dict[str, JSON], timeout_s: float, max_output_bytes: int
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _text(data: bytes, head: int, tail: int, total: int, where: str = "") -> str:
+    """A captured stream as text: head and tail, with a line between them if bytes are missing."""
+    if total <= head + tail:
+        return data[: head + tail].decode(errors="replace")
+    gap = f"\n… {total - head - tail} of {total} bytes left out{where} …\n"
+    return data[:head].decode(errors="replace") + gap + data[head : head + tail].decode(errors="replace")
 
 
 def _where(fields: Mapping[str, JSON]) -> str:

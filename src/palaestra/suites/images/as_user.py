@@ -88,6 +88,7 @@ class UserSlot(Slot):
         on_output: Callable[[bytes], None] | None = None,
         verdict: bool = False,
         spill: bool = True,
+        stderr: bool = False,
     ) -> ExecutionResult:
         """`Slot.execute` as the user."""
         return await self._slot.execute(
@@ -100,6 +101,7 @@ class UserSlot(Slot):
             on_output=on_output,
             verdict=verdict,
             spill=spill,
+            stderr=stderr,
         )
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:

@@ -32,6 +32,14 @@ SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which
 
 MIN_CHECK_INTERVAL_S = 30.0
 
+
+class ContractReplies:
+    """Shared with a task's tools, it makes `terminal` reply as the contract's sandbox server does: standard error after
+    standard output and a line `[stderr]`, and also apart, with the facts of the sandbox."""
+
+
+_FACTS = ("returncode", "timeout", "sandboxed", "network_isolated", "stateful")
+
 _BACKGROUND: Mapping[str, JSON] = {
     "background": parameters.flag(
         "Start the command and return at once with a session_id for the process tool: for servers, watchers and "
@@ -110,9 +118,10 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     slot = await run.slot()
     workdir = await in_full(slot, arguments["workdir"]) if arguments.get("workdir") else WORKSPACE
+    apart = run.found_state(ContractReplies) is not None
     try:
         result = await slot.execute(
-            arguments["command"], cwd=workdir, timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES
+            arguments["command"], cwd=workdir, timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES, stderr=apart
         )
     except (FileNotFoundError, NotADirectoryError):
         return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run. Name one that is, such as /")
@@ -120,7 +129,11 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
         raise
     except OSError as error:
         return _reply("", 1, f"workdir {workdir} cannot be used: {reason(error)}; nothing was run")
-    return await reply_to(slot, result, timeout_s)
+    reply = await reply_to(slot, result, timeout_s)
+    if apart:
+        reply |= {name: result.metadata[name] for name in _FACTS}
+        reply |= {name: _short(str(result.metadata[name])) for name in ("stdout", "stderr")}
+    return reply
 
 
 async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -180,6 +193,10 @@ async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tup
     if path is not None:
         totals["full_output_path"] = path
     return cut(text, f"{len(text)} characters"), totals
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_OUTPUT_CHARS else cut(text, f"{len(text)} characters")
 
 
 def cut(text: str, total: str) -> str:

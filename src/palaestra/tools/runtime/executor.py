@@ -26,7 +26,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec
 from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport, Work
-from palaestra.tools.builtin.terminal import clamp_timeout
+from palaestra.tools.builtin.terminal import ContractReplies, clamp_timeout
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
@@ -45,6 +45,7 @@ from palaestra.tools.tool import States, ToolOutcome
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
 """Arguments that are dropped from every call: the configuration decides them."""
 _KEPT_LATENCIES = 1024
+_CONTRACT_REPLIES = ContractReplies()
 
 
 class ToolExecutorConfig(BaseModel):
@@ -179,7 +180,9 @@ class ToolExecutor:
             decided = POLICY_ARGUMENTS if timeout_s is None else POLICY_ARGUMENTS | {"timeout"}
             arguments = {key: value for key, value in arguments.items() if key not in decided}
         limit_s = None if timeout_s is None else clamp_timeout(timeout_s)
-        outcome = await self.trajectory(trajectory_id).call(name, arguments, limit_s)
+        trajectory = self.trajectory(trajectory_id)
+        trajectory.tools.share(_CONTRACT_REPLIES)
+        outcome = await trajectory.call(name, arguments, limit_s)
         return result_of(outcome.reply, call.uniq_id)
 
     async def read_artifact(self, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:

@@ -30,7 +30,7 @@ _SHELLS = {None: 0, "bash": frames.BASH, "sh": frames.SH}
 
 class CommandSpec(NamedTuple):
     """A command as the client requested it. `stream` also sends the output at once; `spill` keeps output that exceeds
-    the bound in a file of the slot."""
+    the bound in a file of the slot; `stderr` captures standard error in a pipe of its own, up to the same bound."""
 
     argv: list[str]
     shell: str | None
@@ -42,6 +42,7 @@ class CommandSpec(NamedTuple):
     stream: bool
     verdict: bool
     spill: bool
+    stderr: bool
 
 
 def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env: EnvBlock) -> CommandSpec:
@@ -50,27 +51,29 @@ def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env
     return CommandSpec(
         argv, shell, cwd, env, frame.data, fields.get("timeout_s", USUAL_TIMEOUT_S),
         fields.get("max_output_bytes", USUAL_OUTPUT_BYTES), "stream" in fields, "verdict" in fields,
-        "no_spill" not in fields,
+        "no_spill" not in fields, "stderr" in fields,
     )  # fmt: skip
 
 
 class Execution:
     """A command from the order to start it to its RESULT frame. `pipe` holds the two ends of its output; the writing
-    end is -1 if an earlier process (a stateful shell) has it. `kill` kills the command, `receive` takes all reports
-    that have arrived.
+    end is -1 if an earlier process (a stateful shell) has it. `errors` is the reading end of standard error, -1 if that
+    goes to the output. `kill` kills the command, `receive` takes all reports that have arrived.
     """
 
     def __init__(
         self, number: int, spec: CommandSpec, loop: EpollLoop, send: SendFrame, kill: Callable[[], None],
         receive: Callable[[], None], pipe: tuple[int, int], shelf: Shelf, verdict: int = -1,
+        errors: int = -1,
     ) -> None:  # fmt: skip
         self.number, self.spec = number, spec
         self._loop, self._send, self._kill, self._receive, self._shelf = loop, send, kill, receive, shelf
         self._output, self._child_output = pipe
         self._shared = self._child_output < 0
-        self._verdict = verdict
+        self._verdict, self._errors = verdict, errors
         self._spill: Spill | None = None
         self._capture = Capture(spec.max_output_bytes)
+        self._error_capture = Capture(spec.max_output_bytes) if errors >= 0 else None
         self._verdict_data = bytearray()
         self._credit = WINDOW
         self._started = time.monotonic()
@@ -79,13 +82,17 @@ class Execution:
         self._exit: InitReport | None = None
         self.was_killed = False  # whether it, or the last command that its shell ran, ended by SIGKILL
         self.over = self.awaiting_oom = False  # whether its RESULT was sent; whether `ask_oom` is not answered yet
-        self.leftover: int | None = None  # the output pipe, still watched, if a daemon holds it after the end
+        # The pipes of output and standard error, still watched, if a daemon holds them after the end.
+        self.leftover: int | None = None
+        self.errors_leftover: int | None = None
 
     def start(self) -> None:
         """Begin to watch the output and the time."""
         self._loop.watch_soon(self._output, self._read_output)
         if self._verdict >= 0:
             self._loop.watch_soon(self._verdict, self._read_verdict)
+        if self._errors >= 0:
+            self._loop.watch_soon(self._errors, self._read_errors)
         self._timer = self._loop.later(self.spec.timeout_s, self._time_out)
 
     def cancel(self) -> None:
@@ -147,7 +154,13 @@ class Execution:
         if self._spill is not None:
             self._spill.close()
             fields = self._spill.fields()
-        self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, self._verdict_data)))
+        errors = b""
+        if self._error_capture is not None:
+            self._drain_errors()
+            sizes = [len(part) for part in self._error_capture.parts()]
+            fields = {**(fields or {}), "stderr": [*sizes, self._error_capture.total]}
+            errors = b"".join(self._error_capture.parts())
+        self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, errors, self._verdict_data)))
         self.over = True
         self._stop()
         if held:
@@ -166,6 +179,7 @@ class Execution:
         self._stop()
         self._close_child_end()
         self._close_verdict()
+        self._close_errors()
         if self._spill is not None:
             self._spill.close()
         self._close_output()
@@ -173,7 +187,7 @@ class Execution:
     def descriptors(self) -> tuple[int, ...]:
         """Its open descriptors in this process; negative numbers mean none."""
         spill = -1 if self._spill is None else self._spill.fd
-        return self._output, self._child_output, self._verdict, spill
+        return self._output, self._child_output, self._verdict, self._errors, spill
 
     def _kill_flags(self, oom: bool) -> int:
         return (
@@ -214,6 +228,27 @@ class Execution:
         if not data:
             self._close_verdict()
 
+    def _read_errors(self) -> int | None:
+        """Take the next piece of standard error: its size, 0 at the end, None if there is nothing now."""
+        data = pipes.read(self._errors)
+        if data is None:
+            return None
+        assert self._error_capture is not None
+        self._error_capture.add(data)
+        if not data:
+            self._close_errors()
+        return len(data)
+
+    def _drain_errors(self) -> None:
+        """Read the standard error that the command wrote before its end, up to a pipe's capacity."""
+        taken = 0
+        while self._errors >= 0 and taken <= PIPE_BYTES:
+            size = self._read_errors()
+            if size is None:
+                break
+            taken += size
+        self.errors_leftover, self._errors = (self._errors if self._errors >= 0 else None), -1
+
     def _drain(self) -> bool:
         """Read the output that the command wrote before its end, up to a pipe's capacity. True if another process can
         still write."""
@@ -239,6 +274,11 @@ class Execution:
         if self._verdict >= 0:
             self._loop.close(self._verdict)
             self._verdict = -1
+
+    def _close_errors(self) -> None:
+        if self._errors >= 0:
+            self._loop.close(self._errors)
+            self._errors = -1
 
     def _close_output(self) -> None:
         if self._output >= 0:

@@ -2,7 +2,7 @@
 
     op      fields                                                                          RESULT
     exec    command | argv, cwd, env, timeout_s, max_output_bytes, stream, verdict,         see `frames.encode_result`
-            no_spill, and the input's bytes
+            no_spill, stderr, and the input's bytes
 
 The server has one supervisor per slot, over the init's control socket. On the rung `full` the client has another one,
 over a line of its own (`sandbox/local/direct`). The init reports on each process to the side that started it.
@@ -32,7 +32,7 @@ FIRST_CHILD = 1 << 31  # names of shells and background processes; lower ones ar
 _KILL_PATIENCE_S = 10.0
 
 _STANDARD: init_messages.Places = ((0, 0), (1, 1), (1, 2))  # input, output, errors with the output
-_WITH_VERDICT: init_messages.Places = (*_STANDARD, (2, 3))
+_APART: init_messages.Places = ((0, 0), (1, 1), (2, 2))  # errors in a pipe of their own
 
 
 class Child(Protocol):
@@ -107,22 +107,27 @@ class Supervisor:
     def _start(self, number: int, spec: CommandSpec) -> None:
         """Raises ValueError for words that no system call takes, and OSError; then nothing was started."""
         stdin = pipes.memory_file(spec.stdin) if spec.stdin else -1
-        verdict = child_verdict = -1
+        verdict = child_verdict = errors = child_errors = -1
         output = (-1, -1)
         try:
             output = pipes.pipe()
             fds, places = [stdin if stdin >= 0 else pipes.nothing(), output[1]], _STANDARD
+            if spec.stderr:
+                errors, child_errors = pipes.pipe()
+                fds, places = [*fds, child_errors], _APART
             if spec.verdict:
                 verdict, child_verdict = pipes.pipe()
-                fds, places = [*fds, child_verdict], _WITH_VERDICT
+                fds, places = [*fds, child_verdict], (*places, (len(fds), 3))
             self._order(init_messages.encode_spawn(number, spec.argv, spec.cwd, spec.env, places), fds)
         except (OSError, ValueError):
-            pipes.close(*output, verdict)
+            pipes.close(*output, verdict, errors)
             raise
         finally:
-            pipes.close(child_verdict, stdin)
+            pipes.close(child_verdict, child_errors, stdin)
         kill = functools.partial(self._kill_command, number)
-        execution = Execution(number, spec, self.loop, self.send, kill, self.receive_all, output, self.shelf, verdict)
+        execution = Execution(
+            number, spec, self.loop, self.send, kill, self.receive_all, output, self.shelf, verdict, errors
+        )
         self._executions[number] = execution
         self.open_requests[number] = self
         execution.start()
@@ -326,6 +331,8 @@ class Supervisor:
         self._forget(execution)
         if execution.leftover is not None:
             self.drain_later(execution.leftover)
+        if execution.errors_leftover is not None:
+            self.drain_later(execution.errors_leftover)
 
     def _forget(self, execution: Execution) -> None:
         del self._executions[execution.number]

@@ -55,7 +55,8 @@ STATEFUL, RESTARTED = 64, 128  # that shell is stateful; it was started again si
 
 # The struct before the bytes of a command's RESULT (JSON would cost more than all other work on a result): exit code,
 # flags, bytes kept of the output's head and tail, total bytes of the output, wall seconds, processor seconds, peak
-# resident bytes of one process. The head, the tail and the verdict follow.
+# resident bytes of one process. The head, the tail and the verdict follow. If the request has `stderr`, head and tail
+# of standard error come before the verdict, and the RESULT's field `stderr` has their sizes and the total.
 encode_result, decode_result = _RESULT.pack, _RESULT.unpack_from
 
 HANDOVER = struct.Struct("!QQ")  # goes with descriptors of a slot for the client: the lease's epoch, the files' owner
