@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from palaestra.processes.registry import ProcessRegistry
     from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
+    from palaestra.sandbox.artifacts import (
+        ArtifactArchiveRequestPayload,
+        ArtifactArchiveResponsePayload,
+        ArtifactListEntryPayload,
+        ArtifactListRequestPayload,
+        ArtifactListResponsePayload,
+        ArtifactReadRequestPayload,
+        ArtifactReadResponsePayload,
+    )
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.slot import ExecutionResult, Slot
     from palaestra.tools.call_text import ToolCall, ToolResult
@@ -63,13 +72,6 @@ if TYPE_CHECKING:
     )
     from palaestra.tools.runtime.sync_process_registry import process_registry
     from palaestra.tools.serving.payloads import (
-        ArtifactArchiveRequestPayload,
-        ArtifactArchiveResponsePayload,
-        ArtifactListEntryPayload,
-        ArtifactListRequestPayload,
-        ArtifactListResponsePayload,
-        ArtifactReadRequestPayload,
-        ArtifactReadResponsePayload,
         ToolCallPayload,
         ToolExecutorExecuteRequest,
         ToolExecutorReleaseRequest,
@@ -184,13 +186,13 @@ _MODULES = {
     "AgentResult": "agent.result",
     "AgentStep": "agent.result",
     "AllowList": "core.types",
-    "ArtifactArchiveRequestPayload": "tools.serving.payloads",
-    "ArtifactArchiveResponsePayload": "tools.serving.payloads",
-    "ArtifactListEntryPayload": "tools.serving.payloads",
-    "ArtifactListRequestPayload": "tools.serving.payloads",
-    "ArtifactListResponsePayload": "tools.serving.payloads",
-    "ArtifactReadRequestPayload": "tools.serving.payloads",
-    "ArtifactReadResponsePayload": "tools.serving.payloads",
+    "ArtifactArchiveRequestPayload": "sandbox.artifacts",
+    "ArtifactArchiveResponsePayload": "sandbox.artifacts",
+    "ArtifactListEntryPayload": "sandbox.artifacts",
+    "ArtifactListRequestPayload": "sandbox.artifacts",
+    "ArtifactListResponsePayload": "sandbox.artifacts",
+    "ArtifactReadRequestPayload": "sandbox.artifacts",
+    "ArtifactReadResponsePayload": "sandbox.artifacts",
     "AtroposAgent": "agent.atropos_agent",
     "BaseEnv": "envs.api.base_env",
     "BaseEnvConfig": "envs.config.fields",

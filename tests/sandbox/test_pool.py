@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from pydantic import ValidationError
 
-from palaestra.core.errors import AcquireTimeout, SandboxError, StaleLease
+from palaestra.core.errors import AcquireTimeout, ConfigError, IsolationUnavailable, SandboxError, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig, default_max_slots
-from palaestra.sandbox.slot import Slot, SlotSpec, View
+from palaestra.sandbox.slot import Slot, SlotSpec, SlotState, View
 
 pytestmark = pytest.mark.slots
 
@@ -49,7 +49,7 @@ def test_a_lease_from_acquire_to_release() -> None:
             await slot.execute("true")
         stats = pool.get_stats()
         assert (stats["leases"], stats["waiting"], stats["backend"]["slots"]) == (1, 0, 0)
-        assert (stats["slots_by_state"], stats["containers"]) == ({"available": 2, "acquired": 0}, 0)
+        assert (stats["slots_by_state"], stats["containers"]) == ({"available": 2, "acquired": 0, "executing": 0}, 0)
 
     with_pool(2, body)
 
@@ -202,3 +202,57 @@ def test_slots_that_were_there_before_count_until_they_are_released() -> None:
         assert (pool.available_slots, pool.acquired_slots) == (1, 0)
 
     with_pool(1, body)
+
+
+def test_the_contracts_calls_run_in_a_slot() -> None:
+    async def main() -> None:
+        pool = SlotPool(SlotPoolConfig(slots_per_container=2, max_containers=1))
+        await pool.start()
+        try:
+            first, second = await pool.acquire("a"), await pool.acquire("b")
+            assert pool.total_slots == 2
+            assert (first.workspace_dir, first.state, first.metadata) == ("/workspace", SlotState.ACQUIRED, {})
+            await contract_calls(pool, first, second)
+            await pool.release(first, reset_workspace=True)
+            assert first.state is SlotState.AVAILABLE
+        finally:
+            await pool.stop(purge_job=True)
+
+    async def contract_calls(pool: SlotPool, first: Slot, second: Slot) -> None:
+        assert (await pool.execute(first, "write_file", {"path": "d/f", "content": "x"})).success
+        assert (await pool.execute(first, "read_file", {"path": "d/f"})).output == "x"
+        failed = await pool.execute(first, "bash", {"command": "echo out; echo err >&2; exit 3"}, timeout=20)
+        assert (failed.error, failed.metadata["stderr"]) == ("Exit code: 3", "err\n")
+        await pool.execute(first, "bash_stateful", {"command": "cd d"})
+        assert (await pool.execute(first, "bash_stateful", {"command": "pwd"})).output == "/workspace/d\n"
+        assert "FileNotFoundError" in (await pool.execute(first, "read_file", {"path": "none"})).error
+        assert "Unknown tool: nothing" in (await pool.execute(first, "nothing", {})).error
+        both = await pool.execute_batch(
+            [(first, "bash", {"command": "echo 1"}), (second, "bash", {"command": "sleep 9"})], timeout=1
+        )
+        assert [(each.output, each.metadata["timeout"]) for each in both] == [("1\n", False), ("", True)]
+        read = await pool.read_artifact(first, "d/f", encoding="base64", include_sha256=True)
+        assert (read["success"], read["content"], len(read["sha256"])) == (True, "eA==", 64)
+        listed = await pool.list_artifacts(first, recursive=True)
+        assert [entry["path"] for entry in listed["entries"]] == ["d", "d/f"]
+        assert (await pool.archive_artifacts(first, "d"))["entry_count"] == 1
+        assert (await pool.read_artifact(second, "../etc/passwd"))["success"] is False
+
+        running = asyncio.ensure_future(pool.execute(second, "bash", {"command": "sleep 0.2"}))
+        await asyncio.sleep(0)
+        assert second.state is SlotState.EXECUTING
+        assert pool.get_stats()["slots_by_state"] == {"available": 0, "acquired": 1, "executing": 1}
+        await running
+
+    try:
+        asyncio.run(main())
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+
+
+def test_settings_of_nomad_are_refused_in_one_line_and_the_others_have_the_contracts_defaults() -> None:
+    config = SlotPoolConfig(nomad_address="http://nomad:4646", job_id="mine", slots_per_container=5)
+    with pytest.raises(ConfigError, match=r"nomad_address, job_id of the backend nomad") as refused:
+        SlotPool(config)
+    assert "\n" not in str(refused.value)
+    assert (config.max_slots, config.max_containers, config.scale_cooldown, config.cpu) == (50, 10, 60.0, 500)

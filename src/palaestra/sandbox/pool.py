@@ -12,20 +12,24 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import AcquireTimeout, SandboxError, SlotLost
+from palaestra.core.errors import AcquireTimeout, ConfigError, InfraError, SandboxError, SlotLost
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import Change, ExecutionResult, Rung, Shell, Slot, SlotSpec, SlotState, Snapshot, View
+from palaestra.sandbox.slot_tools import run_slot_tool, tool_result
 
 _log = logging.getLogger(__name__)
 
 _REMEMBERED_WAITS = 1000
+USUAL_TIMEOUT_S = 60.0
+"""Of `execute`, in seconds, unless the call says another."""
 
 
 def default_max_slots() -> int:
@@ -34,7 +38,7 @@ def default_max_slots() -> int:
 
 
 class SlotPoolConfig(BaseModel):
-    """How many slots there may be and how long to wait for one."""
+    """How many slots there may be and how long to wait for one. The contract's fields keep their names and defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,6 +46,48 @@ class SlotPoolConfig(BaseModel):
     """How many slots may be leased at a time. Default: four per processor, at least four."""
     acquire_timeout: float = Field(default=30.0, gt=0)
     """Seconds that `acquire` waits for a free place before it raises `AcquireTimeout`."""
+    slots_per_container: int = Field(default=10, ge=1)
+    """The contract's. If it or `max_containers` is set, `max_slots` defaults to their product."""
+    max_containers: int = Field(default=10, ge=1)
+    """See `slots_per_container`."""
+    nomad_address: str = "http://localhost:4646"
+    """The contract's, of the backend nomad, as are all fields below. A pool refuses a config that sets one of them."""
+    job_id: str = "atropos-sandbox"
+    datacenter: str = "dc1"
+    image: str = "atropos-sandbox:local"
+    privileged: bool = False
+    cpu: int = 500
+    memory: int = 512
+    min_containers: int = 1
+    health_check_interval: float = 30.0
+    scale_cooldown: float = 60.0
+    purge_job_on_start: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_containers(cls, given: JSON) -> JSON:
+        if not isinstance(given, Mapping) or "max_slots" in given:
+            return given
+        sizes = [given.get(name) for name in ("slots_per_container", "max_containers")]
+        if all(size is None for size in sizes):
+            return given
+        slots, containers = (10 if size is None else int(size) for size in sizes)
+        return {**given, "max_slots": slots * containers}
+
+    def check(self) -> None:
+        """Raises `ConfigError` for settings of a backend that this version does not have."""
+        names = [name for name in NOMAD_FIELDS if name in self.model_fields_set]
+        if names:
+            raise ConfigError(
+                f"SlotPoolConfig sets {', '.join(names)} of the backend nomad, which this version does not have: leave "
+                f"them out for slots on this machine"
+            )
+
+
+NOMAD_FIELDS = (
+    "nomad_address", "job_id", "datacenter", "image", "privileged", "cpu", "memory", "min_containers",
+    "health_check_interval", "scale_cooldown", "purge_job_on_start",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +97,24 @@ class _Holding:
 
 
 class SlotPool:
-    """Implements `SlotSource`. `async with` starts the backend and ends it with every slot."""
+    """Implements `SlotSource`. `async with` starts the backend and ends it with every slot.
 
-    def __init__(self, config: SlotPoolConfig, backend: LocalBackend, *, clock: Clock | None = None) -> None:
+    `backend` defaults to slots of this machine at the best isolation level. Raises `ConfigError` for settings of
+    another backend.
+    """
+
+    def __init__(
+        self,
+        config: SlotPoolConfig | None = None,
+        backend: LocalBackend | None = None,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        config = config or SlotPoolConfig()
+        config.check()
         self.config = config
-        self.backend = backend
+        self.backend = backend or LocalBackend()
+        self._shells: dict[int, Shell] = {}
         self._clock = clock or SystemClock()
         self._free = self._places = config.max_slots
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -88,11 +147,12 @@ class SlotPool:
                 waiter.set_exception(SandboxError("the slot pool was closed"))
         await self.backend.aclose()
         self._held.clear()
+        self._shells.clear()
         self._quarantine.clear()
         self._free = self._places
 
-    async def stop(self) -> None:
-        """The same as `aclose`."""
+    async def stop(self, purge_job: bool = False) -> None:
+        """The same as `aclose`. `purge_job` is the contract's; every slot ends in any case."""
         await self.aclose()
 
     async def __aenter__(self) -> SlotPool:
@@ -146,10 +206,14 @@ class SlotPool:
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
         self._leases += 1
 
-    async def release(self, slot: Slot) -> None:
-        """End a lease and the slot. Does nothing for one that has ended."""
+    async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
+        """End a lease and the slot. Does nothing for one that has ended.
+
+        `reset_workspace` is the contract's; no workspace is reused in any case.
+        """
         if self._held.pop(slot.epoch, None) is None:
             return
+        self._shells.pop(slot.epoch, None)
         try:
             await self._end(slot)
             while self._quarantine:
@@ -171,9 +235,93 @@ class SlotPool:
             return False
         return True
 
+    async def execute(
+        self, slot: Slot, tool: str, args: Mapping[str, JSON], timeout: float | None = None
+    ) -> ExecutionResult:
+        """Run `bash`, `bash_stateful`, `read_file` or `write_file` in a leased slot. Raises `InfraError`.
+
+        `timeout` in seconds, by default that of `args` or 60. Standard error is apart from standard output.
+        """
+        return await run_slot_tool(slot, lambda: self._shell(slot), tool, args, timeout or USUAL_TIMEOUT_S)
+
+    async def execute_batch(
+        self, requests: Sequence[tuple[Slot, str, Mapping[str, JSON]]], timeout: float | None = None
+    ) -> list[ExecutionResult]:
+        """Run several calls concurrently; the results are in order. One that failed with an `InfraError` is a result
+        with that error, so that the others are not lost."""
+
+        async def one(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
+            try:
+                return await self.execute(slot, tool, args, timeout)
+            except InfraError as error:
+                return tool_result(error=f"{type(error).__name__}: {error}")
+
+        return list(await asyncio.gather(*(one(*request) for request in requests)))
+
+    async def read_artifact(
+        self,
+        slot: Slot,
+        path: str,
+        *,
+        encoding: Literal["text", "base64"] = "text",
+        max_bytes: int | None = None,
+        include_sha256: bool = False,
+    ) -> dict[str, JSON]:
+        """A file of the workspace, as the contract's response; if it cannot be read, the response has an `error`."""
+        from palaestra.sandbox import artifacts  # few runs need it
+
+        request = artifacts.ArtifactReadRequestPayload(
+            trajectory_id=slot.trajectory_id, path=path, encoding=encoding, max_bytes=max_bytes,
+            include_sha256=include_sha256,
+        )  # fmt: skip
+        work = artifacts.read(slot, request)
+        return (await artifacts.or_error(work, artifacts.ArtifactReadResponsePayload)).model_dump()
+
+    async def list_artifacts(
+        self, slot: Slot, path: str = ".", *, recursive: bool = False, max_entries: int | None = None
+    ) -> dict[str, JSON]:
+        """The entries of a directory of the workspace."""
+        from palaestra.sandbox import artifacts  # few runs need it
+
+        request = artifacts.ArtifactListRequestPayload(
+            trajectory_id=slot.trajectory_id, path=path, recursive=recursive, max_entries=max_entries
+        )
+        work = artifacts.entries(slot, request)
+        return (await artifacts.or_error(work, artifacts.ArtifactListResponsePayload)).model_dump()
+
+    async def archive_artifacts(
+        self,
+        slot: Slot,
+        path: str = ".",
+        *,
+        archive_format: Literal["tar.gz", "tgz"] = "tar.gz",
+        max_bytes: int | None = None,
+        max_entries: int | None = None,
+    ) -> dict[str, JSON]:
+        """A file or directory of the workspace as a compressed tar file in base64."""
+        from palaestra.sandbox import artifacts  # few runs need it
+
+        request = artifacts.ArtifactArchiveRequestPayload(
+            trajectory_id=slot.trajectory_id, path=path, format=archive_format, max_bytes=max_bytes,
+            max_entries=max_entries,
+        )  # fmt: skip
+        work = artifacts.archive(slot, request)
+        return (await artifacts.or_error(work, artifacts.ArtifactArchiveResponsePayload)).model_dump()
+
+    async def _shell(self, slot: Slot) -> Shell:
+        """The stateful shell of a slot, opened once."""
+        shell = self._shells.get(slot.epoch)
+        if shell is None:
+            opened = await slot.shell()
+            shell = self._shells.setdefault(slot.epoch, opened)
+            if shell is not opened:  # another call was faster
+                await opened.aclose()
+        return shell
+
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End a lease and keep what its slot changed as a snapshot, cut to `view` if given."""
         held = self._held.pop(slot.epoch, None) is not None
+        self._shells.pop(slot.epoch, None)
         try:
             return await self.backend.seal(slot, view)
         finally:
@@ -226,11 +374,16 @@ class SlotPool:
         """Counts, waiting times in seconds, and the backend's own statistics."""
         waits, makes = sorted(self._waits), sorted(self._makes)
         of_backend = dict(self.backend.stats())
+        executing = sum(held.slot.state is SlotState.EXECUTING for held in self._held.values())
         return {
             "total_slots": self.total_slots,
             "available_slots": self.available_slots,
             "acquired_slots": self.acquired_slots,
-            "slots_by_state": {"available": self.available_slots, "acquired": self.acquired_slots},
+            "slots_by_state": {
+                "available": self.available_slots,
+                "acquired": self.acquired_slots - executing,
+                "executing": executing,
+            },
             "containers": of_backend.get("containers", 0),
             "waiting": len(self._waiting),
             "leases": self._leases,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Protocol, overload
 
@@ -35,6 +35,16 @@ class Rung(IntEnum):
     def label(self) -> str:
         """The name in flags, metadata and messages."""
         return self.name.lower()
+
+
+class SlotState(StrEnum):
+    """What a slot is doing."""
+
+    AVAILABLE = "available"
+    """Its lease has ended."""
+    ACQUIRED = "acquired"
+    EXECUTING = "executing"
+    """At least one call of `execute` runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +260,24 @@ class Shell(Protocol):
 
 
 class Slot(Protocol):
-    """One leased workspace. Every method raises `StaleLease` after release and `SlotLost` if the slot has died."""
+    """One leased workspace. Every method raises `StaleLease` after release and `SlotLost` if the slot has died.
+
+    `metadata` is for the holder: nothing here reads it.
+    """
 
     slot_id: str
     epoch: int
     trajectory_id: str
     rung: Rung
+    metadata: dict[str, JSON]
+
+    @property
+    def workspace_dir(self) -> str:
+        """The directory where commands start, as they see it."""
+        return WORKSPACE
+
+    @property
+    def state(self) -> SlotState: ...
 
     async def execute(
         self,

@@ -9,6 +9,11 @@ import pytest
 
 from palaestra.core.errors import AcquireTimeout, ConfigError, IsolationUnavailable, SandboxError, StaleLease
 from palaestra.core.types import JSON, Network
+from palaestra.sandbox.artifacts import (
+    ArtifactArchiveRequestPayload,
+    ArtifactListRequestPayload,
+    ArtifactReadRequestPayload,
+)
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
@@ -16,11 +21,6 @@ from palaestra.tools.call_text import result_of
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
-from palaestra.tools.serving.payloads import (
-    ArtifactArchiveRequestPayload,
-    ArtifactListRequestPayload,
-    ArtifactReadRequestPayload,
-)
 from palaestra.tools.tool import FunctionTool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
 
 

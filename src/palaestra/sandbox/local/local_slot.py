@@ -34,6 +34,7 @@ from palaestra.sandbox.slot import (
     Rung,
     Slot,
     SlotSpec,
+    SlotState,
     TerminalSize,
 )
 from palaestra.sandbox.slotd.protocol import frames
@@ -60,6 +61,8 @@ class LocalSlot(Slot):
         self.requests, self.slot_id, self.epoch, self.rung = requests, slot_id, epoch, rung
         self.spec, self.trajectory_id, self.loop, self._fork = spec, trajectory_id, loop, fork
         self.released = False  # whether the lease has ended; then no request is sent any more
+        self.metadata: dict[str, JSON] = {}
+        self._executing = 0
         self._facts: dict[str, JSON] = {
             "rung": rung.label, "sandboxed": rung is not Rung.NONE, "network_isolated": spec.network is Network.OFF
         }  # fmt: skip
@@ -75,6 +78,12 @@ class LocalSlot(Slot):
         """End the lease on this side."""
         self.released = True
         self.requests.slot_ended()
+
+    @property
+    def state(self) -> SlotState:
+        if self.released:
+            return SlotState.AVAILABLE
+        return SlotState.EXECUTING if self._executing else SlotState.ACQUIRED
 
     def __repr__(self) -> str:
         return f"<LocalSlot {self.slot_id} of {self.trajectory_id!r}{' (released)' if self.released else ''}>"
@@ -109,10 +118,13 @@ class LocalSlot(Slot):
             fields["no_spill"] = True
         if stderr:
             fields["stderr"] = True
+        self._executing += 1
         try:
             reply = await self.requests.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self.not_started(command, error, stderr)
+        finally:
+            self._executing -= 1
         return self.result(reply, timeout_s)
 
     async def shell(

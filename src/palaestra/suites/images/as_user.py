@@ -21,6 +21,7 @@ from palaestra.sandbox.slot import (
     Process,
     Shell,
     Slot,
+    SlotState,
     TerminalSize,
 )
 
@@ -63,12 +64,12 @@ class UserSlot(Slot):
 
     def __init__(self, slot: Slot, user: str, home: str) -> None:
         self._slot, self._user, self._home = slot, user, home
-        self.slot_id, self.epoch, self.trajectory_id, self.rung = (
-            slot.slot_id,
-            slot.epoch,
-            slot.trajectory_id,
-            slot.rung,
-        )
+        self.slot_id, self.epoch, self.trajectory_id = slot.slot_id, slot.epoch, slot.trajectory_id
+        self.rung, self.metadata = slot.rung, slot.metadata
+
+    @property
+    def state(self) -> SlotState:
+        return self._slot.state
 
     def _argv(self, command: str | Sequence[str]) -> list[str]:
         return as_user(["bash", "-c", command] if isinstance(command, str) else command, self._user)

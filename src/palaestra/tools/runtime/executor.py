@@ -24,14 +24,8 @@ from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
-from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec
-from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport, Work
-from palaestra.tools.builtin.terminal import ContractReplies, clamp_timeout
-from palaestra.tools.call_text import ToolCall, ToolResult, result_of
-from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
-from palaestra.tools.serving import artifacts
-from palaestra.tools.serving.payloads import (
+from palaestra.sandbox import artifacts
+from palaestra.sandbox.artifacts import (
     ArtifactArchiveRequestPayload,
     ArtifactArchiveResponsePayload,
     ArtifactListRequestPayload,
@@ -39,6 +33,12 @@ from palaestra.tools.serving.payloads import (
     ArtifactReadRequestPayload,
     ArtifactReadResponsePayload,
 )
+from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec
+from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport, Work
+from palaestra.tools.builtin.terminal import ContractReplies, clamp_timeout
+from palaestra.tools.call_text import ToolCall, ToolResult, result_of
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
 from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.tool import States, ToolOutcome
 

@@ -304,9 +304,9 @@ class _TaskSlots(SlotPool):
         self.leaving = False
         self._first = asyncio.Lock()
 
-    async def release(self, slot: Slot) -> None:
+    async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
         if not self.leaving:
-            await super().release(slot)
+            await super().release(slot, reset_workspace)
 
     async def acquire(
         self,

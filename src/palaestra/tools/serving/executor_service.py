@@ -22,23 +22,21 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import InfraError
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot
-from palaestra.tools.runtime.executor import ToolExecutor
-from palaestra.tools.runtime.ttl import Leases
-from palaestra.tools.serving import artifacts
-from palaestra.tools.serving.http_common import Handle, RequestRefused, application, read, running
-from palaestra.tools.serving.payloads import (
+from palaestra.sandbox import artifacts
+from palaestra.sandbox.artifacts import (
     ArtifactArchiveRequestPayload,
     ArtifactArchiveResponsePayload,
     ArtifactListRequestPayload,
     ArtifactListResponsePayload,
     ArtifactReadRequestPayload,
     ArtifactReadResponsePayload,
-    ToolExecutorExecuteRequest,
-    ToolExecutorReleaseRequest,
-    ToolResultPayload,
 )
+from palaestra.sandbox.pool import SlotPool
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.runtime.executor import ToolExecutor
+from palaestra.tools.runtime.ttl import Leases
+from palaestra.tools.serving.http_common import Handle, RequestRefused, application, read, running
+from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest, ToolExecutorReleaseRequest, ToolResultPayload
 
 DEFAULT_LEASE_S = 1800.0
 DEFAULT_DRAIN_S = 60.0

@@ -5,7 +5,7 @@ Unknown fields are ignored, because clients of other versions send more. Sizes a
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import BaseModel, Field
 
@@ -74,77 +74,3 @@ class ToolServerResultPayload(ToolResultPayload):
     """Its result; `reply` is the tool's own, for a caller that shows it to a model."""
 
     reply: JSON = None
-
-
-class ArtifactReadRequestPayload(BaseModel):
-    """A file of a trajectory's workspace."""
-
-    trajectory_id: str = Field(min_length=1)
-    path: str
-    encoding: Literal["text", "base64"] = "text"
-    max_bytes: int | None = Field(default=None, ge=0)
-    include_sha256: bool = False
-
-
-class ArtifactReadResponsePayload(BaseModel):
-    """Its content, from the beginning; `sha256` is of the bytes that are in it, `bytes` how many those are."""
-
-    success: bool
-    content: str = ""
-    error: str = ""
-    encoding: str = "text"
-    truncated: bool = False
-    bytes: int = 0
-    file_size: int | None = None
-    path: str = ""
-    mime: str | None = None
-    sha256: str | None = None
-
-
-class ArtifactListRequestPayload(BaseModel):
-    """The entries of a directory of a trajectory's workspace."""
-
-    trajectory_id: str = Field(min_length=1)
-    path: str = "."
-    recursive: bool = False
-    max_entries: int | None = Field(default=None, ge=0)
-
-
-class ArtifactListEntryPayload(BaseModel):
-    """One entry; its path is relative to the workspace."""
-
-    path: str
-    is_dir: bool
-    size: int
-    mtime: float
-
-
-class ArtifactListResponsePayload(BaseModel):
-    """The entries, sorted by path."""
-
-    success: bool
-    entries: list[ArtifactListEntryPayload] = Field(default_factory=list)
-    truncated: bool = False
-    error: str = ""
-
-
-class ArtifactArchiveRequestPayload(BaseModel):
-    """A file or directory of a trajectory's workspace as a compressed tar file."""
-
-    trajectory_id: str = Field(min_length=1)
-    path: str = "."
-    format: Literal["tar.gz", "tgz"] = "tar.gz"
-    max_bytes: int | None = Field(default=None, ge=0)
-    max_entries: int | None = Field(default=None, ge=0)
-
-
-class ArtifactArchiveResponsePayload(BaseModel):
-    """The archive; `bytes` is its size before base64."""
-
-    success: bool
-    content: str = ""
-    error: str = ""
-    encoding: str = "base64"
-    format: str = "tar.gz"
-    bytes: int = 0
-    entry_count: int = 0

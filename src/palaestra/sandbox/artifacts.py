@@ -1,4 +1,4 @@
-"""Files of a trajectory's workspace for callers outside: read, listed, archived, byte for byte.
+"""Artifacts: files of a slot's workspace for callers outside, read, listed and archived, with the contract's bodies.
 
 Through the slot's file calls, never its shell. Invariant: nothing outside the workspace is revealed, wherever links in
 it lead; failures raise builtin errors, each of which has its HTTP status (`status_of`).
@@ -16,24 +16,92 @@ import mimetypes
 import posixpath
 import tarfile
 from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, Field
 
 from palaestra.core.errors import InfraError
 from palaestra.sandbox.slot import MAX_FILE_BYTES, WORKSPACE, FileInfo, Slot
-from palaestra.tools.serving.payloads import (
-    ArtifactArchiveRequestPayload,
-    ArtifactArchiveResponsePayload,
-    ArtifactListEntryPayload,
-    ArtifactListRequestPayload,
-    ArtifactListResponsePayload,
-    ArtifactReadRequestPayload,
-    ArtifactReadResponsePayload,
-)
 
 MAX_BYTES = 5_000_000
 """Of one file or archive, unless the request says otherwise. The contract's."""
 MAX_ENTRIES = 5_000
 _MAX_LINKS = 40
+
+
+class ArtifactReadRequestPayload(BaseModel):
+    """A file of a trajectory's workspace."""
+
+    trajectory_id: str = Field(min_length=1)
+    path: str
+    encoding: Literal["text", "base64"] = "text"
+    max_bytes: int | None = Field(default=None, ge=0)
+    include_sha256: bool = False
+
+
+class ArtifactReadResponsePayload(BaseModel):
+    """Its content, from the beginning; `sha256` is of the bytes that are in it, `bytes` how many those are."""
+
+    success: bool
+    content: str = ""
+    error: str = ""
+    encoding: str = "text"
+    truncated: bool = False
+    bytes: int = 0
+    file_size: int | None = None
+    path: str = ""
+    mime: str | None = None
+    sha256: str | None = None
+
+
+class ArtifactListRequestPayload(BaseModel):
+    """The entries of a directory of a trajectory's workspace."""
+
+    trajectory_id: str = Field(min_length=1)
+    path: str = "."
+    recursive: bool = False
+    max_entries: int | None = Field(default=None, ge=0)
+
+
+class ArtifactListEntryPayload(BaseModel):
+    """One entry; its path is relative to the workspace."""
+
+    path: str
+    is_dir: bool
+    size: int
+    mtime: float
+
+
+class ArtifactListResponsePayload(BaseModel):
+    """The entries, sorted by path."""
+
+    success: bool
+    entries: list[ArtifactListEntryPayload] = Field(default_factory=list)
+    truncated: bool = False
+    error: str = ""
+
+
+class ArtifactArchiveRequestPayload(BaseModel):
+    """A file or directory of a trajectory's workspace as a compressed tar file."""
+
+    trajectory_id: str = Field(min_length=1)
+    path: str = "."
+    format: Literal["tar.gz", "tgz"] = "tar.gz"
+    max_bytes: int | None = Field(default=None, ge=0)
+    max_entries: int | None = Field(default=None, ge=0)
+
+
+class ArtifactArchiveResponsePayload(BaseModel):
+    """The archive; `bytes` is its size before base64."""
+
+    success: bool
+    content: str = ""
+    error: str = ""
+    encoding: str = "base64"
+    format: str = "tar.gz"
+    bytes: int = 0
+    entry_count: int = 0
+
 
 ResponseT = TypeVar(
     "ResponseT", ArtifactReadResponsePayload, ArtifactListResponsePayload, ArtifactArchiveResponsePayload
