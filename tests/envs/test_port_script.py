@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,7 @@ from typing import Any
 from palaestra import APIServerConfig, BaseEnv, BaseEnvConfig as Base
 from palaestra import Item; from palaestra import ToolContext
 from environments.patches import apply_patches
-import atroposlib.utils
+import palaestra
 from palaestra import AgentResult
 from environments.agent_loop import resize_tool_pool
 from .neighbour import helper
@@ -56,16 +58,133 @@ def late():
     )
     assert [(left.line, left.what) for left in ported.left] == [
         (10, "from environments.patches import apply_patches"),
-        (11, "import atroposlib.utils"),
         (12, "from environments.agent_loop import resize_tool_pool"),
+        (13, "from .neighbour import helper"),
     ]
     assert "delete the call" in ported.left[0].advice
     assert port(ported.text, "x.py").text == ported.text
 
 
-def test_what_is_not_python_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"x\.py is not Python: "):
+MODULES = """import os, model_tools
+import environments.hermes_base_env as base
+import tools.registry
+from environments import agent_loop
+from .neighbour import helper
+from atroposlib.envs.base import *
+from atropos.envs import EvalHandlingEnum
+
+loop = agent_loop.HermesAgentLoop
+reply = model_tools.handle_function_call("terminal", {})
+missing = model_tools.no_such_name
+tools.registry.ToolSchema
+config = APIServerConfig()
+"""
+
+
+def test_modules_stars_and_neighbours_are_resolved(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("helper = 1")
+    ported = port(MODULES, str(tmp_path / "x.py"))
+    assert (
+        ported.text
+        == """import os
+import palaestra as model_tools
+import palaestra as base
+import palaestra
+import palaestra as agent_loop
+from neighbour import helper
+from palaestra import APIServerConfig
+from palaestra.envs.config.fields import EvalHandlingEnum
+
+loop = agent_loop.HermesAgentLoop
+reply = model_tools.handle_function_call("terminal", {})
+missing = model_tools.no_such_name
+palaestra.ToolSchema
+config = APIServerConfig()
+"""
+    )
+    assert [(left.line, left.what) for left in ported.left] == [(11, "model_tools.no_such_name")]
+    assert port(ported.text, str(tmp_path / "x.py")).text == ported.text
+
+
+CANNOT_START = """from atroposlib.envs.base import *
+from ..backends.docker_direct_backend import DockerDirectBackend
+from tools.registry import registry
+import no_such_package.part
+try:
+    import optional_package
+except ImportError:
+    optional_package = None
+
+class Theirs(BaseEnv):
+    async def setup(self):
+        self.items = unknown_everywhere
+
+    async def handle_env(self, item):
+        return await super().handle_env(item)
+
+    async def evaluate(self):
+        self.items, self.config, self.of_nobody
+        await self.evaluate_log({}, colour="red")
+        ToolContext("t1", 1, 2, 3, 4)
+"""
+
+
+def test_what_cannot_start_or_is_not_called_is_listed() -> None:
+    found = {(left.line, left.what): left.advice for left in port(CANNOT_START, "x.py").left}
+    assert list(found) == [
+        (1, "unknown_everywhere from atroposlib.envs.base import *"),
+        (2, "from ..backends.docker_direct_backend import DockerDirectBackend"),
+        (3, "from tools.registry import registry"),
+        (4, "import no_such_package"),
+        (14, "Theirs.handle_env"),
+        (15, "super().handle_env"),
+        (18, "self.of_nobody"),
+        (19, "self.evaluate_log(…)"),
+        (20, "ToolContext(…)"),
+    ]
+    assert "@tool" in found[3, "from tools.registry import registry"]
+    assert "colour" in found[19, "self.evaluate_log(…)"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parents[2].glob("environments/*.py")), ids=lambda path: path.name
+)
+def test_nothing_is_listed_for_our_own_environments(path: Path) -> None:
+    source = path.read_text()
+    ported = port(source, str(path))
+    assert (ported.text, ported.left) == (source, [])
+
+
+def test_what_is_not_python_is_refused_with_the_files_name() -> None:
+    with pytest.raises(ConfigError, match=r"x\.py is not Python: .*\(x\.py, line 1\)"):
         port("def", "x.py")
+
+
+OLD_PATHS = """import sys
+import palaestra.compat
+from environments import agent_loop
+from environments.hermes_base_env import HermesAgentBaseEnv
+from atroposlib.envs.base import *
+import palaestra
+
+assert agent_loop.HermesAgentLoop is palaestra.HermesAgentLoop
+assert HermesAgentBaseEnv is palaestra.HermesAgentBaseEnv
+assert BaseEnv is palaestra.BaseEnv
+try:
+    from tools.registry import registry
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_the_old_paths_are_there_for_who_asks_by_name(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", OLD_PATHS], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "registry" in ended.stdout
+    assert "@tool" in ended.stdout
+    without = OLD_PATHS.replace("import palaestra.compat", "import palaestra")
+    ended = subprocess.run([sys.executable, "-c", without], cwd=tmp_path, capture_output=True, text=True)
+    assert "No module named 'environments'" in ended.stderr
 
 
 @pytest.mark.slots
@@ -77,7 +196,8 @@ def test_a_ported_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.chdir(tmp_path)
     Path("words_env.py").write_text(theirs)
-    assert main(["env", "port", "words_env.py", "--write"]) == 0
+    assert main(["env", "port", "words_env.py", "--write", "--run"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["words_env.py"]
     argv = ["run", "words_env.py", "process", "--policy", "oracle", "--tasks", "1"]
     flags = ["--env.ensure_scores_are_not_same", "false"]
     assert main([*argv, *flags]) == 0
@@ -93,3 +213,16 @@ def test_the_command_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"{path}:10: from environments.patches import apply_patches: there is nothing to patch" in told.err
     assert path.read_text() == THEIRS
     assert main(["env", "port", str(tmp_path / "no.py")]) == 2
+    path.write_text("x = 1")
+    assert main(["env", "port", str(path)]) == 0
+    assert "no import was rewritten" in capsys.readouterr().err
+
+
+def test_a_trial_that_fails_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs_env.py"
+    path.write_text("raise RuntimeError('not today')")
+    assert main(["env", "port", str(path), "--run"]) == 1
+    told = capfd.readouterr().err
+    assert "not today" in told
+    assert "failed with exit code 2" in told
+    assert [each.name for each in tmp_path.iterdir()] == ["theirs_env.py"]

@@ -153,17 +153,20 @@ def _about(reference: str) -> dict[str, JSON]:
 @command.command("port", context_settings=_CONTEXT)
 @click.option("--write", is_flag=True, help="Change the file itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print the changes as JSON instead of the new text.")
+@click.option("--run", "trial", is_flag=True, help="Also run one rollout: with the oracle, or noop without a solution.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.pass_context
-def port(context: click.Context, write: bool, as_json: bool, file: Path) -> None:
+def port(context: click.Context, write: bool, as_json: bool, trial: bool, file: Path) -> None:
     """Rewrite the imports of a script that was written for another runtime.
 
     \b
       palaestra env port their_env.py > my_env.py
       palaestra env port their_env.py --write
+      palaestra env port their_env.py --write --run
 
-    Without --write the new text goes to standard output. Imports that could not be rewritten are listed, and the exit
-    code is 1.
+    Without --write the new text goes to standard output. What needs a change by hand is listed: names without a
+    counterpart, packages that are not installed, overrides that nothing calls, attributes and arguments that differ.
+    The exit code is then 1; so it is if the trial run fails.
     """
     from palaestra.envs.port_script import port as port_script
 
@@ -178,10 +181,37 @@ def port(context: click.Context, write: bool, as_json: bool, file: Path) -> None
         click.echo(json.dumps({"names": ported.names, "left": [asdict(left) for left in ported.left]}, indent=2))
     elif not write:
         click.echo(ported.text, nl=False)
-    click.echo(f"{file}: {len(ported.names)} names now come from palaestra: {', '.join(ported.names)}", err=True)
+    count, names = len(ported.names), ", ".join(ported.names)
+    came = f"{count} name{'s come' if count > 1 else ' comes'} from palaestra now: {names}"
+    click.echo(f"{file}: {came if names else 'no import was rewritten'}", err=True)
     for left in ported.left:
         click.echo(f"{file}:{left.line}: {left.what}: {left.advice}", err=True)
-    context.exit(1 if ported.left else 0)
+    works = not trial or _starts(file, ported.text)
+    context.exit(0 if works and not ported.left else 1)
+
+
+def _starts(file: Path, text: str) -> bool:
+    """Run one rollout of a ported script in a folder of its own, and report how it ended."""
+    import subprocess
+    import tempfile
+
+    beside = file.absolute().with_name(f".{file.stem}_trial.py")  # it may import modules next to it
+    with tempfile.TemporaryDirectory(prefix="palaestra-port-") as folder:
+        try:
+            beside.write_text(text, encoding="utf-8")
+            for policy in ("oracle", "noop"):
+                command = [sys.executable, "-m", "palaestra", "run", str(beside), "process", "--policy", policy]
+                flags = ["--tasks", "1", "--group", "1", "--env.ensure_scores_are_not_same", "false"]
+                ended = subprocess.run([*command, *flags], cwd=folder, capture_output=True, text=True)
+                if ended.returncode == 0 or "no reference solution" not in ended.stderr:
+                    break
+        finally:
+            beside.unlink(missing_ok=True)
+    if ended.returncode != 0:
+        click.echo(ended.stderr.replace(str(beside), str(file)), err=True, nl=False)
+    how = "ran" if ended.returncode == 0 else f"failed with exit code {ended.returncode}"
+    click.echo(f"{file}: one rollout with the policy {policy} {how}", err=True)
+    return ended.returncode == 0
 
 
 @command.command(

@@ -1,11 +1,20 @@
-"""Ports a script of the contract: rewrites its imports and lists those that cannot be rewritten. All other text stays,
-to the byte. The file is read, never run."""
+"""Ports a script of the contract: rewrites its imports, and lists what cannot start or is not called here.
+
+The file is read, never run, and all text but the imports stays, to the byte. What this package has is looked up in its
+own classes, so the lists cannot grow old.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+import builtins
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import palaestra
 from palaestra.core.errors import ConfigError
@@ -13,21 +22,53 @@ from palaestra.core.errors import ConfigError
 ROOTS = frozenset(
     {"atroposlib", "atropos", "environments", "model_tools", "tools", "toolsets", "toolset_distributions"}
 )
-"""Top-level modules that contract scripts import from. A relative import counts too where it brings a known name."""
+"""Top-level modules that contract scripts import from."""
+
+ELSEWHERE: Mapping[str, str] = {
+    "EvalHandlingEnum": "palaestra.envs.config.fields",
+    "ProcessSession": "palaestra.processes.session",
+}
+"""Names of the contract that are not public here, and their modules."""
 
 NOT_NEEDED: Mapping[str, str] = {
     "apply_patches": "there is nothing to patch: delete the call",
     "resize_tool_pool": "tools need no thread pool: delete the call",
     "OpenAIServer": "ask _use_managed_server() whether the servers give tokens",
+    "registry": "write each tool as a typed function with @tool from palaestra, instead of registry.register",
+    "ToolRegistryEntry": "write each tool as a typed function with @tool from palaestra",
+    "DockerDirectBackend": "this version has only slots of this machine: delete the backend's settings",
+    "ModalToolBackend": "this version has only slots of this machine: set tool_pool_mode='local'",
+    "NomadToolBackend": "this version has only slots of this machine: set tool_pool_mode='local'",
+    "create_tool_backend": "this version has only slots of this machine: set tool_pool_mode='local'",
 }
 """Names without a counterpart, and what to do instead."""
 
+HOOKS = frozenset((
+    "_build_scored_item", "_collect_trajectory_local", "_collect_trajectory_sandbox",
+    "_format_trajectory_for_display", "_resolve_tools_for_group", "_run_agent_loop", "_start_tool_backend",
+    "_stop_tool_backend", "_use_managed_server", "_use_sandbox_backend", "add_rollouts_for_wandb",
+    "add_train_workers", "build_agent_config", "build_task", "build_tools", "cleanup",
+    "collect_trajectories", "collect_trajectory", "compute_reward", "config_init", "create_rollout_table",
+    "env_manager", "env_step_checks", "evaluate", "evaluate_log", "format_prompt", "get_next_item",
+    "handle_env", "handle_send_to_api", "load_checkpoint", "log_eval", "perf_stats",
+    "postprocess_histories", "process_manager", "register_env", "run_agent", "save_checkpoint",
+    "score_trajectory", "setup", "setup_agent_env", "setup_trajectory_workspace", "setup_wandb",
+    "teardown_agent_env", "verify_and_score_trajectory", "wandb_log",
+))  # fmt: skip
+"""Methods of the contract's classes that their own runtime calls. One that our class of the same name lacks is never
+called here."""
+
+CLASSES = ("BaseEnv", "HermesAgentBaseEnv", "AgentEnv")
+"""Classes that scripts subclass."""
+
 _WIDTH = 100
+_NO_COUNTERPART = "it has no counterpart of this name"
+_IMPORT_ERRORS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One import that could not be rewritten."""
+    """One place that needs a change by hand."""
 
     line: int
     what: str
@@ -36,72 +77,382 @@ class Left:
 
 @dataclass(slots=True)
 class Ported:
-    """The new text, the names imported from here, and the imports left to change by hand."""
+    """The new text, the names that now come from here, and what is left to change by hand."""
 
     text: str
     names: list[str] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
 
 
+def counterpart(name: str) -> str | None:
+    """The module from which a name of the contract can be imported here, or None."""
+    return "palaestra" if name in palaestra.__all__ else ELSEWHERE.get(name)
+
+
+def advice(name: str) -> str:
+    """What to do about a name without a counterpart."""
+    return NOT_NEEDED.get(name, _NO_COUNTERPART)
+
+
 def port(source: str, path: str) -> Ported:
-    """The script with its imports rewritten. Raises `ConfigError` for a file that is not Python."""
+    """The script with its imports rewritten; modules next to `path` are its own. Raises `ConfigError` for a file that
+    is not Python."""
     try:
-        tree = ast.parse(source)
+        tree = ast.parse(source, path)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{path} is not Python: {error}") from None
-    ported = Ported(source)
-    lines = source.splitlines(keepends=True)
-    for node in sorted(_imports(tree), key=lambda each: (each.lineno, each.col_offset), reverse=True):
-        if isinstance(node, ast.Import):
-            names = ", ".join(alias.name for alias in node.names)
-            ported.left.append(Left(node.lineno, f"import {names}", "import the names that you use from palaestra"))
-            continue
-        known = [alias for alias in node.names if alias.name in palaestra.__all__]
-        unknown = [alias for alias in node.names if alias not in known]
-        module = "." * node.level + (node.module or "")
-        for alias in unknown:
-            advice = NOT_NEEDED.get(alias.name, "it has no counterpart of this name")
-            ported.left.append(Left(node.lineno, f"from {module} import {alias.name}", advice))
-        if known:
-            ported.names += [alias.name for alias in known]
-            _replace(lines, node, [("palaestra", known), *([(module, unknown)] if unknown else [])])
-    ported.text = "".join(lines)
-    ported.names = sorted(set(ported.names))
-    ported.left.reverse()
-    return ported
+    script = _Script(source, tree, Path(path).absolute().parent)
+    script.port_imports()
+    script.check_calls()
+    for kind in _classes(tree):
+        script.check_class(kind)
+    return script.ported()
 
 
-def _imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports from modules of the contract, at any depth."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and any(_root(alias.name) in ROOTS for alias in node.names):
-            yield node
-        if isinstance(node, ast.ImportFrom):
-            known = any(alias.name in palaestra.__all__ for alias in node.names)
-            if _root(node.module or "") in ROOTS if node.level == 0 else known:
+class _Script:
+    """One script with the edits of its text."""
+
+    def __init__(self, source: str, tree: ast.Module, folder: Path) -> None:
+        self._data, self._tree, self._folder = source.encode("utf-8", "surrogatepass"), tree, folder
+        self._starts = [0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", self._data))]
+        self._edits: list[tuple[int, int, str]] = []
+        self._left: set[Left] = set()
+        self._names: set[str] = set()
+        self._ours: dict[str, str] = {}  # names in the script that are names of this package
+        self._optional = set(_guarded(tree))
+
+    def ported(self) -> Ported:
+        data = self._data
+        for start, end, text in sorted(self._edits, reverse=True):
+            data = data[:start] + text.encode() + data[end:]
+        left = sorted(self._left, key=lambda each: (each.line, each.what))
+        return Ported(data.decode("utf-8", "surrogatepass"), sorted(self._names), left)
+
+    def port_imports(self) -> None:
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Import):
+                self._port_import(node)
+            elif isinstance(node, ast.ImportFrom):
+                self._port_from(node)
+
+    def check_calls(self) -> None:
+        """List calls of this package's names with other arguments than they take."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._ours:
+                called = getattr(palaestra, self._ours[node.func.id], None)
+                if callable(called) and (problem := _unbound(called, node)) is not None:
+                    self._leave(node, f"{node.func.id}(…)", problem)
+
+    def check_class(self, kind: ast.ClassDef) -> None:
+        """List hooks that nothing calls here, and attributes and methods of the base class that it does not have."""
+        family = self._family(kind)
+        if family is None:
+            return
+        base, relatives = family
+        known = set(_attributes(base)) | {name for each in relatives for name in _defined(each)}
+        methods = [each for each in kind.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for method in methods:
+            if method.name in HOOKS and not hasattr(base, method.name):
+                self._leave(method, f"{kind.name}.{method.name}", f"a {base.__name__} never calls it here")
+        for node in ast.walk(kind):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                continue
+            owner = _owner(node)
+            if owner is None:
+                continue
+            theirs = {name for each in relatives if each is not kind for name in _defined(each)}
+            if node.attr not in (known if owner == "self" else set(_attributes(base)) | theirs):
+                self._leave(node, f"{owner}.{node.attr}", f"a {base.__name__} has no {node.attr} here")
+        for node in ast.walk(kind):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner, name = _owner(node.func), node.func.attr
+                own = {name for each in relatives for name in _defined(each)}
+                method = inspect.getattr_static(base, name, None)
+                if owner is None or (owner == "self" and name in own) or not inspect.isfunction(method):
+                    continue
+                if (problem := _unbound(method, node, bound=True)) is not None:
+                    self._leave(node, f"{owner}.{name}(…)", problem)
+
+    # Imports
+
+    def _port_import(self, node: ast.Import) -> None:
+        statements, ours = [], False
+        for alias in node.names:
+            if alias.name.partition(".")[0] not in ROOTS:
+                self._check_installed(node, alias.name)
+                statements.append(f"import {_written(alias)}")
+                continue
+            ours = True
+            name = alias.asname or alias.name
+            if "." in name:
+                self._rewrite_chain(name)
+                statements.append("import palaestra")
+            else:
+                statements.append(f"import palaestra as {name}")
+            used = list(self._uses(name))
+            for use in used:
+                self._take_attribute(use, name)
+        if ours:
+            self._replace(node, statements)
+
+    def _rewrite_chain(self, module: str) -> None:
+        """Replace a dotted module, where its attributes are used, by this package."""
+        for use in self._uses(module):
+            start = self._offset(use.value.lineno, use.value.col_offset)
+            assert use.value.end_lineno is not None
+            assert use.value.end_col_offset is not None
+            self._edits.append((start, self._offset(use.value.end_lineno, use.value.end_col_offset), "palaestra"))
+
+    def _uses(self, module: str) -> Iterator[ast.Attribute]:
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Attribute) and _dotted(node.value) == module:
                 yield node
 
+    def _take_attribute(self, node: ast.Attribute, module: str) -> None:
+        where = counterpart(node.attr)
+        if where == "palaestra":
+            self._names.add(node.attr)
+        elif where is not None:
+            self._leave(node, f"{module}.{node.attr}", f"write from {where} import {node.attr}")
+        else:
+            self._leave(node, f"{module}.{node.attr}", advice(node.attr))
 
-def _root(module: str) -> str:
-    return module.partition(".")[0]
+    def _port_from(self, node: ast.ImportFrom) -> None:
+        module = "." * node.level + (node.module or "")
+        if not _is_theirs(node):
+            if module.partition(".")[0] == "palaestra":
+                self._ours |= {alias.asname or alias.name: alias.name for alias in node.names}
+            self._check_installed(node, module)
+            return
+        if node.names[0].name == "*":
+            self._port_star(node, module)
+            return
+        own = self._own_module(node) if node.level == 1 else None
+        statements: list[tuple[str, list[ast.alias]]] = []
+        for alias in node.names:
+            where = counterpart(alias.name)
+            if where is None and own is not None:
+                where = own
+            elif where is None and node.level == 1 and node.module is None and self._is_own(alias.name):
+                where = ""  # a module next to the script
+            elif where is None and (uses := self._module_uses(alias)):
+                for use in uses:
+                    self._take_attribute(use, alias.asname or alias.name)
+                where = "as"
+            elif where is not None:
+                self._names.add(alias.name)
+                self._ours[alias.asname or alias.name] = alias.name
+            if where is None:
+                self._leave(node, f"from {module} import {alias.name}", advice(alias.name))
+                where = module
+            if statements and statements[-1][0] == where:
+                statements[-1][1].append(alias)
+            else:
+                statements.append((where, [alias]))
+        if any(where != module for where, _ in statements):
+            statements.sort(key=lambda each: each[0] == module)
+            merged: dict[str, list[ast.alias]] = {}
+            for where, names in statements:
+                merged.setdefault(where, []).extend(names)
+            self._replace(node, list(merged.items()))
+
+    def _port_star(self, node: ast.ImportFrom, module: str) -> None:
+        """Import by name what the script uses and defines nowhere."""
+        if node.level == 1 and (own := self._own_module(node)) is not None:
+            self._replace(node, [f"from {own} import *"])
+            return
+        free = _free(self._tree)
+        known = [name for name in sorted(free) if counterpart(name) is not None]
+        imports = [each for each in ast.walk(self._tree) if isinstance(each, ast.ImportFrom)]
+        stars = [each for each in imports if each.names[0].name == "*"]
+        first = next(each for each in stars if _is_theirs(each))
+        if all(_is_theirs(each) for each in stars):
+            for name in sorted(free - set(known)):
+                self._leave(node, f"{name} from {module} import *", advice(name))
+        if node is not first or not known:
+            self._replace(node, ["pass"])
+            return
+        by_module: dict[str, list[ast.alias]] = {}
+        for name in known:
+            by_module.setdefault(counterpart(name) or "", []).append(ast.alias(name))
+            self._names.add(name)
+            self._ours[name] = name
+        self._replace(node, list(by_module.items()))
+
+    def _module_uses(self, alias: ast.alias) -> list[ast.Attribute]:
+        """The uses of an imported name, if it is used only as a module of names that are known here."""
+        name = alias.asname or alias.name
+        uses = list(self._uses(name))
+        read = sum(
+            isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+            for node in ast.walk(self._tree)
+        )
+        return uses if len(uses) == read and all(counterpart(use.attr) == "palaestra" for use in uses) else []
+
+    def _own_module(self, node: ast.ImportFrom) -> str | None:
+        """The module next to the script that a relative import names."""
+        return node.module if node.module is not None and self._is_own(node.module) else None
+
+    def _is_own(self, module: str) -> bool:
+        place = self._folder.joinpath(*module.split("."))
+        return place.with_suffix(".py").is_file() or place.is_dir()
+
+    def _check_installed(self, node: ast.Import | ast.ImportFrom, module: str) -> None:
+        root = module.partition(".")[0]
+        if node in self._optional or root in sys.stdlib_module_names or root == "palaestra" or self._is_own(root):
+            return
+        try:
+            found = importlib.util.find_spec(root) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            self._leave(node, f"import {root}", "it is not installed: pip install its package, or delete the import")
+
+    # Text
+
+    def _leave(self, node: ast.stmt | ast.expr, what: str, way: str) -> None:
+        self._left.add(Left(node.lineno, what, way))
+
+    def _offset(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + column
+
+    def _replace(
+        self, node: ast.Import | ast.ImportFrom, statements: Sequence[str | tuple[str, list[ast.alias]]]
+    ) -> None:
+        """Replace one import statement; the rest of its lines stays."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = self._offset(node.lineno, node.col_offset)
+        before = self._data[self._starts[node.lineno - 1] : start].decode()
+        alone = not before.strip()
+        indent = before if alone else ""
+        lines = [each if isinstance(each, str) else _statement(*each, indent=indent) for each in statements]
+        text = f"\n{indent}".join(lines) if alone else "; ".join(lines)
+        self._edits.append((start, self._offset(node.end_lineno, node.end_col_offset), text))
+
+    def _family(self, kind: ast.ClassDef) -> tuple[type, list[ast.ClassDef]] | None:
+        """The contract's class that a class derives from, with itself and its bases in the script. None if one of its
+        bases is unknown, because that may have anything."""
+        local = {each.name: each for each in _classes(self._tree)}
+        relatives, base = [kind], None
+        for each in relatives:
+            for parent in each.bases:
+                name = _dotted(parent) or ""
+                name = self._ours.get(name, name.rpartition(".")[2])
+                if name in CLASSES:
+                    base = getattr(palaestra, name)
+                elif name in local and local[name] not in relatives:
+                    relatives.append(local[name])
+                elif name not in ("ABC", "object"):
+                    return None
+        return None if base is None else (base, relatives)
 
 
-def _statement(module: str, names: Sequence[ast.alias], indent: str) -> str:
-    written = [f"{alias.name} as {alias.asname}" if alias.asname else alias.name for alias in names]
-    short = f"{indent}from {module} import {', '.join(written)}"
-    if len(short) <= _WIDTH:
+def _is_theirs(node: ast.ImportFrom) -> bool:
+    """Whether an import is from a module of the contract, or relative."""
+    return node.level > 0 or (node.module or "").partition(".")[0] in ROOTS
+
+
+def _guarded(tree: ast.Module) -> Iterator[ast.AST]:
+    """The nodes that run only for a type checker, or whose import error is caught."""
+    for node in ast.walk(tree):
+        body: Iterable[ast.stmt] = ()
+        if isinstance(node, ast.If) and (_dotted(node.test) or "").endswith("TYPE_CHECKING"):
+            body = node.body
+        elif isinstance(node, ast.Try):
+            caught = [handler.type for handler in node.handlers]
+            names = {_dotted(each) for one in caught for each in (one.elts if isinstance(one, ast.Tuple) else [one])}
+            body = node.body if names & {*_IMPORT_ERRORS, None} else ()
+        for statement in body:
+            yield from ast.walk(statement)
+
+
+def _classes(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def _dotted(node: ast.expr | None) -> str | None:
+    """`a.b.c` as text; None for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)) is not None:
+        return f"{before}.{node.attr}"
+    return None
+
+
+def _owner(node: ast.Attribute) -> str | None:
+    """Whose attribute it is: `self`, `super()`, or None for anything else."""
+    if isinstance(node.value, ast.Name) and node.value.id == "self":
+        return "self"
+    call = node.value
+    return "super()" if isinstance(call, ast.Call) and _dotted(call.func) == "super" else None
+
+
+def _defined(kind: ast.ClassDef) -> Iterator[str]:
+    """The attributes that a class sets in its body and on `self`."""
+    for node in ast.walk(kind):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _owner(node) == "self":
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _attributes(cls: type) -> Iterator[str]:
+    """The attributes of a class of this package and of its instances."""
+    yield from dir(cls)
+    for each in cls.__mro__:
+        if each.__module__.startswith("palaestra."):
+            for node in _classes(ast.parse(inspect.getsource(each))):
+                yield from _defined(node)
+
+
+def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | None:
+    """Why a call does not fit what it calls; None if it does, or if that is only known at run time."""
+    if any(isinstance(each, ast.Starred) for each in node.args) or any(each.arg is None for each in node.keywords):
+        return None
+    try:
+        signature = inspect.signature(called)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    first = [None] if bound else []
+    try:
+        signature.bind(*first, *node.args, **{each.arg or "": each.value for each in node.keywords})
+    except TypeError as error:
+        return f"its parameters differ here: {error}"
+    return None
+
+
+def _free(tree: ast.Module) -> set[str]:
+    """The names that a script reads and defines nowhere."""
+    read: set[str] = set()
+    bound = set(dir(builtins)) | {"__file__", "__name__", "__doc__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name is not None:
+            bound.add(node.name)
+    return read - bound
+
+
+def _written(alias: ast.alias) -> str:
+    return f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+
+
+def _statement(module: str, names: Sequence[ast.alias], *, indent: str) -> str:
+    """An import; module `""` imports the names themselves, `as` imports this package under each name."""
+    written = [_written(alias) for alias in names]
+    if module in ("", "as"):
+        own = (f"palaestra as {alias.asname or alias.name}" for alias in names)
+        return f"import {', '.join(own if module else written)}"
+    short = f"from {module} import {', '.join(written)}"
+    if len(indent) + len(short) <= _WIDTH:
         return short
-    return f"{indent}from {module} import (\n" + "".join(f"{indent}    {each},\n" for each in written) + f"{indent})"
-
-
-def _replace(lines: list[str], node: ast.ImportFrom, imports: Sequence[tuple[str, Sequence[ast.alias]]]) -> None:
-    """Replace one import statement; the rest of its lines stays."""
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
-    first, last = node.lineno - 1, node.end_lineno - 1
-    before = lines[first].encode()[: node.col_offset].decode()
-    after = lines[last].encode()[node.end_col_offset :].decode()
-    alone = not before.strip()
-    statements = [_statement(module, names, before if alone else "") for module, names in imports]
-    text = "\n".join(statements) if alone else before + "; ".join(statements)
-    lines[first : last + 1] = [text + after]
+    return f"from {module} import (\n" + "".join(f"{indent}    {each},\n" for each in written) + f"{indent})"

@@ -1,0 +1,65 @@
+"""The old module paths of contract scripts, for scripts that cannot be changed: `import palaestra.compat` first.
+
+    import palaestra.compat
+    from environments.hermes_base_env import HermesAgentBaseEnv      # palaestra's
+
+Nothing else imports this module. Modules that exist are imported as usual; only the missing ones come from here. A name
+without a counterpart raises ImportError with what to do instead. `palaestra env port` rewrites the imports for good.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import palaestra
+from palaestra.envs.port_script import ELSEWHERE, ROOTS, advice, counterpart
+
+_SUBMODULES = frozenset(
+    {
+        "agent", "agent_env", "agent_loop", "atropos_agent", "base", "envs", "hermes_base_env", "pool",
+        "process_registry", "server_baseline", "server_handling", "server_manager", "slot", "slots", "terminal_tool",
+        "tool_call_parsers", "tool_context", "tool_executor", "tools", "type_definitions",
+    }
+)  # fmt: skip
+"""Modules that scripts import as a name of their package."""
+
+
+class _OldModule(ModuleType):
+    """A module of the contract, whose names are those of this package."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__all__ = [*palaestra.__all__, *ELSEWHERE]
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if (where := counterpart(name)) is not None:
+            value: object = getattr(import_module(where), name)
+            return value
+        if name in _SUBMODULES:
+            raise AttributeError(f"module {self.__name__!r} is not imported yet: {name!r}")
+        raise ImportError(f"cannot import {name} from {self.__name__} through palaestra.compat: {advice(name)}")
+
+
+class _OldModules(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in ROOTS:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _OldModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is run: names are looked up when they are used."""
+
+
+sys.meta_path.append(_OldModules())
