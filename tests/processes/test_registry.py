@@ -149,6 +149,10 @@ def test_a_wait_is_cut_to_the_limit_and_says_so(with_registry: WithRegistry) -> 
         assert reply["output"] == "up\n"
         assert "exit_code" not in reply
         assert (await registry.wait(session.id, 0))["timeout_note"] == "Waited 0s; the process still runs."
+        ended = await registry.spawn(slot, "true", task_id="t")
+        reply = await registry.wait(ended.id, 600, limit_s=30)
+        assert (reply["status"], reply["timeout_note"]) == ("exited", "The wait of 600s was cut to the limit of 30s.")
+        assert "timeout_note" not in await registry.wait(ended.id, 20, limit_s=30)
 
     with_registry(scene)
 

@@ -10,7 +10,7 @@ Cancellation reaches the waiting call; context variables are shared.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 from greenlet import getcurrent, greenlet
@@ -110,3 +110,15 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
             f"await {twin} there instead"
         )
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+
+def wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]], twin: str) -> T:
+    """`wait_for_sync` for work of that loop, also from a bridged function that runs on another one."""
+    here = running_loop()
+
+    async def done() -> T:
+        if here in (None, loop):
+            return await work()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
+
+    return wait_for_sync(done(), loop=here or loop, twin=twin)

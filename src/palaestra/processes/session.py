@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import ClassVar
 
+from palaestra.core.io.threads import running_loop
 from palaestra.core.types import JSON
 from palaestra.processes import process_output
 from palaestra.sandbox.slot import Process, ProcessStatus
@@ -89,6 +90,7 @@ class ProcessSession:
     followed: int = 0
     waiting: set[asyncio.Future[None]] = field(default_factory=set)
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=8))
+    loop: asyncio.AbstractEventLoop | None = field(default_factory=running_loop)
 
     pid_scope: ClassVar[str] = "sandbox"
 
@@ -105,6 +107,22 @@ class ProcessSession:
     @property
     def exit_code(self) -> int | None:
         return self.status.exit_code
+
+    @property
+    def output_buffer(self) -> str:
+        """The end of its output, up to `MAX_OUTPUT_CHARS` bytes, for synchronous code; empty once it is lost.
+
+        Raises the slot's errors, and `RuntimeError` on the session's own loop: await `log` there.
+        """
+        from palaestra.core.sync_bridge import wait_on  # few sessions are read so
+
+        if self.process is None or self.loop is None:
+            return ""
+        return wait_on(self.loop, self._buffer, "ProcessSession.log")
+
+    async def _buffer(self) -> str:
+        status = await self.refresh()
+        return (await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)).text
 
     @property
     def notify_on_complete(self) -> bool:
@@ -196,11 +214,14 @@ class ProcessSession:
             reply["exit_code"] = status.exit_code
         reply |= await self._tail(status, "output", WAITED_CHARS)
         reply["output_total_bytes"] = status.output_total_bytes
+        notes = []
+        if timeout_s is not None and timeout_s > limit_s:
+            notes.append(f"The wait of {timeout_s:g}s was cut to the limit of {limit_s:g}s.")
         if word == "timeout":
-            cut = timeout_s is not None and timeout_s > limit_s
-            clamped = f"The wait of {timeout_s:g}s was cut to the limit of {limit_s:g}s. " if cut else ""
-            reply["timeout_note"] = f"{clamped}Waited {patience_s:g}s; the process still runs."
-        elif word == "interrupted":
+            notes.append(f"Waited {patience_s:g}s; the process still runs.")
+        if notes:
+            reply["timeout_note"] = " ".join(notes)
+        if word == "interrupted":
             reply["note"] = "The wait was interrupted; the process still runs."
         return reply | _full_output(status) | self._take_notices()
 

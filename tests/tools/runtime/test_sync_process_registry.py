@@ -51,6 +51,7 @@ def test_code_without_a_loop_has_the_whole_life_of_a_process() -> None:
         }  # fmt: skip
         waited = process_registry.wait(session.id, timeout=60)
         assert (waited["status"], waited["exit_code"], waited["output"]) == ("exited", 0, "got it x in /tmp\n")
+        assert session.output_buffer == "got it x in /tmp\n"
         assert process_registry.read_log(session.id)["total_lines"] == 1
         assert process_registry.kill_process(session.id)["status"] == "already_exited"
 

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.core.io.threads import running_loop
-from palaestra.core.sync_bridge import wait_for_sync
+from palaestra.core.sync_bridge import wait_on
 from palaestra.processes.registry import ProcessRegistry, living, not_found
 from palaestra.processes.session import ProcessSession, Reply, Watch
 from palaestra.sandbox.slot import WORKSPACE, Slot
@@ -103,7 +103,7 @@ class SharedProcesses:
         loop = getattr(env, "loop", None) or running_loop()
         if loop is None:
             raise RuntimeError(f"{env!r} does not name its loop: await ProcessRegistry.spawn there instead")
-        return _wait_on(loop, spawn, "ProcessRegistry.spawn")
+        return wait_on(loop, spawn, "ProcessRegistry.spawn")
 
     def recover_from_checkpoint(self) -> int:
         """Take over the processes of an earlier session, if this one keeps slots (`use_session`). Returns their number.
@@ -183,16 +183,4 @@ process_registry = SharedProcesses()
 def _wait(registry: ProcessRegistry, work: Callable[[], Coroutine[object, object, T]], method: str) -> T:
     """Run on the registry's own loop."""
     assert registry.loop is not None  # it has had a session, or `living` would not name it
-    return _wait_on(registry.loop, work, f"ProcessRegistry.{method}")
-
-
-def _wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[object, object, T]], twin: str) -> T:
-    """Run on a loop, also from a bridged function that runs on another one."""
-    here = running_loop()
-
-    async def done() -> T:
-        if here in (None, loop):
-            return await work()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
-
-    return wait_for_sync(done(), loop=here or loop, twin=twin)
+    return wait_on(registry.loop, work, f"ProcessRegistry.{method}")
