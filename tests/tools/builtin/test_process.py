@@ -91,7 +91,9 @@ def test_what_cannot_be_done_is_told_and_nothing_is_started(at_desk: AtDesk) -> 
         for name in ("pty", "notify_on_complete"):
             reply = await desk.call("terminal", command="touch ran", **{name: True})
             assert reply["error"] == f"{name} needs background=true; nothing was run"
-        assert "NUL" in (await desk.call("terminal", command="touch ran\0", background=True))["error"]
+            assert (reply["output"], reply["exit_code"]) == ("", -1)
+        reply = await desk.call("terminal", command="touch ran\0", background=True)
+        assert ("NUL" in reply["error"], reply["output"], reply["exit_code"]) == (True, "", -1)
         for _ in range(MAX_PROCESSES):
             await desk.call("terminal", command="exec sleep 1000", background=True)
         reply = await desk.call("terminal", command="touch ran", background=True)

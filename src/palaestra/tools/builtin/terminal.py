@@ -92,13 +92,21 @@ def check_command(command: str, most_bytes: int | None = None) -> None:
     try:
         size = len(command.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError:
-        raise ToolMistake("The command holds half of a surrogate pair; nothing was run") from None
+        raise ToolMistake(
+            "The command holds half of a surrogate pair; nothing was run", output="", exit_code=-1
+        ) from None
     if "\0" in command:
-        raise ToolMistake("The command holds a NUL character; nothing was run. Write such bytes with printf '\\0'")
+        raise ToolMistake(
+            "The command holds a NUL character; nothing was run. Write such bytes with printf '\\0'",
+            output="",
+            exit_code=-1,
+        )
     if most_bytes is not None and size > most_bytes:
         raise ToolMistake(
             f"The command has {size} bytes, and {most_bytes} can be run at most; nothing was run. Write what is long "
-            "to a file with write_file, and use that"
+            "to a file with write_file, and use that",
+            output="",
+            exit_code=-1,
         )
 
 
@@ -114,7 +122,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
         name for name in ("pty", "check_interval", "notify_on_complete", "watch_patterns") if arguments.get(name)
     ]
     if misplaced:
-        raise ToolMistake(f"{misplaced[0]} needs background=true; nothing was run")
+        raise ToolMistake(f"{misplaced[0]} needs background=true; nothing was run", output="", exit_code=-1)
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     slot = await run.slot()
     workdir = await in_full(slot, arguments["workdir"]) if arguments.get("workdir") else WORKSPACE
