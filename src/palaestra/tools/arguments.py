@@ -33,7 +33,8 @@ class InvalidArguments(ToolMistake):
 class ArgumentSchema:
     """The compiled form of one tool's parameters. Compiling takes about a millisecond, `parse` microseconds."""
 
-    def __init__(self, schema: Mapping[str, JSON] | str) -> None:
+    def __init__(self, schema: Mapping[str, JSON] | str, aliases: tuple[tuple[str, str], ...] = ()) -> None:
+        self._aliases = aliases
         parameters: Mapping[str, JSON] = json.loads(schema) if isinstance(schema, str) else schema
         self._properties: Mapping[str, JSON] = parameters.get("properties") or {}
         self._required: tuple[str, ...] = tuple(parameters.get("required") or ())
@@ -53,6 +54,9 @@ class ArgumentSchema:
         `additionalProperties`.
         """
         arguments = self._object(raw)
+        for other, name in self._aliases:
+            if other in arguments and name not in arguments:
+                arguments[name] = arguments.pop(other)
         try:
             self._check(arguments)
         except fastjsonschema.JsonSchemaValueException as error:
@@ -148,7 +152,8 @@ def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
     `schema` is an OpenAI function schema, its `function` part, the parameters alone, or a `ToolSchema`.
     """
     parameters = _parameters(schema)
-    return _compiled(json.dumps({name: parameters[name] for name in sorted(parameters)}, default=str))
+    aliases = tuple(schema.aliases.items()) if isinstance(schema, ToolSchema) else ()
+    return _compiled(json.dumps({name: parameters[name] for name in sorted(parameters)}, default=str), aliases)
 
 
 _compiled = lru_cache(_CACHED_SCHEMAS)(ArgumentSchema)

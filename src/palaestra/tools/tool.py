@@ -36,8 +36,9 @@ MAX_USER_TASK = 500
 class ToolSchema:
     """Name, description and JSON-schema parameters of one tool. `parameters` maps argument names to their schemas.
 
-    `keywords` are further keywords of the arguments' schema, such as `$defs` or `additionalProperties`. An `external`
-    tool needs no slot; a tool server may run it.
+    `keywords` are further keywords of the arguments' schema, such as `$defs` or `additionalProperties`. `aliases` are
+    further names of arguments: calls may use them, models do not see them. An `external` tool needs no slot; a tool
+    server may run it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ToolSchema:
     required: tuple[str, ...] = ()
     external: bool = False
     keywords: Mapping[str, JSON] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, definition: Mapping[str, JSON], *, external: bool = False) -> ToolSchema:

@@ -13,6 +13,7 @@ from palaestra.core.errors import IsolationUnavailable, ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.registry.build import build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
@@ -153,3 +154,13 @@ def test_without_a_model_the_tool_is_missing_and_says_what_to_set() -> None:
     tools = ToolRuntime(unrestricted(), _no_slot, "t")
     reply = asyncio.run(tools.handle("vision_analyze", {"image_url": "data:,", "question": "?"}))
     assert "vision_base_url" in json.loads(reply)["error"]
+
+
+def test_the_question_may_have_its_older_name() -> None:
+    schema = build_tool_registry(["vision"], settings=ToolSettings(vision_base_url="http://x/v1")).argument_schema(
+        "vision_analyze"
+    )
+    parsed = schema.parse({"image_url": "a.png", "user_prompt": "what?"})
+    assert parsed == {"image_url": "a.png", "question": "what?"}
+    with pytest.raises(InvalidArguments, match="user_prompt"):
+        schema.parse({"image_url": "a.png", "question": "what?", "user_prompt": "and?"})

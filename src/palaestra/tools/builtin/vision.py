@@ -45,6 +45,7 @@ SCHEMA = ToolSchema(
         "question": parameters.text("What to find out about the image."),
     },
     required=("image_url", "question"),
+    aliases={"user_prompt": "question"},
 )
 
 
