@@ -122,6 +122,9 @@ class Theirs(BaseEnv):
     async def handle_env(self, item):
         return await super().handle_env(item)
 
+    async def get_next_item(self, index):
+        return self.items
+
     async def evaluate(self):
         self.items, self.config, self.of_nobody
         await self.evaluate_log({}, colour="red")
@@ -138,12 +141,13 @@ def test_what_cannot_start_or_is_not_called_is_listed() -> None:
         (4, "import no_such_package"),
         (14, "Theirs.handle_env"),
         (15, "super().handle_env"),
-        (18, "self.of_nobody"),
-        (19, "self.evaluate_log(…)"),
-        (20, "ToolContext(…)"),
+        (17, "Theirs.get_next_item"),
+        (21, "self.of_nobody"),
+        (22, "self.evaluate_log(…)"),
+        (23, "ToolContext(…)"),
     ]
     assert "@tool" in found[3, "from tools.registry import registry"]
-    assert "colour" in found[19, "self.evaluate_log(…)"]
+    assert "colour" in found[22, "self.evaluate_log(…)"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,12 @@ HOOKS = frozenset((
 ))  # fmt: skip
 """Methods of the contract's classes that their own runtime calls. One that our class of the same name lacks is never
 called here."""
+
+TWO_SHAPES = frozenset({"_build_scored_item", "_run_agent_loop"})
+"""Hooks whose overrides may take or return what either version of the contract says."""
+
+PASSED_IF_WANTED = frozenset({"agent_result", "workspace_meta"})
+"""Arguments that overrides get if they have a parameter of the name."""
 
 CLASSES = ("BaseEnv", "HermesAgentBaseEnv", "AgentEnv")
 """Classes that scripts subclass."""
@@ -154,6 +160,10 @@ class _Script:
         for method in methods:
             if method.name in HOOKS and not hasattr(base, method.name):
                 self._leave(method, f"{kind.name}.{method.name}", f"a {base.__name__} never calls it here")
+            ours = inspect.getattr_static(base, method.name, None)
+            comparable = method.name in HOOKS - TWO_SHAPES and not method.decorator_list
+            if comparable and inspect.isfunction(ours) and (problem := _differs(ours, method.args)) is not None:
+                self._leave(method, f"{kind.name}.{method.name}", problem)
         for node in ast.walk(kind):
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
                 continue
@@ -421,6 +431,24 @@ def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | No
         signature.bind(*first, *node.args, **{each.arg or "": each.value for each in node.keywords})
     except TypeError as error:
         return f"its parameters differ here: {error}"
+    return None
+
+
+def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
+    """Why an override cannot be called as our method is; None if it can."""
+    parameters = list(inspect.signature(ours).parameters.values())[1:]
+    passed = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    always = [each for each in passed if each.default is each.empty]
+    taken = [*theirs.posonlyargs, *theirs.args][1:]
+    if len(taken) - len(theirs.defaults) > len(passed) or (len(taken) < len(always) and theirs.vararg is None):
+        return f"it is called here with ({', '.join(each.name for each in passed)})"
+    names = {each.arg for each in [*theirs.args, *theirs.kwonlyargs]}
+    by_name = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty}
+    if theirs.kwarg is None and (missing := sorted(by_name - names)):
+        return f"it is called here with {', '.join(f'{name}=' for name in missing)}, too"
+    required = {each.arg for each, value in zip(theirs.kwonlyargs, theirs.kw_defaults, strict=True) if value is None}
+    if unknown := sorted(required - {each.name for each in parameters} - PASSED_IF_WANTED):
+        return f"nothing passes {', '.join(unknown)} here"
     return None
 
 
