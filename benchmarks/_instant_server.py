@@ -43,8 +43,10 @@ def token_reply(ids: Sequence[int]) -> bytes:
 class InstantServer(asyncio.Protocol):
     """Enough HTTP to answer requests with a Content-Length at once."""
 
-    def __init__(self, chat: Conversation, tokens: Conversation, turns: Callable[[bytes], int]) -> None:
-        self._chat, self._tokens, self._turns = chat, tokens, turns
+    def __init__(
+        self, chat: Conversation, tokens: Conversation, turns: Callable[[bytes], int], delay_s: float = 0.0
+    ) -> None:
+        self._chat, self._tokens, self._turns, self._delay_s = chat, tokens, turns, delay_s
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -64,7 +66,10 @@ class InstantServer(asyncio.Protocol):
             self._buffer = self._buffer[end:]
             reply = self._reply(path, body)
             start = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(reply)
-            self._transport.write(start + reply)
+            if self._delay_s and path.endswith((b"/generate", b"/chat/completions")):
+                asyncio.get_running_loop().call_later(self._delay_s, self._transport.write, start + reply)
+            else:
+                self._transport.write(start + reply)
 
     def _reply(self, path: bytes, body: bytes) -> bytes:
         if path.endswith(b"/generate"):
@@ -74,10 +79,17 @@ class InstantServer(asyncio.Protocol):
         return b'{"object": "list", "data": [{"id": "m", "object": "model"}]}'
 
 
-async def serve(chat: Conversation, tokens: Conversation = (), turns: Callable[[bytes], int] = lambda body: 0) -> None:
-    """Say where it listens, and answer until standard input ends. `turns` counts the replies in a body of ids."""
+async def serve(
+    chat: Conversation,
+    tokens: Conversation = (),
+    turns: Callable[[bytes], int] = lambda body: 0,
+    *,
+    delay_s: float = 0.0,
+) -> None:
+    """Print the address, and answer until standard input ends. `turns` counts the replies in a body of ids; each reply
+    of the model takes `delay_s`."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: InstantServer(chat, tokens, turns), "127.0.0.1", 0, backlog=2048)
+    server = await loop.create_server(lambda: InstantServer(chat, tokens, turns, delay_s), "127.0.0.1", 0, backlog=2048)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
     server.close()

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from palaestra.core.errors import AcquireTimeout, ConfigError, IsolationUnavailable, SandboxError, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig, default_max_slots
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Slot, SlotSpec, SlotState, View
 
 pytestmark = pytest.mark.slots
@@ -184,7 +184,7 @@ def test_the_configuration_refuses_what_it_does_not_know() -> None:
         SlotPoolConfig(max_slots=0)
     with pytest.raises(ValidationError):
         SlotPoolConfig.model_validate({"acquire_timeout_s": 3})
-    assert SlotPoolConfig().max_slots == default_max_slots() >= 4
+    assert SlotPoolConfig().max_slots is None
 
 
 def test_slots_that_were_there_before_count_until_they_are_released() -> None:

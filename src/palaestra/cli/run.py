@@ -58,6 +58,7 @@ command = front_door(
       --base-url URL     an OpenAI-compatible server      --model NAME   its model
       --tasks N          groups, at most                  --group N      rollouts per task
       --concurrency N    groups at once                   --backend B    where slots come from
+      --slots N          slots in use at a time, at most; the default follows memory and open files, up to 512
       --max-cost C       pause at this cost; needs --env.prompt_price and --env.completion_price
       --max-infra-rate R pause when infrastructure failures end more of the last 100 rollouts (default 0.2)
       --metrics-port P   Prometheus text on localhost

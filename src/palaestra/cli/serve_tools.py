@@ -207,7 +207,7 @@ class _ExecutorOptions:
 )
 @_host
 @click.option("--port", type=click.IntRange(0, 65535), default=9001, show_default=True, help="0: a free one.")
-@click.option("--slots", type=click.IntRange(min=1), help="At most at once. Default: four per processor.")
+@click.option("--slots", type=click.IntRange(min=1), help="Most slots at a time. Default: as memory allows, up to 512.")
 @click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
 @click.option("--image", help="The root file system of slots: a directory, a tar file or an OCI layout.")
 @click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="May be given again. Default: all.")
@@ -234,7 +234,6 @@ async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings)
     from palaestra.tools.serving.executor_service import ExecutorService
 
     stop = told_to_stop()
-    limits: dict[str, JSON] = {} if options.slots is None else {"max_slots": options.slots}
     backend = LocalBackend.from_isolation(options.isolation, require_sandbox=settings.require_sandbox)
     policy = ToolExecutorConfig(
         **settings.model_dump(include={"allow_network", "require_sandbox", "tool_server_url", "tool_server_token"})
@@ -243,7 +242,9 @@ async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings)
     registry = await _executor_tools(options.toolsets, settings)
     with closing(world):
         async with (
-            SlotPool(SlotPoolConfig(acquire_timeout=settings.acquire_timeout_s, **limits), backend) as pool,
+            SlotPool(
+                SlotPoolConfig(max_slots=options.slots, acquire_timeout=settings.acquire_timeout_s), backend
+            ) as pool,
             ToolExecutor(
                 pool, registry, policy, spec=SlotSpec(image=options.image), delegates=_delegates(settings), world=world
             ) as running,
@@ -251,7 +252,7 @@ async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings)
             service = ExecutorService(running, pool, token=settings.token, lease_s=options.lease_s)
             async with service.serving(options.host, options.port) as url:
                 click.echo(url)
-                click.echo(f"{pool.total_slots} slots, isolation {pool.rung.label}", err=True)
+                click.echo(f"slots: {pool.limit}; isolation {pool.rung.label}", err=True)
                 if weak := WARNINGS.get(pool.rung):
                     click.echo(f"WARNING: isolation {pool.rung.label}: {weak}", err=True)
                 _warn_open(options.host, settings.token)

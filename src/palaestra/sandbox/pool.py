@@ -1,8 +1,8 @@
 """The slots of one run: leased first come, first served, up to a limit.
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. The timeout covers waiting for
-a free place, not making the slot. A slot that cannot be ended is quarantined: its place is free again, and each release
-tries to end it.
+a free place, not making the slot. While memory is short, a place is free only after another slot has ended
+(`admission.py`). A slot that cannot be ended is quarantined: its place is free again, and each release tries to end it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import AcquireTimeout, ConfigError, InfraError, SandboxError, SlotLost
 from palaestra.core.types import JSON
+from palaestra.sandbox import admission
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Change, ExecutionResult, Rung, Shell, Slot, SlotSpec, SlotState, Snapshot, View
 from palaestra.sandbox.slot_tools import run_slot_tool, tool_result
@@ -32,9 +32,8 @@ USUAL_TIMEOUT_S = 60.0
 """Of `execute`, in seconds, unless the call says another."""
 
 
-def default_max_slots() -> int:
-    """Four slots per processor this process may use, at least four: a rollout mostly waits for the model."""
-    return max(4, 4 * len(os.sched_getaffinity(0)))
+_LOOK_AGAIN_S = 0.5
+"""How often a pool whose callers wait for memory looks at it without a slot having ended."""
 
 
 class SlotPoolConfig(BaseModel):
@@ -42,8 +41,8 @@ class SlotPoolConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_slots: int = Field(default_factory=default_max_slots, ge=1)
-    """How many slots may be leased at a time. Default: four per processor, at least four."""
+    max_slots: int | None = Field(default=None, ge=1)
+    """How many slots may be leased at a time. Default: as many as memory and open files allow, up to 512."""
     acquire_timeout: float = Field(default=30.0, gt=0)
     """Seconds that `acquire` waits for a free place before it raises `AcquireTimeout`."""
     slots_per_container: int = Field(default=10, ge=1)
@@ -99,8 +98,8 @@ class _Holding:
 class SlotPool:
     """Implements `SlotSource`. `async with` starts the backend and ends it with every slot.
 
-    `backend` defaults to slots of this machine at the best isolation level. Raises `ConfigError` for settings of
-    another backend.
+    `backend` defaults to slots of this machine at the best isolation level. `memory` gives the bytes that are available
+    on this machine. Raises `ConfigError` for settings of another backend.
     """
 
     def __init__(
@@ -109,15 +108,21 @@ class SlotPool:
         backend: LocalBackend | None = None,
         *,
         clock: Clock | None = None,
+        memory: Callable[[], int] = admission.available_memory,
     ) -> None:
         config = config or SlotPoolConfig()
         config.check()
         self.config = config
         self.backend = backend or LocalBackend()
+        self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
+        """How many slots there may be and why, once the pool has started."""
+        self._memory = memory
+        self._unchecked = admission.unchecked_slots()
         self._shells: dict[int, Shell] = {}
         self._clock = clock or SystemClock()
-        self._free = self._places = config.max_slots
+        self._free = self._places = self.limit.slots
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._looking: asyncio.TimerHandle | None = None
         self._held: dict[int, _Holding] = {}
         self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
         self._makes: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
@@ -134,14 +139,19 @@ class SlotPool:
         """Start the backend. Raises `IsolationUnavailable` before any slot exists. Idempotent."""
         await self.backend.start()
         if not self._started:
-            capacity = self.backend.capacity
-            self._places = min(self.config.max_slots, capacity or self.config.max_slots)
-            self._free = self._places
+            files = admission.open_more_files()
+            self.limit = admission.slot_limit(self.config.max_slots, memory=self._memory(), files=files)
+            if (capacity := self.backend.capacity) is not None and capacity < self.limit.slots:
+                self.limit = admission.SlotLimit(capacity, f"isolation {self.rung.label} has no more without root")
+            self._free = self._places = self.limit.slots
         self._started = True
 
     async def aclose(self) -> None:
         """End every slot and the backend. Waiting `acquire` calls raise `SandboxError`. Idempotent."""
         self._started = False
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(SandboxError("the slot pool was closed"))
@@ -412,7 +422,7 @@ class SlotPool:
 
     async def _take_place(self, trajectory_id: str, timeout_s: float) -> None:
         asked = self._clock.monotonic()
-        if self._free > 0 and not self._waiting:
+        if not self._waiting and self._has_place():
             self._free -= 1
         else:
             await self._wait(trajectory_id, timeout_s)
@@ -422,6 +432,7 @@ class SlotPool:
         """Queue for a place; `_give_place` passes free ones to the first in the queue."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
+        self._give_out()
         try:
             async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
                 await waiter
@@ -436,20 +447,39 @@ class SlotPool:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
 
+    def _has_place(self) -> bool:
+        """Whether a slot may be leased now: below the limit, and memory is not short unless few slots are in use."""
+        if self._free <= 0:  # below zero after `take_up`
+            return False
+        return self._places - self._free < self._unchecked or self._memory() >= admission.RESERVE_BYTES
+
     def _give_place(self) -> None:
         self._free = min(self._free + 1, self._places)
-        while self._waiting and self._free > 0:  # below zero after `take_up`
+        self._give_out()
+
+    def _give_out(self) -> None:
+        """Pass free places to the first in the queue; while memory keeps some back, look again later."""
+        while self._waiting and self._has_place():
             waiter = self._waiting.popleft()
             if not waiter.done():
                 self._free -= 1
                 waiter.set_result(None)
+        if self._waiting and self._free > 0 and self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = None
+        self._give_out()
 
     def _explain(self, trajectory_id: str, timeout_s: float) -> str:
         now = self._clock.monotonic()
         oldest = sorted(self._held.values(), key=lambda held: held.since)[:3]
         holders = ", ".join(f"{held.slot.trajectory_id} for {now - held.since:.0f}s" for held in oldest)
+        used = self._places - self._free
+        short = f"memory is short and {used} of {self.total_slots} are in use"
+        why = short if self._free > 0 else f"all {self.total_slots} are in use"
         return (
-            f"no slot became free for {trajectory_id} in {timeout_s:g}s: all {self.total_slots} are in use"
+            f"no slot became free for {trajectory_id} in {timeout_s:g}s: {why}"
             f"{f' (longest by {holders})' if holders else ''}; "
             "raise max_slots or acquire_timeout, or lower the concurrency"
         )

@@ -169,4 +169,7 @@ def make_prepared(config: BaseEnvConfig, backend: LocalBackend) -> Prepared | No
 def make_pool(config: BaseEnvConfig) -> SlotPool:
     """The slots of a run, on this machine. Raises `ConfigError` for an unknown isolation level."""
     backend = LocalBackend.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
-    return SlotPool(SlotPoolConfig(acquire_timeout=config.acquire_timeout_s), backend)
+    slots = config.slots
+    if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:
+        slots = config.tool_pool_size
+    return SlotPool(SlotPoolConfig(max_slots=slots, acquire_timeout=config.acquire_timeout_s), backend)

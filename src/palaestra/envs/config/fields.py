@@ -74,6 +74,9 @@ class BaseEnvConfig(Settings):
     workspace_store_bytes: int = setting(
         DEFAULT_MAX_BYTES, "Disk space of shared workspaces; above it, the least recently used are deleted.", ge=0
     )
+    slots: int | None = setting(
+        None, "Slots in use at a time, at most; None: as many as memory and open files allow, up to 512.", ge=1
+    )
     acquire_timeout_s: float = setting(30, "Seconds to wait for a free slot.", gt=0)
     infra_retries: int = setting(
         1, "Further attempts at a rollout after an infrastructure failure, before it stays unscored.", ge=0
@@ -249,6 +252,9 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     tool_pool_mode: str = setting("default", "The source of slots: `local`, or `default` for terminal_backend.")
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
+    tool_pool_size: int = setting(
+        128, "The name of `slots` in existing scripts; has no effect unless it is set and `slots` is not.", ge=1
+    )
     terminal_timeout: int = setting(120, "Seconds of one command, unless the call sets them.", ge=1)
     allow_network: bool = setting(True, "Whether the agent's commands reach the network.")
     freeze_slots: bool = setting(False, "Stop the processes in a rollout's slot while the model thinks.")
@@ -265,7 +271,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     prompt_field: str = setting("prompt", "The column that holds the prompt.")
 
     terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.")
-    tool_pool_size: int = later(128, "Threads for tools; tools run on the event loop here.")
     nomad_address: str = later("http://localhost:4646", "Nomad: its API.")
     sandbox_job_id: str = later("atropos-sandbox", "Nomad: the job's name.")
     sandbox_image: str = later("atropos-sandbox:local", "Nomad: the container image.")

@@ -148,6 +148,7 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
             recorded_tools.keep(output.folder.world)
         environment.world = recorded_tools
         stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
+        stream.write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
         if weak := WARNINGS.get(pool.rung):
             stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
         limits = make_limits(config, output)

@@ -8,6 +8,7 @@ of their numbers.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ def command(
     async def checked() -> TerminalBuild:
         async with make_pool(HermesAgentEnvConfig()) as pool:
             # A task under check uses one slot at a time, and soon the next.
-            at_once = parallel or max(1, pool.total_slots // 2)
+            at_once = parallel or max(2, 2 * len(os.sched_getaffinity(0)))
             return await build(
                 selection, count, pool, parallel=at_once, image=image, progress=lambda line: click.echo(line, err=True)
             )

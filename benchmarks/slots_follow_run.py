@@ -1,0 +1,143 @@
+"""Whether slots keep up with the model server: python benchmarks/slots_follow_run.py [--quick] [--json FILE]
+
+The model server takes one second per call, in a process of its own. Rollouts in groups of eight run in slots, 64 and
+512 at a time. A rollout has `CALLS` model calls and nine commands, and its score reads a file in a fresh slot. If no
+rollout waits for a slot, N rollouts at a time finish N/CALLS per second: the ideal rate, to which the ratio refers. The
+pool has its defaults, so the limit is what this machine carries. 512 rollouts have more calls, because two cores
+execute about 300 commands a second, which is what would be measured otherwise.
+
+`memory` is by how much the available memory shrank at most, per rollout in flight. `leftovers` are slots that are in
+use after the last rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import _measure as measure
+from _instant_server import chat_reply, serve
+
+from palaestra import Task, environment
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.server_group import ServerGroup
+from palaestra.rollouts.journal.journal import EventStream, Journal
+from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.spec import RunContext, RunSettings
+from palaestra.rollouts.workspaces import Workspaces
+from palaestra.sandbox.admission import available_memory
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+
+CALL_S, COMMANDS, GROUP, WAVES = 1.0, 9, 8, 2
+CALLS = {64: 10, 512: 20}
+"""Model calls per rollout, by rollouts at a time."""
+TARGET = 0.9
+PROMPT = "Do the steps of task.txt"
+
+
+def conversation(calls: int) -> list[bytes]:
+    """The replies of one rollout, of which `COMMANDS` run a command and the others read the task again."""
+    replies = []
+    for turn in range(calls - 1):
+        runs = (turn + 1) * COMMANDS // (calls - 1) > turn * COMMANDS // (calls - 1)
+        tool = ("terminal", {"command": "echo step >> done.txt"}) if runs else ("read_file", {"path": "task.txt"})
+        replies.append(chat_reply(None, [tool], turn))
+    return [*replies, chat_reply("All done.")]
+
+
+@environment(toolsets=["terminal", "file"])
+async def steps(n: int = 8):
+    """Tasks whose workspace is prepared once per group."""
+    for number in range(n):
+        yield Task(id=f"t{number}", prompt=PROMPT, files={"task.txt": "ten steps\n"})
+
+
+@steps.score
+async def right(sandbox):
+    """Whether all commands ran."""
+    return await sandbox.read_text("done.txt", missing="") == "step\n" * COMMANDS
+
+
+@contextlib.asynccontextmanager
+async def lowest_memory() -> AsyncIterator[list[int]]:
+    """The available memory at the start, and the lowest since."""
+    seen = [available_memory()] * 2
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            seen[1] = min(seen[1], available_memory())
+
+    looking = asyncio.create_task(look())
+    try:
+        yield seen
+    finally:
+        looking.cancel()
+
+
+async def run(url: str, at_once: int, waves: int) -> dict[str, float]:
+    """Rollouts per second with so many in flight, and what they took."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
+        await engine.start()
+        async with SlotPool(SlotPoolConfig(), LocalBackend()) as pool:
+            workspaces = Workspaces(pool)
+            seconds = {}
+            async with lowest_memory() as memory:
+                for name, groups in (("warm", 1), ("counted", waves * at_once // GROUP)):
+                    journal = Journal(Path(folder, f"{name}.jsonl"))
+                    context = RunContext(
+                        engine, workspaces, EventStream(journal), settings=RunSettings(group_size=GROUP)
+                    )
+                    started = time.perf_counter()
+                    tasks = steps.build(steps.config_type()(n=groups))
+                    totals = await Runner(tasks, context, concurrency=at_once // GROUP).run()
+                    seconds[name] = time.perf_counter() - started
+                    journal.close()
+                    assert (totals.scored, totals.mean_reward) == (groups * GROUP, 1.0), totals.errors
+            await workspaces.aclose()
+            left = pool.acquired_slots
+        await engine.aclose()
+    rate = waves * at_once / seconds["counted"]
+    return {"per_s": rate, "memory_kib": (memory[0] - memory[1]) / 1024 / at_once, "left": left}
+
+
+def rows(at_once: int, calls: int, found: measure.Sample) -> list[measure.Row]:
+    """The figures of one size; the rate is judged by its share of the ideal one."""
+    ideal = at_once / (calls * CALL_S)
+    rate = measure.Row(f"{at_once} rollouts of {calls} calls", found["per_s"], "rollouts/s", found["per_s"] / ideal)
+    return [
+        measure.judged(rate, TARGET * ideal, found["per_s"] >= TARGET * ideal),
+        measure.Row(f"memory with {at_once}", found["memory_kib"], "KiB/rollout"),
+        measure.with_ceiling(measure.Row(f"leftovers of {at_once}", found["left"], "slots"), 0),
+    ]
+
+
+def main() -> int:
+    """Measure every size and print the table."""
+    given = measure.parse_options(__doc__)
+    table: list[measure.Row] = []
+    for at_once, calls in list(CALLS.items())[: 1 if given.quick else None]:
+        with measure.serving(__file__, "--serve", str(calls)) as url:
+            sample = ("--sample", url, str(at_once), str(1 if given.quick else WAVES))
+            cases = {f"{at_once} rollouts": lambda sample=sample: measure.fresh_process(__file__, *sample)}
+            (found,) = measure.interleaved(cases, given.rounds).values()
+        table += rows(at_once, calls, found)
+    title = f"Model calls of {CALL_S:g} s, {COMMANDS} commands per rollout; ratios are to the ideal rate"
+    return measure.report(title, table, given.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        asyncio.run(serve(conversation(int(sys.argv[2])), delay_s=CALL_S))
+    elif sys.argv[1:2] == ["--sample"]:
+        print(json.dumps(asyncio.run(run(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))))
+    else:
+        sys.exit(main())

@@ -1,0 +1,108 @@
+"""How many slots this machine carries at a time: by its memory, and by the files a process may open.
+
+A slot that waits for the model costs little; what counts is what its commands use. So the limit at the start is
+generous, and the pool asks `available_memory` again before each further slot.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_SLOTS = 512
+"""The most slots of a pool that sets no limit."""
+SLOT_BYTES = 8 << 20
+"""Memory that is reckoned per slot. Measured: 0.4 MiB for an idle one, 5.6 MiB while a small Python program runs."""
+SLOT_FILES = 8
+"""Descriptors reckoned per slot. Measured: the slot server has 4 per slot, and 6 with a command; this process has 4."""
+OTHER_FILES = 512
+"""Descriptors left to everything else: connections to the model server, journals, logs."""
+RESERVE_BYTES = 512 << 20
+"""Below this much available memory, a pool with slots in use leases no further one until some end."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLimit:
+    """How many slots there may be at a time, and what sets the limit."""
+
+    slots: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"at most {self.slots} at a time: {self.reason}"
+
+
+def unchecked_slots() -> int:
+    """How many slots are leased whatever the memory: four per processor this process may use, at least four."""
+    return max(4, 4 * len(os.sched_getaffinity(0)))
+
+
+def slot_limit(wanted: int | None, *, memory: int, files: int) -> SlotLimit:
+    """The limit for a pool that wants `wanted` slots; None: as many as the machine carries, up to `DEFAULT_SLOTS`.
+
+    `memory` are the available bytes, which limit only a pool without a wish: the caller of the others knows what its
+    slots need. `files` are the descriptors that a process may open.
+    """
+    found = SlotLimit(wanted or DEFAULT_SLOTS, "as set" if wanted else "the default")
+    carried = max(unchecked_slots(), (memory - RESERVE_BYTES) // SLOT_BYTES)
+    if wanted is None and carried < found.slots:
+        found = SlotLimit(carried, f"{memory >> 20} MiB of memory are available")
+    opened = max(1, (files - OTHER_FILES) // SLOT_FILES)
+    if opened < found.slots:
+        found = SlotLimit(opened, f"a process may open {files} files here (ulimit -Hn)")
+    return found
+
+
+def open_more_files() -> int:
+    """Let this process open as many files as its hard limit allows, which is returned."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+
+def available_memory() -> int:
+    """Bytes that new processes can use: the kernel's MemAvailable, or less in a control group with a limit.
+
+    Sources: proc_meminfo(5); the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
+    """
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    found = int(meminfo["MemAvailable"].split()[0]) << 10
+    return min([found, *(left for place in _memory_groups() if (left := _left_in(place)) is not None)])
+
+
+def _memory_groups() -> list[Path]:
+    """The visible control groups that may limit the memory of this process: its own and those above."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUPS / "memory" if controllers else _CGROUPS
+        group = root / path.lstrip("/")
+        found += [each for each in (group, *group.parents) if each.is_relative_to(root)]
+    return found
+
+
+def _left_in(group: Path) -> int | None:
+    """The bytes that a control group has left, with the page cache that it can drop; None if it has no limit."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, now = (group / limit).read_text().strip(), int((group / used).read_text())
+            figures = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if most != "max":
+            return max(0, int(most) - now + int(figures.get(cache, 0)))
+    return None
