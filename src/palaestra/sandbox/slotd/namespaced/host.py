@@ -29,6 +29,8 @@ _OPTIONS = "mode=755,size=64m"
 _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
 # The lowest tree of every image: directories that must exist, whether the image has them or not.
 _PLACES = "/skeleton/places"
+# Above an image that lacks them: `docker export` leaves the files empty that docker mounts over.
+_HOSTS, _RESOLVER = "/skeleton/hosts", "/skeleton/resolver"
 _COPIED = (
     "alternatives", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts", "gai.conf", "host.conf",
     "java*", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*.path", "locale.alias", "locale.conf", "localtime",
@@ -76,13 +78,34 @@ class HostSetup:
     def trees(self, image: str | None, network: bool) -> tuple[Tree, ...]:
         """The trees of a root. Raises OSError if the image cannot be used."""
         if image is not None:
-            return (Tree("root", "/", (self.lowers.get(image), _PLACES)),)
+            lower = self.lowers.get(image)
+            added = (_HOSTS,) if _lacks(image, "etc/hosts", b"localhost") else ()
+            if network and os.path.exists(f"{_RESOLVER}/etc/resolv.conf") and _lacks(image, "etc/resolv.conf", b"name"):
+                added = (*added, _RESOLVER)
+            return (Tree("root", "/", (*added, lower, _PLACES)),)
         return host_trees(self.lowers, (_NETWORK, _SKELETON) if network else (_SKELETON,))
 
     def binds(self, mounts: list[list[str]], image: str | None) -> tuple[Bind, ...]:
         """The read-only mounts of a root."""
         wanted = tuple(Bind(self.lowers.get(source), target) for source, target in mounts)
         return wanted if image is not None or self.prefix is None else (self.prefix, *wanted)
+
+
+def _lacks(image: str, name: str, word: bytes) -> bool:
+    """Whether a file of an image is missing, a link, or without this word."""
+    path = f"{HOST}{image}/{name}"
+    try:
+        return os.path.islink(path) or word not in _start_of(path)
+    except OSError:
+        return True
+
+
+def _start_of(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 16)
+    finally:
+        os.close(fd)
 
 
 def enter_own_root() -> None:
@@ -136,7 +159,12 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     for name in ("dev", "proc", "root", "sys", "tmp", "workspace"):
         os.makedirs(f"{_PLACES}/{name}")
     _build_base(_SKELETON, system_links(), places)
-    _build_network(_NETWORK)
+    _build_network(_NETWORK, ("resolv.conf", "hosts"))
+    os.mkdir(_HOSTS)
+    os.mkdir(f"{_HOSTS}/etc")
+    namespaces.write_file(f"{_HOSTS}/etc/hosts", _WRITTEN["hosts"])
+    os.mkdir(_RESOLVER)
+    _build_network(_RESOLVER, ("resolv.conf",))
     if owner:
         _give("/skeleton", owner)
     prepare_shared()  # afterwards, so that the host's devices keep their owner
@@ -167,12 +195,12 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
             _copy(f"{source}/{name}", f"{root}/etc/{folder}/{name}")
 
 
-def _build_network(root: str) -> None:
-    """Fill a directory with the additional files of slots with the host's network: its resolver."""
+def _build_network(root: str, names: Iterable[str]) -> None:
+    """Fill a directory with these files of the host, for slots with its network."""
     os.mkdir(f"{root}/etc")
     top = os.open(HOST, os.O_PATH | os.O_DIRECTORY)
     try:
-        for name in ("resolv.conf", "hosts"):
+        for name in names:
             with contextlib.suppress(OSError):  # a dangling link, or no resolver
                 # Often a link, which must be followed in the host's root and not in the server's.
                 fd = syscalls.openat2(top, f"etc/{name}", os.O_RDONLY, syscalls.RESOLVE_IN_ROOT)
