@@ -28,6 +28,7 @@ class InstalledPytest(DependencyCache):
             command=(python,),
             mounts=(*mounts, Mount(str(self.root), DEPENDENCIES_DIR)),
             dependencies=(f"{DEPENDENCIES_DIR}/site",),
+            python_path=install.python_path,
         )
 
 

@@ -22,7 +22,7 @@ from palaestra.suites.grading.toolchain import Toolchain
 HARNESS_DIR = "/tmp/.palaestra-grade"  # noqa: S108  a path in the grading slot
 CANARY_TIMEOUT_S = 60.0
 
-_ENVIRONMENT = {
+HARNESS_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONNOUSERSITE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -52,11 +52,22 @@ class Status(StrEnum):
     ERROR = "error"
     SKIPPED = "skipped"
     XFAILED = "xfailed"
+    """It carries the mark `xfail`, and failed."""
+    XFAIL_CALLED = "xfail called"
+    """It, or the code under test, called `pytest.xfail`."""
     XPASSED = "xpassed"
     MISSING = "missing"
 
 
-_WORST_FIRST = (Status.ERROR, Status.FAILED, Status.SKIPPED, Status.XFAILED, Status.XPASSED, Status.PASSED)
+_WORST_FIRST = (
+    Status.ERROR,
+    Status.FAILED,
+    Status.SKIPPED,
+    Status.XFAIL_CALLED,
+    Status.XFAILED,
+    Status.XPASSED,
+    Status.PASSED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +152,7 @@ async def _pytest(
         "pytest_reporter.py",
         plan,
         folder=HARNESS_DIR,
-        env=_ENVIRONMENT,
+        env=HARNESS_ENVIRONMENT,
         timeout_s=timeout_s,
     )
     return read_run(records, result)
@@ -195,6 +206,8 @@ def _phase_status(phase: Mapping[str, JSON]) -> Status:
     outcome, expected = phase["outcome"], phase["wasxfail"]
     if outcome == "passed":
         return Status.XPASSED if expected else Status.PASSED
+    if outcome == "skipped" and expected:
+        return Status.XFAILED if phase.get("marked") else Status.XFAIL_CALLED
     if outcome == "skipped":
-        return Status.XFAILED if expected else Status.SKIPPED
+        return Status.SKIPPED
     return Status.FAILED if phase["when"] == "call" else Status.ERROR

@@ -39,7 +39,8 @@ _SYSTEM = ("/usr", "/bin", "/lib")
 class Install:
     """What the tests of a repository need.
 
-    `requirements` are pinned and mounted read-only; `python_path` are importable directories of the repository;
+    `requirements` are pinned and mounted read-only (for `editable`: what pip accepts, `.[extra]` of the repository, and
+    `-rFILE` inside it); `python_path` are importable directories of the repository;
     `pytest_args` precede the tests. `editable` asks for a virtual environment with the repository installed in it, made
     once per commit: the way rows of the public data sets run.
     """
@@ -178,8 +179,10 @@ async def install_editable(
     variables = {"PIP_NO_CACHE_DIR": "1", **trust, **(env or {})}
     await _in_slot(slot, [python, "-m", "venv", "--symlinks", VENV_DIR], "/", 120.0, variables)
     pip = [f"{VENV_DIR}/bin/python", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
-    requirements = [*PUBLIC_TEST_REQUIREMENTS, *install.requirements]
-    await _in_slot(slot, [*pip, "-e", repo_dir, *requirements], repo_dir, timeout_s, variables)
+    extras = [name[2:-1] for name in install.requirements if name.startswith(".[")]
+    repository = f"{repo_dir}[{','.join(extras)}]" if extras else repo_dir
+    requirements = [*PUBLIC_TEST_REQUIREMENTS, *(name for name in install.requirements if name[0] != ".")]
+    await _in_slot(slot, [*pip, "-e", repository, *requirements], repo_dir, timeout_s, variables)
     return venv_toolchain(install, mounts)
 
 

@@ -7,6 +7,7 @@ files are exported as git archives them: empty directories and pointer files.
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, TaskError
@@ -16,6 +17,7 @@ from palaestra.suites.host_process import check_process, run_process
 from palaestra.suites.swe.swe_row import SweRow
 
 _LOCAL_TIMEOUT_S = 120.0
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SETTINGS = ("-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "protocol.ext.allow=never", "-c", "core.hooksPath=/")
 
 
@@ -32,6 +34,7 @@ class RepositoryCache:
         self._root = root
         self._base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
+        self._meant: dict[tuple[Path, str], str] = {}
 
     def source(self, row: SweRow) -> str:
         """The address or folder of a row's repository."""
@@ -48,7 +51,7 @@ class RepositoryCache:
         path = await build_once(self._root / name, self._create, timeout_s=self._timeout_s)
         async with file_lock(self._root / f"{name}.lock", timeout_s=self._timeout_s):
             if await self._resolve(path, row.base_commit) is None:
-                await self._fetch(path, source, row.base_commit)
+                await self._fetch(path, source, row)
         return path
 
     async def commit(self, row: SweRow) -> str:
@@ -57,7 +60,22 @@ class RepositoryCache:
         commit = await self._resolve(path, row.base_commit)
         if commit is None:
             raise TaskError(f"{row.instance_id}: {self.source(row)} has no commit {row.base_commit}")
-        return commit
+        return await self._with_tests(row, path, commit) if row.on_branch else commit
+
+    async def _with_tests(self, row: SweRow, path: Path, tip: str) -> str:
+        """The tip of a SWE-smith branch, or its parent if the tip is the commit that removes the failing tests."""
+        if (path, tip) not in self._meant:
+            meant = tip
+            if not set(row.test_files) <= set(await self._files(path, tip)):
+                parent = await self._resolve(path, f"{tip}^")
+                if parent is not None and set(row.test_files) <= set(await self._files(path, parent)):
+                    meant = parent
+            self._meant[path, tip] = meant
+        return self._meant[path, tip]
+
+    async def _files(self, path: Path, commit: str) -> tuple[str, ...]:
+        listing = await self._git(path, "ls-tree", "-r", "-z", "--name-only", commit)
+        return tuple(name.decode("utf-8", "surrogateescape") for name in listing.split(b"\0") if name)
 
     async def export_tree(self, row: SweRow) -> bytes:
         """All files of the row's commit as one tar archive."""
@@ -77,9 +95,7 @@ class RepositoryCache:
 
     async def list_files(self, row: SweRow) -> tuple[str, ...]:
         """Every file of the row's commit, relative to the repository's root."""
-        commit = await self.commit(row)
-        listing = await self._git(await self.ensure(row), "ls-tree", "-r", "-z", "--name-only", commit)
-        return tuple(name.decode("utf-8", "surrogateescape") for name in listing.split(b"\0") if name)
+        return await self._files(await self.ensure(row), await self.commit(row))
 
     async def _create(self, fresh: Path) -> None:
         """Make an empty bare repository whose archives contain files marked export-ignore (often the tests)."""
@@ -95,10 +111,13 @@ class RepositoryCache:
                 return result.stdout.decode().strip()
         return None
 
-    async def _fetch(self, path: Path, source: str, revision: str) -> None:
-        """Fetch one commit if the server allows it, else everything."""
+    async def _fetch(self, path: Path, source: str, row: SweRow) -> None:
+        """Fetch one commit (of a branch also its parent) if the server allows it, else everything."""
+        revision = row.base_commit
         flags = ("--quiet", "--no-tags", "--no-auto-gc", "--no-write-fetch-head")
-        one = [*_SETTINGS, f"--git-dir={path}", "fetch", *flags, "--depth=1", source, revision]
+        wanted = revision if _HASH.fullmatch(revision) else f"+refs/heads/{revision}:refs/fetched/heads/{revision}"
+        depth = "--depth=2" if row.on_branch else "--depth=1"
+        one = [*_SETTINGS, f"--git-dir={path}", "fetch", *flags, depth, source, wanted]
         result = await run_process(["git", *one], timeout_s=self._timeout_s)
         if result.returncode == 0 and await self._resolve(path, revision) is not None:
             return

@@ -1,11 +1,12 @@
 """One software-engineering task, parsed from a dataset row of any of the common schemas.
 
-- *SWE-smith*: `patch` introduces the bug, so the reference solution is its reverse; the repository has the tests.
-- *SWE-bench*: `patch` is the fix, and `test_patch` adds the tests.
+- *SWE-smith*: `patch` introduces the bug, so the reference solution is its reverse; the repository has the tests. A row
+  without `base_commit` means the branch that is called like its `instance_id`.
+- *SWE-bench* (also SWE-rebench): `patch` is the fix, and `test_patch` adds the tests.
 - *oracle*: the row names a commit and tests, without a patch.
 
-Invariant: a `SweRow` can be graded. It names at least one test that must start to pass, and every name is a pytest node
-id inside the repository.
+Invariant: a `SweRow` can be graded. It names at least one test that must start to pass, and its test files lie inside
+the repository. `docs/environments/swe_smith_oracle.md` lists every column.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from palaestra.envs.datasets import read_rows
 from palaestra.suites.grading.run_tests import Status, TestRun
 from palaestra.suites.grading.toolchain import Install
 from palaestra.suites.swe import unified_diff
+from palaestra.suites.swe.install_recipe import install_of
 from palaestra.suites.task_files import RowFields
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_FUNCTION = re.compile(r"\w+(?:\[.*\])?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
@@ -34,6 +37,26 @@ class RowKind(StrEnum):
     SMITH = "swe-smith"
     BENCH = "swe-bench"
     ORACLE = "oracle"
+
+
+class TestNames(StrEnum):
+    """How a row names its tests. Sources: `swebench.harness.log_parsers` (4.1), SWE-rebench's log parsers."""
+
+    __test__ = False
+
+    PYTEST = "pytest"
+    """Node ids. One that was cut at a blank (`path::test[a`) stands for all that begin so."""
+    FUNCTIONS = "functions"
+    """Functions (`test_a`) in the files of `test_patch`, as sympy's runner prints them."""
+    UNITTEST = "unittest"
+    """`test_a (module.Class)` or the first line of a docstring, as Django's runner prints them."""
+
+
+_PARSERS = {"django": TestNames.UNITTEST, "sympy": TestNames.FUNCTIONS, "pytest": TestNames.PYTEST}
+"""Words in the names of log parsers. The parsers of SWE-bench's pytest repositories are named after these."""
+for _repository in ("astroid", "flask", "marshmallow", "matplotlib", "pvlib", "pydicom", "pylint", "requests", "scikit",
+                    "seaborn", "sphinx", "sqlfluff", "xarray", "astropy"):  # fmt: skip
+    _PARSERS[_repository] = TestNames.PYTEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +88,9 @@ class SweRow:
     text: str = ""
     patch: str = ""
     test_patch: str = ""
+    names: TestNames = TestNames.PYTEST
+    on_branch: bool = False
+    """Whether `base_commit` is a SWE-smith branch, whose tip may lack the named tests: then its parent is meant."""
     install: Install = field(default_factory=Install)
     repo_path: str | None = None
     image_name: str = ""
@@ -89,18 +115,35 @@ class SweRow:
 
     @property
     def test_files(self) -> tuple[str, ...]:
-        """The files of the named tests, sorted."""
-        return tuple(sorted({node_id.split("::", 1)[0] for node_id in self.node_ids}))
+        """The files of the named tests, sorted. Names without a file are those of the files of `test_patch`."""
+        if self.names is TestNames.PYTEST:
+            return tuple(sorted({node_id.split("::", 1)[0] for node_id in self.node_ids}))
+        changed = (file for file in unified_diff.parse(self.test_patch) if file.new_path is not None)
+        return tuple(sorted(file.path for file in changed if file.path.endswith(".py")))
 
     def verdict(self, run: TestRun) -> RowVerdict:
-        """Judge a run of this row's tests."""
+        """Judge a run of this row's tests, as SWE-bench does: a test that is expected to fail, and fails, is right."""
         bad = {name: run.statuses.get(name, Status.MISSING) for name in self.node_ids}
+        bad = {name: status for name, status in bad.items() if status not in RIGHT}
         return RowVerdict(
-            fail_to_pass=(run.passed(self.fail_to_pass), len(self.fail_to_pass)),
-            pass_to_pass=(run.passed(self.pass_to_pass), len(self.pass_to_pass)),
+            fail_to_pass=(_without(self.fail_to_pass, bad), len(self.fail_to_pass)),
+            pass_to_pass=(_without(self.pass_to_pass, bad), len(self.pass_to_pass)),
             complete=run.complete,
-            not_passed={name: status for name, status in bad.items() if status is not Status.PASSED},
+            not_passed=bad,
         )
+
+    def expected(self, run: TestRun) -> TestRun:
+        """A run of the prepared workspace, where `pytest.xfail` in a test that must keep passing is as it should be."""
+        calls = {name for name in self.pass_to_pass if run.statuses.get(name) is Status.XFAIL_CALLED}
+        return replace(run, statuses={**run.statuses, **dict.fromkeys(calls, Status.XFAILED)})
+
+
+RIGHT = frozenset({Status.PASSED, Status.XFAILED})
+"""The statuses of tests that count as passed. Source: `test_passed` of `swebench.harness.grading` (4.1)."""
+
+
+def _without(names: tuple[str, ...], bad: Mapping[str, Status]) -> int:
+    return sum(name not in bad for name in names)
 
 
 def load_rows(
@@ -144,8 +187,9 @@ def _parse(row: RowFields) -> SweRow:
     if kind is RowKind.BENCH:
         unified_diff.parse(row.required("test_patch"))
     text = row.optional("text")
-    smith_branch = kind is RowKind.SMITH and not row.optional("base_commit")
-    commit = instance_id if smith_branch else row.required("base_commit")
+    on_branch = kind is RowKind.SMITH and not row.optional("base_commit")
+    commit = instance_id if on_branch else row.required("base_commit")
+    names = _names(row)
     return SweRow(
         kind=kind,
         instance_id=instance_id,
@@ -155,13 +199,36 @@ def _parse(row: RowFields) -> SweRow:
         text=text,
         patch=row.optional("patch"),
         test_patch=row.optional("test_patch"),
-        fail_to_pass=_node_ids(row, "FAIL_TO_PASS", required=True),
-        pass_to_pass=_node_ids(row, "PASS_TO_PASS", required=False),
-        install=Install.parse(row.decoded("install")),
+        names=names,
+        on_branch=on_branch,
+        fail_to_pass=_node_ids(row, "FAIL_TO_PASS", names, required=True),
+        pass_to_pass=_node_ids(row, "PASS_TO_PASS", names, required=False),
+        install=install_of(row),
         repo_path=row.optional("repo_path") or None,
-        image_name=row.optional("image_name"),
+        image_name=_image_name(row),
         created_at=row.optional("created_at"),
     )
+
+
+def _image_name(row: RowFields) -> str:
+    columns = ("image_name", "docker_image", "image_url")
+    return next((found for name in columns if (found := row.optional(name))), "")
+
+
+def _names(row: RowFields) -> TestNames:
+    """How the row names its tests: by its log parser, else by the names themselves."""
+    recipe = row.decoded("install_config")
+    told = recipe.get("log_parser") if isinstance(recipe, Mapping) else None
+    parser = row.optional("log_parser") or str(told or "")
+    if parser:
+        for word, found in _PARSERS.items():
+            if word in parser:
+                return found
+        raise TaskError(f"log_parser {parser!r} reads no Python tests; known are those of {', '.join(_PARSERS)}")
+    tests = (*row.texts("FAIL_TO_PASS"), *row.texts("PASS_TO_PASS"))
+    if any("::" in test for test in tests) or not row.optional("test_patch"):
+        return TestNames.PYTEST
+    return TestNames.FUNCTIONS if all(_FUNCTION.fullmatch(test) for test in tests) else TestNames.UNITTEST
 
 
 def _kind(row: RowFields) -> RowKind:
@@ -179,11 +246,11 @@ def _matching(pattern: re.Pattern[str], value: str, complaint: str) -> str:
     return value
 
 
-def _node_ids(row: RowFields, column: str, *, required: bool) -> tuple[str, ...]:
+def _node_ids(row: RowFields, column: str, names: TestNames, *, required: bool) -> tuple[str, ...]:
     node_ids = row.texts(column)
     if required and not node_ids:
         raise TaskError(f"{row.key(column)} is missing or empty: the task needs a test that fails")
-    for node_id in node_ids:
+    for node_id in node_ids if names is TestNames.PYTEST else ():
         path, separator, _ = node_id.partition("::")
         if not separator or path.startswith("/") or ".." in path.split("/"):
             raise TaskError(f"{row.key(column)}: {node_id!r} is not a pytest node id (path::test)")

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
-from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import Item
@@ -30,13 +30,15 @@ from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.controls import find_tampering
-from palaestra.suites.grading.run_tests import run_tests
+from palaestra.suites.grading.run_tests import Status, TestRun
 from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.suites.swe.apply_diff import solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
+from palaestra.suites.swe.install_recipe import is_requirement
 from palaestra.suites.swe.protected import hidden_files, protected_paths
 from palaestra.suites.swe.repository import RepositoryCache
-from palaestra.suites.swe.swe_row import SweRow, load_rows
+from palaestra.suites.swe.row_tests import compare, meant, needs_comparison, run_row
+from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
 from palaestra.suites.swe.unified_diff import DiffError
 from palaestra.suites.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files, unpack
 
@@ -45,9 +47,6 @@ REPOSITORY = WORKSPACE
 
 BUILT_IN = "built-in"
 """The built-in dataset: tasks built from real packages by the manifest."""
-
-BASELINE = "/tmp/palaestra-baseline"  # noqa: S108  in the slot, where no layer keeps it
-"""The copy in which a public row's tests run before its first rollout."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -83,6 +82,13 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
         default="https://github.com", description="The address of repositories for rows without a repo_path."
     )
     install_timeout_s: float = Field(default=600, gt=0, description="Seconds that installing a repository may take.")
+    requirements: list[str] = Field(
+        default=[],
+        description="Further packages for the tests of public rows, as pip takes them; .[test] is an extra.",
+    )
+    repo_requirements: dict[str, list[str]] = Field(
+        default={}, description='The same for single repositories: {"owner/name": ["responses", ".[test]"]}.'
+    )
     install_env: dict[str, str] = Field(
         default={}, description="Environment variables for installing a repository, for example PIP_INDEX_URL=https://…"
     )
@@ -98,6 +104,21 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     allow_network: bool = Field(
         default=False, description="Whether the agent reaches the network, where the fixed release is available."
     )
+
+    @field_validator("repo_requirements", mode="before")
+    @classmethod
+    def _words_are_a_list(cls, given: JSON) -> JSON:
+        if not isinstance(given, dict):
+            return given
+        return {repo: names.split() if isinstance(names, str) else names for repo, names in given.items()}
+
+    @field_validator("requirements", "repo_requirements")
+    @classmethod
+    def _pip_takes_them(cls, given: list[str] | dict[str, list[str]]) -> list[str] | dict[str, list[str]]:
+        for text in [name for names in given.values() for name in names] if isinstance(given, dict) else given:
+            if not is_requirement(text):
+                raise ConfigError(f"{text!r} is not a requirement, an extra such as .[test], or -rFILE")
+        return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +139,7 @@ class SweEnvironment(ContractEnvironment):
         timeout_s = self.settings.install_timeout_s
         self.repositories = RepositoryCache(cache / "repositories", self.settings.repo_base_url, timeout_s=timeout_s)
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
+        self._prepared_runs: dict[str, TestRun] = {}
 
     async def resolve(self, task: Task) -> Task:
         row: SweRow = task.data
@@ -184,24 +206,29 @@ class SweEnvironment(ContractEnvironment):
         return cache_key.of_data([row.kind, row.base_commit, row.bug_patch], task.id)
 
     async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
-        """Run a public row's tests before its first rollout, in a copy that no layer keeps.
+        """Run a public row's tests before its first rollout, with its `test_patch`, in a fork that nothing keeps.
 
         Raises `PrepareError` if the environment cannot run them, `TaskError` if they do not detect the bug. Otherwise
         both would look like the agent's fault.
         """
         row = work.row
-        await sandbox.execute(["cp", "-r", REPOSITORY, BASELINE], cwd="/", timeout_s=300)
-        timeout_s = self.settings.test_timeout_s
-        run = await run_tests(sandbox, work.toolchain, BASELINE, row.node_ids, timeout_s=timeout_s)
-        passing, failing = run.passed(row.pass_to_pass), run.passed(row.fail_to_pass)
-        if passing < len(row.pass_to_pass):
-            total = len(row.pass_to_pass)
+        async with sandbox.fork() as fork:
+            await add_tests(fork, self.repositories, row, REPOSITORY)
+            run = await self._run(fork, work, row.node_ids)
+        verdict = row.verdict(row.expected(run))
+        passing, total = verdict.pass_to_pass
+        if passing < total:
+            bad = [f"{name}: {verdict.not_passed[name]}" for name in row.pass_to_pass if name in verdict.not_passed]
             raise PrepareError(
                 f"{row.instance_id}: only {passing} of {total} tests that must pass before and after pass now; the "
-                f"environment differs from the one the row was made in:\n{run.output[-1500:]}"
+                f"environment differs from the one the row was made in ({', '.join(bad[:3])}):\n{run.output[-1500:]}"
             )
-        if failing == len(row.fail_to_pass):
+        if not set(row.fail_to_pass) & set(verdict.not_passed):
             raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
+
+    async def _run(self, slot: Slot, work: ResolvedRow, names: Sequence[str]) -> TestRun:
+        timeout_s = self.settings.test_timeout_s
+        return await run_row(slot, work.toolchain, work.row, REPOSITORY, names, timeout_s=timeout_s)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         work: ResolvedRow = rollout.task.data
@@ -210,8 +237,10 @@ class SweEnvironment(ContractEnvironment):
         patch = await _patch_of(slot)
         names = row.node_ids if self.settings.score_include_fail_to_pass else row.pass_to_pass
         async with slot.fork() as fork:
-            run = await run_tests(fork, work.toolchain, REPOSITORY, names, timeout_s=self.settings.test_timeout_s)
+            run = await self._run(fork, work, names)
         judged = row if self.settings.score_include_fail_to_pass else replace(row, fail_to_pass=())
+        if needs_comparison(run, names):
+            run = compare(judged, run, await self._prepared_run(rollout, grading, names), await self._files(row))
         found = judged.verdict(run)
         detail: dict[str, JSON] = {
             "resolved": found.resolved,
@@ -221,17 +250,40 @@ class SweEnvironment(ContractEnvironment):
             "p2p_total": found.pass_to_pass[1],
             "not_passed": {name: status.value for name, status in list(found.not_passed.items())[:50]},
             "timed_out": run.timed_out,
-            "tampering": await self._tampering(slot, work) if found.resolved else None,
+            "tampering": await self._tampering(slot, work, run) if found.resolved else None,
             "patch": patch,
         }
         passed = found.resolved and detail["tampering"] is None
         return Score(1.0 if passed else 0.0, numbers(detail), detail)
 
-    async def _tampering(self, slot: Slot, work: ResolvedRow) -> str | None:
-        if not self.settings.controls:
+    async def _files(self, row: SweRow) -> Sequence[str]:
+        return await self.repositories.list_files(row)
+
+    async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
+        """The same tests on the prepared workspace. Gives up the grading slot first: a holder must not wait."""
+        task = rollout.task
+        if task.id in self._prepared_runs:
+            return self._prepared_runs[task.id]
+        snapshot = rollout.snapshot
+        await grading.hand_back()
+        if snapshot is not None:
+            rollout.continue_from(snapshot)
+        slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
+        try:
+            await add_tests(slot, self.repositories, task.data.row, REPOSITORY)
+            run = self._prepared_runs[task.id] = await self._run(slot, task.data, names)
+            return run
+        finally:
+            await grading.pool.release(slot)
+
+    async def _tampering(self, slot: Slot, work: ResolvedRow, run: TestRun) -> str | None:
+        """Of the tests that passed; tests of unittest runners and those that are expected to fail have no controls."""
+        row, timeout_s = work.row, self.settings.test_timeout_s
+        if not self.settings.controls or row.names is TestNames.UNITTEST:
             return None
-        timeout_s = self.settings.test_timeout_s
-        return await find_tampering(slot, work.toolchain, REPOSITORY, work.row.node_ids, timeout_s=timeout_s)
+        node_ids = [test for name in row.node_ids for test in meant(name, run.statuses) if "::" in test]
+        passed = [test for test in dict.fromkeys(node_ids) if run.statuses[test] is Status.PASSED]
+        return await find_tampering(slot, work.toolchain, REPOSITORY, passed, timeout_s=timeout_s) if passed else None
 
     async def _graded_view(self, row: SweRow, grading: Grading) -> Slot:
         """A slot with the agent's change over the prepared repository, and protected paths as prepared."""
@@ -286,7 +338,16 @@ class SweSmithOracleEnv(ListedEnv):
         return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
 
     def _read(self, source: str) -> Iterable[SweRow | TaskError]:
-        return load_rows(source, split=self.config.dataset_split, fields=self.config.dataset_fields)
+        rows = load_rows(source, split=self.config.dataset_split, fields=self.config.dataset_fields)
+        return (self._with_requirements(row) if isinstance(row, SweRow) else row for row in rows)
+
+    def _with_requirements(self, row: SweRow) -> SweRow:
+        """The row with the packages that the settings add to all rows and to those of its repository."""
+        further = (*self.config.requirements, *self.config.repo_requirements.get(row.repo, ()))
+        if not further or not row.install.editable:
+            return row
+        requirements = tuple(dict.fromkeys((*row.install.requirements, *further)))
+        return replace(row, install=replace(row.install, requirements=requirements))
 
     def _chosen(self, rows: list[SweRow]) -> list[SweRow]:
         if self.config.python_only:

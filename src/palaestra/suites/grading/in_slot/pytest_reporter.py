@@ -39,6 +39,7 @@ class Reporter:
         self._channel = channel
         self._names = frozenset(names)
         self._failures: dict[tuple[str, str], dict[str, object]] = {}
+        self._marked: set[str] = set()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -50,6 +51,7 @@ class Reporter:
         if dropped:
             config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+        self._marked = {item.nodeid for item in kept if item.get_closest_marker("xfail") is not None}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._channel.send("collected", node_ids=[item.nodeid for item in session.items])
@@ -72,6 +74,7 @@ class Reporter:
             when=report.when,
             outcome=report.outcome,
             wasxfail=hasattr(report, "wasxfail"),
+            marked=report.nodeid in self._marked,
             duration_s=round(report.duration, 4),
             failure=self._failures.get((report.nodeid, report.when)) if report.outcome != "passed" else None,
         )

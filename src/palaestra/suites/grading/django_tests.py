@@ -1,0 +1,53 @@
+"""Run tests of Django's own suite, which has a runner of its own (`tests/runtests.py`), and report each by its names.
+
+Rows name a test as the runner prints it: `test_a (module.Class)`, also with the method behind the class as Python 3.11
+and newer print it, or by the first line of its docstring. Source: `parse_log_django` of `swebench.harness.log_parsers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from palaestra.sandbox.slot import Slot
+from palaestra.suites.grading.harness import run_harness
+from palaestra.suites.grading.run_tests import HARNESS_DIR, HARNESS_ENVIRONMENT, Status, TestRun
+from palaestra.suites.grading.toolchain import Toolchain
+
+_SCRIPT = "tests/runtests.py"
+
+
+async def run_django(
+    slot: Slot, toolchain: Toolchain, repo_dir: str, files: Sequence[str], names: Sequence[str], *, timeout_s: float
+) -> TestRun:
+    """Run the modules of these test files, and give the status of each name. Raises `GraderError`."""
+    labels = [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in files]
+    plan = {
+        "root": repo_dir,
+        "script": _SCRIPT,
+        "arguments": ["--verbosity=2", "--settings=test_sqlite", "--parallel=1", *labels],
+        "python_path": [f"{repo_dir}/{path}".removesuffix("/.") for path in toolchain.python_path],
+        "dependencies": list(toolchain.dependencies),
+        "pycache": f"{HARNESS_DIR}/pycache",
+    }
+    records, result = await run_harness(
+        slot,
+        toolchain.command,
+        "unittest_reporter.py",
+        plan,
+        folder=HARNESS_DIR,
+        env=HARNESS_ENVIRONMENT,
+        timeout_s=timeout_s,
+    )
+    reported: dict[str, Status] = {}
+    for record in records:
+        if record["kind"] == "test":
+            for name in record["names"]:
+                known = reported.get(name)
+                if known is None or known is Status.PASSED:
+                    reported[name] = Status(record["status"])
+    return TestRun(
+        statuses={name: reported.get(name, Status.MISSING) for name in names},
+        complete=any(record["kind"] == "finish" for record in records),
+        timed_out=bool(result.metadata.get("timeout")),
+        output=result.output,
+    )

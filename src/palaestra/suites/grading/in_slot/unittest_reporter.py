@@ -1,0 +1,88 @@
+"""Run a script that starts unittest, and report the result of each test on the verdict channel.
+
+Input: one JSON object on standard input, written by `django_tests.py`. Output: `start` (no code of the workspace has
+run yet), `test` (one for each result), `finish` (the script ended by itself).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import unittest
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
+else:
+    from verdict_channel import VerdictChannel
+
+_OUTCOMES = {
+    "addSuccess": "passed",
+    "addFailure": "failed",
+    "addError": "error",
+    "addSkip": "skipped",
+    "addExpectedFailure": "xfailed",
+    "addUnexpectedSuccess": "xpassed",
+}
+
+
+def _names(test: Any) -> list[str]:
+    """What the runner may print for a test: `method (module.Class)` in both forms, and the docstring's first line."""
+    found = [str(test), test.shortDescription() or ""]
+    method = getattr(test, "_testMethodName", "")
+    if method:
+        owner = f"{type(test).__module__}.{type(test).__qualname__}"
+        found += [f"{method} ({owner})", f"{method} ({owner}.{method})"]
+    return list(dict.fromkeys(name for name in found if name))
+
+
+def _report(channel: VerdictChannel) -> None:
+    """Let every text result of unittest report what is added to it."""
+    kind = unittest.TextTestResult
+
+    def reporting(name: str, status: str) -> Any:
+        original = getattr(kind, name)
+
+        def add(self: Any, test: Any, *rest: Any) -> None:
+            channel.send("test", names=_names(test), status=status)
+            original(self, test, *rest)
+
+        return add
+
+    for name, status in _OUTCOMES.items():
+        setattr(kind, name, reporting(name, status))
+    original = kind.addSubTest
+
+    def add_subtest(self: Any, test: Any, subtest: Any, problem: Any) -> None:
+        if problem is not None:
+            channel.send("test", names=_names(test), status="failed")
+        original(self, test, subtest, problem)
+
+    kind.addSubTest = add_subtest  # type: ignore[method-assign,assignment]
+
+
+def main() -> None:
+    plan: dict[str, Any] = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    channel = VerdictChannel(plan["nonce"])
+    _report(channel)
+    channel.send("start", python=sys.version.split()[0])
+    folder = os.path.dirname(os.path.join(plan["root"], plan["script"]))
+    os.chdir(folder)
+    sys.path[:0] = [folder, *plan["python_path"], plan["root"]]
+    sys.path += plan["dependencies"]
+    os.environ["PYTHONPATH"] = os.pathsep.join([plan["root"], *plan["python_path"], *plan["dependencies"]])
+    sys.pycache_prefix = plan["pycache"]
+    sys.argv[:] = [os.path.join(plan["root"], plan["script"]), *plan["arguments"]]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    channel.send("finish")
+
+
+if __name__ == "__main__":
+    main()

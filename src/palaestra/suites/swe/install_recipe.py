@@ -1,0 +1,91 @@
+"""What a published row says about its installation, in the schemas of several data sets.
+
+- `install`: an object of ours, see `Install`; as text, the commands of which the `pip install` lines count.
+- `install_config` with `pip_packages`, `reqs_path`, `install`, `env_vars` (SWE-rebench), or with `install`, `test_cmd`
+  and `log_parser` (SWE-rebench V2). Commands that are not `pip install` lines are left out: an image has run them.
+- `eval_script` (SWE-bench 5): its `pip install` lines.
+- `requirements` (SWE-rebench): a list, or the text of a requirements file.
+
+Invariant: nothing of a row becomes a command. Only requirements are taken from it, and they are passed to pip as words.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+
+from palaestra.core.errors import TaskError
+from palaestra.core.types import JSON
+from palaestra.suites.grading.toolchain import Install
+from palaestra.suites.task_files import RowFields
+
+_PIP = re.compile(r"(?:^|[;&|]\s*)(?:python3?\s+-m\s+)?pip3?\s+install\s+([^;&|\n]*)", re.MULTILINE)
+_REPOSITORY = re.compile(r"\.(?:\[[\w,. -]+\])?")
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[\w,. -]+\])?\s*(?:[=<>!~]=?[^;@]*)?(?:;.*)?")
+_FILE = re.compile(r"[A-Za-z0-9_][\w./-]*\.(?:txt|in|pip)")
+
+
+def install_of(row: RowFields) -> Install:
+    """The installation of a row; the default of public rows if no column has one. Raises `TaskError`."""
+    given = row.values.get("install")
+    if isinstance(given, Mapping) or (isinstance(given, str) and given.lstrip().startswith("{")):
+        return Install.parse(row.decoded("install"))
+    found = pip_requirements("\n".join(_lines(given)))
+    recipe = row.decoded("install_config")
+    if recipe is not None:
+        if not isinstance(recipe, Mapping):
+            raise TaskError("column 'install_config' must be an object")
+        found += _of_recipe(recipe)
+    found += pip_requirements(row.optional("eval_script"))
+    if recipe is None:  # else this is what its installation resolved to, for another Python
+        found += [name for line in _lines(row.values.get("requirements")) if (name := _requirement(line))]
+    return Install(requirements=tuple(dict.fromkeys(found)), editable=True)
+
+
+def pip_requirements(script: str) -> list[str]:
+    """What the `pip install` commands of a script install: requirements, `.[extra]` and `-r FILE`."""
+    found: list[str] = []
+    for match in _PIP.finditer(script):
+        words = iter(_words(match[1]))
+        for word in words:
+            if word in ("-r", "--requirement"):
+                file = next(words, "")
+                found += [f"-r{file}"] if is_requirement(f"-r{file}") else []
+            elif word != "." and is_requirement(word):
+                found.append(word)
+    return found
+
+
+def is_requirement(text: str) -> bool:
+    """Whether pip may get this word: a requirement, the repository with extras (`.[test]`), or `-rFILE` inside it."""
+    if text.startswith("-r"):
+        return _FILE.fullmatch(text[2:]) is not None and ".." not in text.split("/")
+    return (_REPOSITORY.fullmatch(text) or _REQUIREMENT.fullmatch(text)) is not None
+
+
+def _of_recipe(recipe: Mapping[str, JSON]) -> list[str]:
+    found = [name for line in _lines(recipe.get("pip_packages")) if (name := _requirement(line))]
+    found += [f"-r{path}" for path in _lines(recipe.get("reqs_path")) if is_requirement(f"-r{path}")]
+    for part in ("install", "pre_install"):
+        found += pip_requirements("\n".join(_lines(recipe.get(part))))
+    return found
+
+
+def _requirement(line: str) -> str:
+    """The requirement of a line of a requirements file; empty for a comment, an option or an address."""
+    text = line.partition("#")[0].strip()
+    return text if text and is_requirement(text) else ""
+
+
+def _lines(value: JSON) -> list[str]:
+    if isinstance(value, str):
+        return value.splitlines()
+    return [str(line) for line in value] if isinstance(value, Iterable) else []
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()

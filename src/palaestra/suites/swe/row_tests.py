@@ -1,0 +1,108 @@
+"""Run the tests that a row names, whatever way it names them, and find out why some could not run.
+
+Invariant: work that is right is never judged by tests that could not run. If the agent's tests could not be imported or
+collected, or their session did not end, the same session on the prepared workspace decides: if it cannot run them
+either, `GraderError`, else the work broke them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from palaestra.core.errors import GraderError
+from palaestra.sandbox.slot import Slot
+from palaestra.suites.grading.django_tests import run_django
+from palaestra.suites.grading.run_tests import Status, TestRun, run_files, run_tests
+from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.swe.swe_row import RIGHT, SweRow, TestNames
+
+_MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
+_WORST_FIRST = tuple(Status)
+
+
+async def run_row(
+    slot: Slot, toolchain: Toolchain, row: SweRow, repo_dir: str, names: Sequence[str], *, timeout_s: float
+) -> TestRun:
+    """Run these tests of a row; `statuses` has each of them under the row's name for it. Raises `GraderError`."""
+    if row.names is TestNames.UNITTEST:
+        return await run_django(slot, toolchain, repo_dir, row.test_files, names, timeout_s=timeout_s)
+    if not any(map(is_loose, names)):
+        return await run_tests(slot, toolchain, repo_dir, names, timeout_s=timeout_s)
+    run = await run_files(slot, toolchain, repo_dir, row.test_files, timeout_s=timeout_s)
+    found = {name: [run.statuses[test] for test in meant(name, run.statuses)] for name in names}
+    statuses = {name: _worst(each) if each else Status.MISSING for name, each in found.items()}
+    return replace(run, statuses={**run.statuses, **statuses})
+
+
+def is_loose(name: str) -> bool:
+    """Whether a name is not a whole node id: a function without its file, or a node id that was cut at a blank."""
+    return "::" not in name or ("[" in name and not name.endswith("]"))
+
+
+def meant(name: str, node_ids: Collection[str]) -> list[str]:
+    """The node ids that a name stands for."""
+    if not is_loose(name):
+        return [name] if name in node_ids else []
+    if "::" in name:
+        return [each for each in node_ids if each == name or each.startswith(f"{name} ")]
+    return [each for each in node_ids if each.rpartition("::")[2] == name or _function(each) == name]
+
+
+def _function(node_id: str) -> str:
+    return node_id.partition("[")[0].rpartition("::")[2]
+
+
+def _worst(statuses: Sequence[Status]) -> Status:
+    """The first bad status; else the first."""
+    return next((status for status in statuses if status not in RIGHT), statuses[0])
+
+
+def needs_comparison(run: TestRun, names: Collection[str]) -> bool:
+    """Whether tests could not run, so that the prepared workspace must show whose fault that is."""
+    unclear = (Status.MISSING, Status.XFAIL_CALLED)
+    return not run.complete or any(run.statuses.get(name, Status.MISSING) in unclear for name in names)
+
+
+def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]) -> TestRun:
+    """The agent's run in the light of the same session on the prepared workspace, whose files are `files`.
+
+    A test that must keep passing and calls `pytest.xfail` in both counts as expected to fail. Raises `GraderError` if
+    tests could not run in either.
+    """
+    if run.timed_out and not prepared.timed_out:
+        return run
+    if not prepared.complete:
+        raise GraderError(
+            f"{row.instance_id}: its tests do not run on the prepared workspace:\n{prepared.output[-1500:]}"
+        )
+    statuses: dict[str, Status] = dict(run.statuses)
+    for name in row.pass_to_pass:
+        before, after = prepared.statuses.get(name, Status.MISSING), run.statuses.get(name, Status.MISSING)
+        if after is Status.XFAIL_CALLED and before is after:
+            statuses[name] = Status.XFAILED
+        if after is Status.MISSING and before is Status.MISSING:
+            raise GraderError(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
+    for module in sorted(_missing(run.collect_errors) & _missing(prepared.collect_errors)):
+        if not _is_own(module, files, row):
+            raise GraderError(
+                f"{row.instance_id}: its tests import {module}, which is not installed; add it with requirements or "
+                "repo_requirements"
+            )
+    return replace(run, statuses=statuses)
+
+
+def _why(run: TestRun) -> str:
+    return "".join(f"\n{text[-1500:]}" for text in list(run.collect_errors.values())[:1]) or f"\n{run.output[-1500:]}"
+
+
+def _missing(errors: Mapping[str, str]) -> set[str]:
+    """The top-level modules that could not be imported."""
+    return {found.partition(".")[0] for text in errors.values() for found in _MISSING_MODULE.findall(text)}
+
+
+def _is_own(module: str, files: Collection[str], row: SweRow) -> bool:
+    """Whether a module is the repository's, so that the fix may add what is missing in it."""
+    parts = {part.removesuffix(".py") for path in files for part in path.split("/")}
+    return module in parts or re.search(rf"\b{re.escape(module)}(?:/|\.py\b)", row.patch) is not None

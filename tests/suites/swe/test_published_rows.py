@@ -1,0 +1,182 @@
+"""Rows as the data sets publish them: every sound one runs, the reference solution earns 1.0 and nothing earns 0.0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from palaestra.core.errors import TaskError
+from palaestra.core.types import JSON
+from palaestra.rollouts.records import Group
+from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.swe.swe_row import parse_row
+from suites.swe.published import BASE, BUGGY, P2P, RIGHT, TESTS, Source, git, roll_out
+
+pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
+
+Row = dict[str, JSON]
+
+
+def added_test(source: Source) -> Row:
+    """The patch adds a test that passes already."""
+    patch = source.diff(
+        {"tests/test_more.py": "from pkg.calc import double\n\ndef test_zero():\n    assert double(0) == 0\n"}
+    )
+    return source.row(test_patch=patch, PASS_TO_PASS=[*P2P, "tests/test_more.py::test_zero"])
+
+
+def fails_without_its_patch(source: Source) -> Row:
+    """A test that must keep passing fails before the patch changes it."""
+    base = source.commit({"tests/test_calc.py": TESTS.replace("double(2) == 4", "double(2) == 5")})
+    return source.row(base_commit=base, test_patch=source.diff({"tests/test_calc.py": TESTS}))
+
+
+def smith(source: Source) -> Row:
+    """SWE-smith with a base commit: the patch makes the bug."""
+    base = source.commit({"pkg/calc.py": RIGHT})
+    return source.row(base_commit=base, patch=source.diff({"pkg/calc.py": BUGGY}))
+
+
+def smith_branch(source: Source) -> Row:
+    """SWE-smith as it is written today: a branch whose tip removes the failing tests."""
+    source.commit({"pkg/calc.py": RIGHT})
+    patch = source.diff({"pkg/calc.py": BUGGY})
+    git(source.path, "checkout", "-qb", "o__n.1234abcd.combine__1")
+    source.commit({"pkg/calc.py": BUGGY})
+    source.commit({"tests/test_calc.py": None})
+    git(source.path, "checkout", "-q", "main")
+    row = source.row(instance_id="o__n.1234abcd.combine__1", patch=patch, image_name="swebench/swesmith.x86_64.o__n")
+    del row["base_commit"]
+    return row
+
+
+def smith_branch_with_tests(source: Source) -> Row:
+    """An older SWE-smith branch, whose tip has all tests."""
+    source.commit({"pkg/calc.py": RIGHT})
+    patch = source.diff({"pkg/calc.py": BUGGY})
+    git(source.path, "checkout", "-qb", "o__n.1234abcd.combine__2")
+    source.commit({"pkg/calc.py": BUGGY})
+    git(source.path, "checkout", "-q", "main")
+    row = source.row(instance_id="o__n.1234abcd.combine__2", patch=patch)
+    del row["base_commit"]
+    return row
+
+
+def cut_node_ids(source: Source) -> Row:
+    """SWE-bench's log parser cuts names at a blank."""
+    text = TESTS + (
+        "\n\nimport pytest\n\n\n@pytest.mark.parametrize('a', [1, 2], ids=['one way', 'one more'])\n"
+        "def test_twice(a):\n    assert double(a) == 2 * a\n"
+    )
+    patch = source.diff({"tests/test_calc.py": text})
+    return source.row(test_patch=patch, PASS_TO_PASS=[*P2P, "tests/test_calc.py::test_twice[one"])
+
+
+def functions(source: Source) -> Row:
+    """sympy: names of functions in the files of the patch."""
+    patch = source.diff({"tests/test_calc.py": f"{TESTS}\n"})
+    return source.row(test_patch=patch, FAIL_TO_PASS=["test_add"], PASS_TO_PASS=["test_double"])
+
+
+def five(source: Source) -> Row:
+    """SWE-bench 5: the row carries its script and the name of its log parser."""
+    patch = source.diff({"tests/test_calc.py": f"{TESTS}\n"})
+    script = "#!/bin/bash\nsource activate testbed\ncd /testbed\npytest -rA tests/test_calc.py\n"
+    return source.row(test_patch=patch, eval_script=script, log_parser="parse_log_pytest_v2")
+
+
+def rebench(source: Source) -> Row:
+    """SWE-rebench V2: `install_config` with the parser of its log."""
+    patch = source.diff({"tests/test_calc.py": f"{TESTS}\n"})
+    recipe = {"base_image_name": "python_3.11", "install": "pip install -e .", "log_parser": "parse_log_pytest",
+              "test_cmd": "pytest -rA", "docker_specs": {}}  # fmt: skip
+    return source.row(test_patch=patch, install_config=recipe)
+
+
+RUNTESTS = """
+import sys, unittest
+sys.path.insert(0, "..")
+labels = [word for word in sys.argv[1:] if not word.startswith("-")]
+suite = unittest.defaultTestLoader.loadTestsFromNames(labels)
+sys.exit(not unittest.TextTestRunner(verbosity=2).run(suite).wasSuccessful())
+"""
+CASES = '''
+import unittest
+from pkg.calc import add, double
+
+class CalcTests(unittest.TestCase):
+    def test_add(self):
+        self.assertEqual(add(1, 2), 3)
+
+    def test_double(self):
+        """Doubling is adding to itself."""
+        self.assertEqual(double(2), 4)
+'''
+
+
+def django(source: Source) -> Row:
+    """Django: names as its own runner prints them."""
+    base = source.commit({"tests/runtests.py": RUNTESTS, "tests/calc/__init__.py": "", "tests/calc/tests.py": CASES})
+    patch = source.diff({"tests/calc/tests.py": f"{CASES}\n"})
+    return source.row(
+        base_commit=base,
+        test_patch=patch,
+        FAIL_TO_PASS=["test_add (calc.tests.CalcTests)"],
+        PASS_TO_PASS=["Doubling is adding to itself."],
+    )
+
+
+SOUND: list[Callable[[Source], Row]] = [
+    added_test,
+    fails_without_its_patch,
+    smith,
+    smith_branch,
+    smith_branch_with_tests,
+    cut_node_ids,
+    functions,
+    five,
+    rebench,
+    django,
+]
+
+
+@pytest.fixture(scope="module")
+def played(
+    tmp_path_factory: pytest.TempPathFactory, installed_pytest: DependencyCache
+) -> Mapping[str, Mapping[str, Group]]:
+    """Every row under both policies, in one run each: groups by policy and row."""
+    folder = tmp_path_factory.mktemp("rows")
+    rows = [make(Source.make(folder / make.__name__, BASE)) for make in SOUND]
+    names = {row["instance_id"]: make.__name__ for row, make in zip(rows, SOUND, strict=True)}
+    assert len(names) == len(rows)
+    return {
+        policy: {
+            names[group.task_id]: group
+            for group in roll_out(rows, policy, folder / policy, installed_pytest, "--env.controls=false")
+        }
+        for policy in ("oracle", "noop")
+    }
+
+
+@pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("noop", 0.0)])
+@pytest.mark.parametrize("name", [make.__name__ for make in SOUND])
+def test_a_sound_row(played: Mapping[str, Mapping[str, Group]], name: str, policy: str, reward: float) -> None:
+    group = played[policy][name]
+    assert not group.error, group.error
+    (trajectory,) = group.trajectories
+    assert trajectory.reward == reward, (trajectory.detail, trajectory.error)
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"log_parser": "parse_log_gotest"}, "log_parser"),
+        ({"install_config": "[1]"}, "install_config"),
+        ({"FAIL_TO_PASS": ["../x.py::a"]}, "FAIL_TO_PASS"),
+    ],
+)
+def test_a_row_that_cannot_be_read(columns: Row, complaint: str) -> None:
+    row = {"instance_id": "i", "repo": "o/n", "base_commit": "abc", "problem_statement": "p", "FAIL_TO_PASS": ["a::b"]}
+    with pytest.raises(TaskError, match=complaint):
+        parse_row({**row, **columns})
