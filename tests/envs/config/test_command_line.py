@@ -11,6 +11,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import EvalHandlingEnum, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
+from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
 
 
 class ToyConfig(HermesAgentEnvConfig):
@@ -106,6 +107,16 @@ def test_lists_in_every_spelling(words: list[str]) -> None:
 )
 def test_mappings_in_every_spelling(words: list[str]) -> None:
     assert parse("process", *words).env_config.extra_body == {"provider": {"order": "x"}, "n": 1}
+
+
+@pytest.mark.parametrize(
+    "words", [["--env.install_env", "X=9.9", "Y=true"], ["--env.install_env.X", "9.9", "--env.install_env.Y=true"]]
+)
+def test_the_values_of_a_mapping_of_texts_are_texts(words: list[str]) -> None:
+    line = CommandLine("run", SweSmithOracleEnvConfig, APIServerConfig, command="process")
+    parsed = line.parse(words)
+    assert isinstance(parsed, Parsed)
+    assert parsed.env_config.install_env == {"X": "9.9", "Y": "true"}
 
 
 def test_none_and_enums() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from palaestra.envs.cheats.proof import BANK, EnvironmentProof, Proof
 from palaestra.envs.config.build import make_pool
 from palaestra.suites.grading.toolchain import DependencyCache
-from palaestra.suites.terminal_bench.import_tasks import Finding
+from palaestra.suites.terminal_bench.find_tasks import load_tasks
+from palaestra.suites.terminal_bench.import_tasks import Finding, import_tasks
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
@@ -99,6 +101,32 @@ def test_tasks_that_cannot_be_trusted_are_named(try_tasks: Try) -> None:
     )
     assert "it has no Dockerfile" in lines["only-an-image"].reason
     assert lines["broken-toml"].finding is Finding.REFUSED
+
+
+def test_tasks_without_a_solution_are_tried_with_doing_nothing(try_tasks: Try, tmp_path: Path) -> None:
+    pays, crashes = "echo 1 > /logs/verifier/reward.txt\n", "exit 3\n"
+    for name, text in {"pays": pays, "crashes": crashes}.items():
+        task = copied(HARBOR / "no-solution", tmp_path, {"tests/test.sh": f"#!/bin/bash\n{text}"})
+        task.rename(tmp_path / name)
+    lines = try_tasks(tmp_path)
+    assert lines["pays"].finding is Finding.NOOP_PASSES
+    assert lines["crashes"].finding is Finding.VERIFIER_FAILS
+
+
+def test_a_source_without_usable_tasks_is_reported_with_the_reasons(tmp_path: Path) -> None:
+    copied(HARBOR / "broken-toml", tmp_path)
+    report = import_tasks(str(tmp_path), [f"--env.cache_dir={tmp_path / 'cache'}", "--env.base_image=host"])
+    assert [(line.name, line.finding) for line in report.lines] == [("broken-toml", Finding.REFUSED)]
+    assert "TOML" in report.lines[0].reason
+
+
+def test_the_first_version_of_the_format_is_read(tmp_path: Path) -> None:
+    text = (HARBOR / "greeting/task.toml").read_text()
+    old = re.sub(r'(?m)^(schema_)?version = ".*"$', 'version = "0.1"', text)
+    assert old != text
+    copied(HARBOR / "greeting", tmp_path, {"task.toml": old})
+    loaded = load_tasks(str(tmp_path), tmp_path / "cache")
+    assert [task.name for task in loaded.tasks] == ["greeting"], loaded.left_out
 
 
 @pytest.mark.long

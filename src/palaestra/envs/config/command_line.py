@@ -26,6 +26,7 @@ from palaestra.envs.config.layers import (
     Annotation,
     FileSettings,
     describe,
+    holds_texts,
     read_environ,
     read_file,
     read_openai_variables,
@@ -198,8 +199,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         annotation: Annotation = model_type.model_fields[name].annotation
         if dot and not takes_mapping(annotation):
             raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
-        key = name + dot + rest
-        given.add(group, key, self._read(JSON if dot else annotation, written, words), written, annotation)
+        key, entry = name + dot + rest, str if holds_texts(annotation) else JSON
+        given.add(group, key, self._read(entry if dot else annotation, written, words), written, annotation)
 
     def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
         try:

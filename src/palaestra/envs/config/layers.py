@@ -268,7 +268,7 @@ def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
     """The value of a field from the `words` after its flag, which may be empty. Raises `ValueError`."""
     kinds = members(annotation)
     if takes_mapping(annotation) and words and not (len(words) == 1 and words[0].lower() in _NONE):
-        return _read_mapping(words)
+        return _read_mapping(words, texts=holds_texts(annotation))
     if takes_sequence(annotation) and not (len(words) == 1 and type(None) in kinds and words[0].lower() in _NONE):
         return _read_sequence(kinds, words)
     if not words:
@@ -300,6 +300,11 @@ def takes_sequence(annotation: Annotation) -> bool:
 def takes_mapping(annotation: Annotation) -> bool:
     """Whether `k=v` words and dotted flags make a mapping for a field of this type."""
     return any((_origin(kind) or kind) in _MAPPINGS for kind in members(annotation))
+
+
+def holds_texts(annotation: Annotation) -> bool:
+    """Whether the values of a mapping of this type are texts."""
+    return any((_origin(kind) or kind) in _MAPPINGS and get_args(kind)[1:] == (str,) for kind in members(annotation))
 
 
 def describe(annotation: Annotation) -> str:
@@ -381,7 +386,8 @@ def _read_sequence(kinds: Sequence[Annotation], words: Sequence[str]) -> JSON:
     return [read_words(element, [word.strip()]) for word in split if word.strip()]
 
 
-def _read_mapping(words: Sequence[str]) -> JSON:
+def _read_mapping(words: Sequence[str], *, texts: bool) -> JSON:
+    """`texts`: every value is text, also `X=1`."""
     if len(words) == 1 and words[0].lstrip().startswith("{"):
         try:
             return json.loads(words[0])
@@ -393,5 +399,5 @@ def _read_mapping(words: Sequence[str]) -> JSON:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{pair!r} is neither JSON nor key=value")
-        entries[key.strip()] = read_json(value.strip())
+        entries[key.strip()] = value.strip() if texts else read_json(value.strip())
     return entries

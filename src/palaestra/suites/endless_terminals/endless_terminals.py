@@ -16,7 +16,7 @@ from pydantic import Field
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import later, local_path
 from palaestra.core.errors import PrepareError, TaskError
-from palaestra.core.types import JSON, Score, Task
+from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.envs.api.hermes_env import ContractEnvironment
@@ -141,7 +141,9 @@ class EndlessEnvironment(ContractEnvironment):
         if item.recipe is None:
             return replace(task, data=ResolvedFolder(item, TaskRoot(task.image, ImageConfig())))
         root = await self._roots.of(item.id, item.recipe)
-        return replace(task, data=ResolvedFolder(item, root), image=root.image)
+        agent = Network.ON if self.settings.allow_network else Network.OFF
+        network = NetworkPolicy(prepare=Network.ON if self.settings.build_network else Network.OFF, agent=agent)
+        return replace(task, data=ResolvedFolder(item, root), image=root.image, network=network)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         spec, made = super().slot_spec(task, phase), task.data

@@ -70,6 +70,7 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
         description=f"A JSONL, CSV or Parquet file, a folder of them, a hub name, or {BUILT_IN}: real packages.",
     )
     max_items: int = Field(default=0, ge=0, description="Tasks to take from the dataset, at most; 0 means all.")
+    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
     shuffle: bool = Field(default=True, description="Shuffle the tasks by the seed.")
     python_only: bool = Field(default=True, description="Skip rows whose tests are not pytest tests.")
     score_include_fail_to_pass: bool = Field(

@@ -1,4 +1,4 @@
-"""Read a Harbor task directory, schema versions 1.0 to 1.4.
+"""Read a Harbor task directory, schema versions 0.1 and 1.0 to 1.4.
 
     task.toml  instruction.md  environment/Dockerfile  solution/solve.sh  tests/test.sh
 
@@ -39,7 +39,7 @@ from palaestra.suites.terminal_bench.terminal_task import (
 
 CONFIG_NAME = "task.toml"
 _STEP_NAME = re.compile(r"[^\x00-\x1f/\\<>:\"|?*]+")
-_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
+_VERSIONS = ("0.1", "1.0", "1.1", "1.2", "1.3", "1.4")
 
 
 def is_task(folder: Path) -> bool:

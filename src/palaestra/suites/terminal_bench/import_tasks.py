@@ -104,7 +104,9 @@ async def _try_task(task: Task, runs: PolicyRuns) -> TriedTask:
         return replace(line, finding=Finding.REFUSED, reason=noop.error)
     line = replace(line, noop=noop.reward)
     if task.data.solution is None:
-        return replace(line, finding=Finding.UNPROVEN)
+        if noop.reward is None:
+            return replace(line, finding=Finding.VERIFIER_FAILS, reason=noop.error)
+        return replace(line, finding=Finding.NOOP_PASSES if noop.reward >= FULL else Finding.UNPROVEN)
     solved = await _play(OraclePolicy(), task, runs)
     line = replace(line, solution=solved.reward)
     if solved.reward is not None and solved.reward >= FULL:
@@ -144,6 +146,10 @@ def import_tasks(
             inner = TerminalBench2EvalEnv(config, [])
             await inner.sort_out()
             refused = [error for error in inner.left_out if isinstance(error, LeftOut)]
+            if refused and not inner.items:
+                return ImportReport(
+                    tuple(TriedTask(each.name, Finding.REFUSED, reason=each.reason) for each in refused)
+                )
             return await try_tasks(inner.as_environment(), pool, refused, progress)
 
     return asyncio.run(main())

@@ -149,15 +149,21 @@ def _replaced(line: str, python_check: str) -> str:
         return line
     if _RUN_STOCK.fullmatch(flat):
         return "pytest $TEST_DIR/test_outputs.py -rA"
-    parts = [part.strip() for part in re.split(r"&&|;", flat)]
-    instead = [_instead(part, python_check) for part in parts]
+    instead = [_instead(part, python_check) for part in _commands(flat)]
     if all(part is not None for part in instead):
-        return "; ".join(part for part in instead if part) or ":"
+        return "; ".join(dict.fromkeys(part for part in instead if part)) or ":"
     return _MODULE.sub("pytest", line)
+
+
+def _commands(line: str) -> list[str]:
+    """The commands of a line, whatever joins them."""
+    return [part.strip() for part in re.split(r"&&|\|\||;", line)]
 
 
 def _instead(command: str, python_check: str) -> str | None:
     """The replacement of a command that installs; None for any other command."""
+    if command in ("true", ":"):  # as in `pip install pytest || true`
+        return ""
     if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP):
         return ""
     if "|" in command:
@@ -183,8 +189,8 @@ def _asked_for(line: str) -> list[str]:
     if flat.startswith("#"):
         return []
     found = [match[2] for match in _WITH.finditer(flat)] if "uv" in flat else []
-    for part in re.split(r"&&|;", flat):
-        match = _PIP.fullmatch(part.strip()) or _UV_ADD.fullmatch(part.strip())
+    for part in _commands(flat):
+        match = _PIP.fullmatch(part) or _UV_ADD.fullmatch(part)
         if match is not None:
             found += _names(match[1].split())
     return [name for name in found if not _provided(name)]
