@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.types import JSON
 
 T = TypeVar("T")
@@ -175,6 +177,19 @@ def _short(name: str, value: JSON) -> str:
     """The value for a message: short, and never a secret."""
     text = "(hidden)" if is_secret(name) else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+_FLAG = re.compile(r"--(?:env|openai)\.(?=\w)")
+
+
+@contextmanager
+def python_names() -> Iterator[None]:
+    """For Python callers: name arguments where an error names the flags of the same settings."""
+    try:
+        yield
+    except PalaestraError as error:
+        error.args = tuple(_FLAG.sub("", each) if isinstance(each, str) else each for each in error.args)
+        raise
 
 
 def is_secret(name: str) -> bool:

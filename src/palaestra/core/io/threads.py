@@ -11,9 +11,9 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import copy_context
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from palaestra.core.clock import take_turn
@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 MAX_THREADS = 64
 """How many calls of one loop may be awaited at the same time."""
+
+CANCEL_S = 60.0
+"""How long cancelled work may take to clean up."""
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -106,3 +109,47 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine to its end, also where another event loop runs in this thread, as in a notebook."""
+    if running_loop() is None:
+        return asyncio.run(work)
+    thread = LoopThread("palaestra")
+    try:
+        return thread.wait(work)
+    finally:
+        thread.close()
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for callers that are not async or whose own loop is running."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine on the loop and block until it has ended. Ctrl-C cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            with contextlib.suppress(BaseException):
+                asyncio.run_coroutine_threadsafe(_others(), self._loop).result(CANCEL_S)
+            raise
+
+    def close(self) -> None:
+        """End the loop and its thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _others() -> None:
+    """Wait for all other tasks of the loop."""
+    await asyncio.wait(asyncio.all_tasks() - {cast("asyncio.Task[Any]", asyncio.current_task())})

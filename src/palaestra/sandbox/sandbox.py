@@ -1,0 +1,244 @@
+"""`Sandbox`: one slot as an async context manager, and `SyncSandbox`, the same for code that is not async.
+
+    async with Sandbox(network="off", memory="512MB") as box:
+        print((await box.execute("id -u")).output)
+        async with box.fork() as other:
+            ...
+
+A sandbox starts a slot server of its own, unless it is given a pool or a snapshot of another sandbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.io.threads import LoopThread
+from palaestra.core.types import AllowList, Limits, Network
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSnapshot:
+    """The files of a sandbox at one moment, for `Sandbox(snapshot=…)`. It exists as long as the sandbox's pool runs."""
+
+    snapshot: Snapshot
+    pool: SlotPool
+
+
+def _of_slot(method: Callable[Concatenate[Slot, P], T]) -> Callable[Concatenate[Sandbox, P], T]:
+    @functools.wraps(method)
+    def call(self: Sandbox, /, *args: P.args, **named: P.kwargs) -> T:
+        result: T = getattr(self.slot, method.__name__)(*args, **named)
+        return result
+
+    return call
+
+
+class Sandbox:
+    """An isolated workspace for commands and files. Use it in an `async with` block, or in `with` for `SyncSandbox`.
+
+    `image` is a root file system (a directory, a tar file, an OCI layout); None shows the host's system directories.
+    `network` is "off", "on", or a list of hosts. `memory` and `disk` are bytes or text such as "512MB" (K, M and G are
+    powers of 1024); `cpus` is in cores; `limits` replaces the three. `env` is the environment of commands. `isolation`
+    is "best" or the least level to accept: "full", "userns", "confined", "none". `pool` or `snapshot` place the sandbox
+    in a pool that runs already.
+
+    Raises `ConfigError` or `ValueError` for an unusable argument, and `IsolationUnavailable` when the block is entered
+    and this machine cannot isolate.
+    """
+
+    def __init__(
+        self,
+        *,
+        image: str | None = None,
+        network: str | Network | AllowList | Sequence[str] = Network.OFF,
+        memory: str | int | None = None,
+        disk: str | int | None = None,
+        cpus: float | None = None,
+        limits: Limits | None = None,
+        env: Mapping[str, str] | None = None,
+        isolation: str = "best",
+        pool: SlotPool | None = None,
+        snapshot: SandboxSnapshot | None = None,
+    ) -> None:
+        standard = Limits()
+        limits = limits or Limits(
+            memory_bytes=standard.memory_bytes if memory is None else size_in_bytes(memory),
+            disk_bytes=standard.disk_bytes if disk is None else size_in_bytes(disk),
+            cpus=cpus,
+        )
+        if not isinstance(network, str | AllowList):
+            network = AllowList(tuple(network))
+        if snapshot is not None:
+            image = image or snapshot.snapshot.spec.image
+            pool = pool or snapshot.pool
+        self._spec = SlotSpec(image, Network(network) if isinstance(network, str) else network, limits, env=_pairs(env))
+        self._isolation = isolation
+        self._pool = pool
+        self._snapshot = snapshot.snapshot if snapshot is not None else None
+        self._slot: Slot | None = None
+        self._running: SlotPool
+        self._open: AsyncExitStack | None = None
+        self._sync: SyncSandbox | None = None
+
+    @property
+    def slot(self) -> Slot:
+        """The slot. Raises `SandboxError` outside of the block."""
+        if self._slot is None:
+            raise SandboxError("the sandbox is not open: use it in `async with Sandbox(…) as box:`")
+        return self._slot
+
+    @property
+    def isolation(self) -> str:
+        """The name of the isolation level in force."""
+        return self.slot.rung.label
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            pool = self._pool
+            if pool is None:
+                backend = LocalBackend.from_isolation(self._isolation)
+                pool = await stack.enter_async_context(SlotPool(backend=backend))
+            elif self._isolation != "best" and pool.rung < Rung[self._isolation.upper()]:
+                raise ConfigError(f"the pool's isolation is {pool.rung.label}, not {self._isolation}")
+            slot = await pool.acquire("sandbox", spec=self._spec, snapshot=self._snapshot)
+            stack.push_async_callback(pool.release, slot)
+            self._slot, self._running, self._open = slot, pool, stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        stack, self._open, self._slot = self._open, None, None
+        if stack is not None:
+            await stack.aclose()
+
+    def __enter__(self) -> SyncSandbox:
+        self._sync = SyncSandbox(self)
+        return self._sync.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._sync is not None:
+            self._sync.__exit__(*exc)
+
+    execute = _of_slot(Slot.execute)
+    shell = _of_slot(Slot.shell)
+    spawn = _of_slot(Slot.spawn)
+    processes = _of_slot(Slot.processes)
+    read_bytes = _of_slot(Slot.read_bytes)
+    write_bytes = _of_slot(Slot.write_bytes)
+    write_text = _of_slot(Slot.write_text)
+    list_dir = _of_slot(Slot.list_dir)
+    stat = _of_slot(Slot.stat)
+    make_dir = _of_slot(Slot.make_dir)
+    remove = _of_slot(Slot.remove)
+    upload = _of_slot(Slot.upload)
+    download = _of_slot(Slot.download)
+    changes = _of_slot(Slot.changes)
+
+    async def read_text(self, path: str, *, missing: str | None = None) -> str:
+        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, replaces a file that cannot be read."""
+        return await (self.slot.read_text(path) if missing is None else self.slot.read_text(path, missing=missing))
+
+    @asynccontextmanager
+    async def fork(self) -> AsyncIterator[Sandbox]:
+        """Another sandbox with this one's present files until the end of the block; this one continues. Its processes,
+        `/tmp` and `/dev/shm` are not in the fork. Raises `SandboxError` on isolation levels without layers."""
+        async with self.slot.fork() as slot:
+            other = Sandbox(limits=self._spec.limits, pool=self._running)
+            other._slot, other._running, other._spec = slot, self._running, self._spec
+            yield other
+
+    async def snapshot(self) -> SandboxSnapshot:
+        """The present files, from which other sandboxes start; this one continues."""
+        return SandboxSnapshot(await self._running.checkpoint(self.slot), self._running)
+
+
+def _blocking(
+    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncSandbox, P], T]:
+    @functools.wraps(method)
+    def call(self: SyncSandbox, /, *args: P.args, **named: P.kwargs) -> T:
+        return self._loop.wait(method(self._box, *args, **named))
+
+    return call
+
+
+class SyncSandbox:
+    """A sandbox whose methods block, also where another event loop runs, as in a notebook: `with Sandbox() as box:`."""
+
+    def __init__(self, box: Sandbox, loop: LoopThread | None = None) -> None:
+        self._box = box
+        self._own_loop = loop is None
+        self._loop = loop or LoopThread("palaestra-sandbox")
+
+    @property
+    def isolation(self) -> str:
+        """The name of the isolation level in force."""
+        return self._box.isolation
+
+    def __enter__(self) -> Self:
+        try:
+            self._loop.wait(self._box.__aenter__())
+        except BaseException:
+            self._loop.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._loop.wait(self._box.__aexit__(*exc))
+        finally:
+            if self._own_loop:
+                self._loop.close()
+
+    execute = _blocking(Sandbox.execute)
+    read_bytes = _blocking(Sandbox.read_bytes)
+    read_text = _blocking(Sandbox.read_text)
+    write_bytes = _blocking(Sandbox.write_bytes)
+    write_text = _blocking(Sandbox.write_text)
+    list_dir = _blocking(Sandbox.list_dir)
+    stat = _blocking(Sandbox.stat)
+    make_dir = _blocking(Sandbox.make_dir)
+    remove = _blocking(Sandbox.remove)
+    upload = _blocking(Sandbox.upload)
+    download = _blocking(Sandbox.download)
+    changes = _blocking(Sandbox.changes)
+
+    snapshot = _blocking(Sandbox.snapshot)
+
+    @contextmanager
+    def fork(self) -> Iterator[SyncSandbox]:
+        """`Sandbox.fork`."""
+        forked, loop = self._box.fork(), self._loop
+        box = loop.wait(forked.__aenter__())
+        try:
+            yield SyncSandbox(box, loop)
+        finally:
+            loop.wait(forked.__aexit__(None, None, None))
+
+
+def size_in_bytes(size: str | int) -> int:
+    """A size such as 512, "512MB" or "1.5 GiB" in bytes; units are powers of 1024. Raises `ConfigError`."""
+    if isinstance(size, int):
+        return size
+    found = _SIZE.fullmatch(size)
+    if found is None:
+        raise ConfigError(f"{size!r} is not a size: write bytes, or a number with K, M, G or T, such as '512MB'")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def _pairs(env: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    return tuple((env or {}).items())
