@@ -49,12 +49,12 @@ async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | Non
 class HermesAgentLoop:
     """One rollout of one agent. `run` may be called again after it has returned.
 
-    `tool_schemas` are OpenAI function schemas. `tool_handler` runs one call and returns the JSON text for the model, or
-    is a `ToolRuntime`. The default is `handle_function_call`, which leases a slot for the task until
-    `cleanup_vm(task_id)`. `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the whole
-    rollout. Calls of the `parallel_safe` tools may run concurrently. `beyond` allows tools that reach beyond this
-    conversation (`memory`, `session_search`): otherwise they are refused, because rollouts must not learn from each
-    other.
+    `tool_schemas` are OpenAI function schemas; `valid_tool_names` defaults to their names. `tool_handler` runs one call
+    and returns the JSON text for the model, or is a `ToolRuntime`. The default is `handle_function_call`, which leases
+    a slot for the task until `cleanup_vm(task_id)`. `max_tokens` limits one reply, `max_context_tokens` the
+    conversation, `budget` the whole rollout. Calls of the `parallel_safe` tools may run concurrently. `beyond` allows
+    tools that reach beyond this conversation (`memory`, `session_search`): otherwise they are refused, because rollouts
+    must not learn from each other.
 
     `failure` is the infrastructure failure that ended the latest run, `wall` its clock.
     """
@@ -63,7 +63,7 @@ class HermesAgentLoop:
         self,
         server: ChatServer,
         tool_schemas: Sequence[Mapping[str, JSON]],
-        valid_tool_names: Collection[str],
+        valid_tool_names: Collection[str] | None = None,
         max_turns: int = 30,
         task_id: str | None = None,
         temperature: float = 1.0,
@@ -78,6 +78,8 @@ class HermesAgentLoop:
         budget: Budget | None = None,
         beyond: Collection[str] = frozenset(),
     ) -> None:
+        if valid_tool_names is None:
+            valid_tool_names = {schema["function"]["name"] for schema in tool_schemas}
         if not isinstance(tool_handler, ToolRuntime):
             tool_handler = handler_runtime(tool_handler or _own_slot, tool_schemas, valid_tool_names, task_id)
         self.server = server

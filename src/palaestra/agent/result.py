@@ -10,17 +10,37 @@ from dataclasses import dataclass, field
 from palaestra.core.types import JSON, Blame, Message, Outcome, Usage
 from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.runtime.inner_calls import InnerCall
+from palaestra.tools.tool import ToolMistake
 
 
-@dataclass(slots=True)
-class ToolError:
-    """One call that failed, as the contract shapes it. `arguments` and `tool_result` are the raw text."""
+@dataclass(init=False)
+class ToolError(ToolMistake):
+    """An error that the model reads: raise `ToolError("…")` in a tool, with `details` as further keys of the reply.
+
+    As a record, one call that failed, as the contract shapes it. `arguments` and `tool_result` are the raw text.
+    """
 
     turn: int
     tool_name: str
     arguments: str
     error: str
     tool_result: str
+
+    def __init__(
+        self,
+        turn: int | str = 0,
+        tool_name: str = "",
+        arguments: str = "",
+        error: str = "",
+        tool_result: str = "",
+        **details: JSON,
+    ) -> None:
+        number, error = (0, turn) if isinstance(turn, str) else (turn, error)
+        super().__init__(error, **details)
+        self.turn, self.tool_name, self.arguments, self.error = number, tool_name, arguments, error
+        self.tool_result = tool_result
+
+    __hash__ = ToolMistake.__hash__
 
 
 @dataclass(slots=True)

@@ -219,7 +219,7 @@ def unrestricted(
 ) -> ToolRegistry:
     """Every known tool, missing ones included, for code and never shown to a model. Tools of `registry` replace others
     of their name; the others get `settings`, or the registry's."""
-    registry = registry or ToolRegistry(replayed=replayed)
+    registry = ToolRegistry(replayed=replayed) if registry is None else registry
     settings = settings or registry.settings
     others = (tool for tool in all_tools(settings) if registry.get(tool.name) is None)
     tools = [*registry.tools(), *others]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.types import JSON
@@ -84,6 +84,20 @@ class ToolRegistry:
 
     def list_tools(self) -> list[str]:
         return list(self._tools)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the tools."""
+        return iter(self._tools)
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tools
+
+    async def call(self, name: str, arguments: Mapping[str, JSON] | None = None) -> ToolResult:
+        """Run a tool by its name, outside any rollout: `execute` without a `ToolCall`."""
+        return await self.execute(ToolCall(name, dict(arguments or {})))
 
     def tools(self) -> list[Tool]:
         return list(self._tools.values())

@@ -1,0 +1,113 @@
+"""`Agent`: a model with tools, for a program that wants an answer and no environment.
+
+    result = await Agent("Qwen/Qwen3-8B", base_url="http://localhost:8000/v1", tools=[forecast, "terminal"]).run("…")
+    print(result.final_response)
+
+It is the agent loop of rollouts with a server, tools and a sandbox of its own. Nothing is recorded or scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import TypeAlias
+
+from palaestra.agent.budget import Budget
+from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.result import AgentResult
+from palaestra.core.config import python_names
+from palaestra.core.io.threads import run_blocking
+from palaestra.core.types import Message
+from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra.inference.server_group import ServerGroup
+from palaestra.sandbox.sandbox import Sandbox
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.decorator import tool
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra.tools.tool import Tool
+
+ToolSource: TypeAlias = Tool | Callable[..., object] | str
+"""A tool, a typed function with a docstring, or the name of a toolset."""
+
+
+class Agent:
+    """Answers prompts with a model and tools. `tools` are tools, typed functions and names of toolsets.
+
+    The model is `model` at `base_url`, or a `server` (`APIServerConfig`, or several). `sandbox` is an open sandbox that
+    the tools work in; without one, each `run` that needs a sandbox gets a new one, without a network. Raises
+    `ConfigError` for an unusable argument.
+    """
+
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        server: ServerBaseline | Sequence[ServerBaseline] | None = None,
+        tools: Sequence[ToolSource] = (),
+        system_prompt: str | None = None,
+        max_turns: int = 30,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        budget: Budget | None = None,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        self.registry = _registry(tools)
+        self.system_prompt = system_prompt
+        self.max_turns = max_turns
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.budget = budget
+        self.sandbox = sandbox
+        self._servers = server or APIServerConfig(model_name=model, base_url=base_url, api_key=api_key)
+        with python_names():
+            ServerGroup(self._servers)  # checks the settings early; each run opens connections of its own
+
+    async def run(self, prompt: str | Sequence[Message]) -> AgentResult:
+        """Converse until the model is done or a limit is reached. `prompt` is the user's message, or messages.
+
+        A failing server or sandbox is the result's `outcome` and `error`. Raises `EngineError` for a server that does
+        not answer at the start.
+        """
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        async with AsyncExitStack() as stack:
+            server = ServerGroup(self._servers)
+            stack.push_async_callback(server.aclose)
+            with python_names():
+                await server.start()
+
+            async def slot() -> Slot:
+                if self.sandbox is not None:
+                    return self.sandbox.slot
+                own: Sandbox = await stack.enter_async_context(Sandbox())
+                return own.slot
+
+            user_task = next((str(each["content"]) for each in messages if each.get("role") == "user"), "")
+            runtime = await stack.enter_async_context(ToolRuntime(self.registry, slot, "agent", user_task))
+            loop = HermesAgentLoop(
+                server,
+                self.registry.definitions(),
+                self.registry.list_tools(),
+                max_turns=self.max_turns,
+                temperature=self.temperature,
+                max_tokens=self.max_tokens,
+                tool_handler=runtime,
+                budget=self.budget,
+                parallel_safe=runtime.parallel_safe,
+            )
+            return await loop.run(messages)
+
+    def run_sync(self, prompt: str | Sequence[Message]) -> AgentResult:
+        """`run` for code that is not async, and for notebooks, whose own loop is running."""
+        return run_blocking(self.run(prompt))
+
+
+def _registry(tools: Sequence[ToolSource]) -> ToolRegistry:
+    toolsets = [each for each in tools if isinstance(each, str)]
+    own = [each if isinstance(each, Tool) else tool(each) for each in tools if not isinstance(each, str)]
+    return build_tool_registry(toolsets, extra=own)
