@@ -7,7 +7,7 @@
 The oracle scores 1.0 on every generated task and doing nothing 0.0.
 """
 
-from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnv
+from palaestra import EndlessTerminalsEnv
 
 if __name__ == "__main__":
     EndlessTerminalsEnv.cli()

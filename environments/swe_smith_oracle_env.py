@@ -8,7 +8,7 @@
 The oracle scores 1.0 on every task and doing nothing 0.0.
 """
 
-from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv
+from palaestra import SweSmithOracleEnv
 
 if __name__ == "__main__":
     SweSmithOracleEnv.cli()

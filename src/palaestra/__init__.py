@@ -1,4 +1,7 @@
-"""Palaestra: one agent loop, one tool registry and one pool of isolated slots, for chat, batch generation and RL.
+"""Palaestra: environments for training and evaluating LLM agents that use tools.
+
+    run = await palaestra.run(count_lines(n=3), policy="oracle", group_size=4)
+    run.trajectories[0].reward
 
 Every public name is imported from here. Importing the package loads none of them: each is loaded when first used.
 """
@@ -9,23 +12,65 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from palaestra.agent.agent import Agent
     from palaestra.agent.atropos_agent import AGENT_SYSTEM_PROMPT, AgentConfig, AtroposAgent
+    from palaestra.agent.budget import Budget
     from palaestra.agent.detached_subagents import Delegates
     from palaestra.agent.loop import HermesAgentLoop
     from palaestra.agent.result import AgentResult, AgentStep, SequenceData, ToolError
-    from palaestra.core.types import AllowList, Limits, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
+    from palaestra.core.errors import (
+        AcquireTimeout,
+        ConfigError,
+        ContextExceeded,
+        DiskError,
+        EngineError,
+        EngineRefused,
+        EngineReplyError,
+        EngineUnavailable,
+        GraderError,
+        ImageError,
+        InfraError,
+        IsolationUnavailable,
+        PalaestraError,
+        PrepareError,
+        SandboxError,
+        SlotLost,
+        StaleLease,
+        TaskError,
+        ToolUnavailable,
+    )
+    from palaestra.core.types import (
+        JSON,
+        AllowList,
+        Blame,
+        Limits,
+        Message,
+        Network,
+        NetworkPolicy,
+        Outcome,
+        Prices,
+        Say,
+        Score,
+        Task,
+        ToolStep,
+        Usage,
+    )
     from palaestra.envs.api.agent_env import AgentEnv, AgentEnvConfig
     from palaestra.envs.api.base_env import BaseEnv, Item
-    from palaestra.envs.api.function_env import environment
+    from palaestra.envs.api.function_env import FunctionEnvConfig, environment
     from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
     from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+    from palaestra.envs.run.library import run, run_sync, stream
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
     from palaestra.inference.server_group import ServerManager
     from palaestra.processes.registry import ProcessRegistry
+    from palaestra.rollouts.finished_run import Run, list_runs, open_run
     from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
+    from palaestra.rollouts.records import Group, Trajectory
+    from palaestra.rollouts.rollout import Rollout
     from palaestra.sandbox.artifacts import (
         ArtifactArchiveRequestPayload,
         ArtifactArchiveResponsePayload,
@@ -35,10 +80,25 @@ if TYPE_CHECKING:
         ArtifactReadRequestPayload,
         ArtifactReadResponsePayload,
     )
+    from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-    from palaestra.sandbox.slot import ExecutionResult, Slot
+    from palaestra.sandbox.sandbox import Sandbox, SandboxSnapshot, SyncSandbox
+    from palaestra.sandbox.slot import Change, ExecutionResult, FileInfo, Mount, Rung, Slot, SlotSpec, Snapshot, View
+    from palaestra.sandbox.snapshots.cache import Prepared, Recipe
+    from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnv
+    from palaestra.suites.examples.count_lines import count_lines
+    from palaestra.suites.examples.terminal_test import TerminalTestEnv
+    from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnv
+    from palaestra.suites.swe.authoring.build_tasks import BuildOptions as SweBuildOptions
+    from palaestra.suites.swe.authoring.build_tasks import build as build_swe_tasks
+    from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
+    from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+    from palaestra.tools.builtin.clarify import User
+    from palaestra.tools.builtin.session_search import Sessions
     from palaestra.tools.call_text import ToolCall, ToolResult
     from palaestra.tools.decorator import tool
+    from palaestra.tools.human.approval import Approvals
+    from palaestra.tools.human.terminal_prompt import TerminalPerson
     from palaestra.tools.registry.build import build_tool_registry, get_tool_definitions
     from palaestra.tools.registry.catalog import (
         TOOL_TO_TOOLSET_MAP,
@@ -86,15 +146,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AGENT_SYSTEM_PROMPT",
+    "JSON",
     "TOOLSET_REQUIREMENTS",
     "TOOL_TO_TOOLSET_MAP",
     "APIServerConfig",
+    "AcquireTimeout",
+    "Agent",
     "AgentConfig",
     "AgentEnv",
     "AgentEnvConfig",
     "AgentResult",
     "AgentStep",
     "AllowList",
+    "Approvals",
     "ArtifactArchiveRequestPayload",
     "ArtifactArchiveResponsePayload",
     "ArtifactListEntryPayload",
@@ -105,17 +169,50 @@ __all__ = [
     "AtroposAgent",
     "BaseEnv",
     "BaseEnvConfig",
+    "Blame",
+    "Budget",
+    "Change",
+    "ConfigError",
+    "ContextExceeded",
     "Delegates",
+    "DiskError",
+    "EndlessTerminalsEnv",
+    "EngineError",
+    "EngineRefused",
+    "EngineReplyError",
+    "EngineUnavailable",
     "ExecutionResult",
+    "FileInfo",
+    "FunctionEnvConfig",
+    "GraderError",
+    "Group",
     "HermesAgentBaseEnv",
     "HermesAgentEnvConfig",
     "HermesAgentLoop",
+    "HermesSweEnv",
+    "ImageError",
+    "InfraError",
+    "IsolationUnavailable",
     "Item",
     "Limits",
+    "LocalBackend",
+    "Message",
+    "Mount",
     "Network",
     "NetworkPolicy",
     "Outcome",
+    "PalaestraError",
+    "PrepareError",
+    "Prepared",
+    "Prices",
     "ProcessRegistry",
+    "Recipe",
+    "Rollout",
+    "Run",
+    "Rung",
+    "Sandbox",
+    "SandboxError",
+    "SandboxSnapshot",
     "Say",
     "Score",
     "ScoredDataGroup",
@@ -123,10 +220,23 @@ __all__ = [
     "SequenceData",
     "ServerBaseline",
     "ServerManager",
+    "Sessions",
     "Slot",
+    "SlotLost",
     "SlotPool",
     "SlotPoolConfig",
+    "SlotSpec",
+    "Snapshot",
+    "StaleLease",
+    "SweBuildOptions",
+    "SweSmithOracleEnv",
+    "SweSmithOracleEnvConfig",
+    "SyncSandbox",
     "Task",
+    "TaskError",
+    "TerminalBench2EvalEnv",
+    "TerminalPerson",
+    "TerminalTestEnv",
     "Tool",
     "ToolCall",
     "ToolCallPayload",
@@ -148,12 +258,19 @@ __all__ = [
     "ToolSessionConfig",
     "ToolSettings",
     "ToolStep",
+    "ToolUnavailable",
+    "Trajectory",
+    "Usage",
+    "User",
+    "View",
+    "build_swe_tasks",
     "build_tool_registry",
     "check_tool_availability",
     "check_toolset_requirements",
     "cleanup_all_environments",
     "cleanup_vm",
     "clear_task_env_overrides",
+    "count_lines",
     "environment",
     "get_active_environments_info",
     "get_all_tool_names",
@@ -166,12 +283,17 @@ __all__ = [
     "handle_function_call_async",
     "list_distributions",
     "list_parsers",
+    "list_runs",
+    "open_run",
     "open_world",
     "print_distribution_info",
     "process_registry",
     "register_parser",
     "register_task_env_overrides",
+    "run",
+    "run_sync",
     "sample_toolsets_from_distribution",
+    "stream",
     "tool",
     "use_session",
     "validate_distribution",
@@ -180,12 +302,15 @@ __all__ = [
 _MODULES = {
     "AGENT_SYSTEM_PROMPT": "agent.atropos_agent",
     "APIServerConfig": "inference.config",
+    "AcquireTimeout": "core.errors",
+    "Agent": "agent.agent",
     "AgentConfig": "agent.atropos_agent",
     "AgentEnv": "envs.api.agent_env",
     "AgentEnvConfig": "envs.api.agent_env",
     "AgentResult": "agent.result",
     "AgentStep": "agent.result",
     "AllowList": "core.types",
+    "Approvals": "tools.human.approval",
     "ArtifactArchiveRequestPayload": "sandbox.artifacts",
     "ArtifactArchiveResponsePayload": "sandbox.artifacts",
     "ArtifactListEntryPayload": "sandbox.artifacts",
@@ -196,17 +321,51 @@ _MODULES = {
     "AtroposAgent": "agent.atropos_agent",
     "BaseEnv": "envs.api.base_env",
     "BaseEnvConfig": "envs.config.fields",
+    "Blame": "core.types",
+    "Budget": "agent.budget",
+    "Change": "sandbox.slot",
+    "ConfigError": "core.errors",
+    "ContextExceeded": "core.errors",
     "Delegates": "agent.detached_subagents",
+    "DiskError": "core.errors",
+    "EndlessTerminalsEnv": "suites.endless_terminals.endless_terminals",
+    "EngineError": "core.errors",
+    "EngineRefused": "core.errors",
+    "EngineReplyError": "core.errors",
+    "EngineUnavailable": "core.errors",
     "ExecutionResult": "sandbox.slot",
+    "FileInfo": "sandbox.slot",
+    "FunctionEnvConfig": "envs.api.function_env",
+    "GraderError": "core.errors",
+    "Group": "rollouts.records",
     "HermesAgentBaseEnv": "envs.api.hermes_env",
     "HermesAgentEnvConfig": "envs.config.fields",
     "HermesAgentLoop": "agent.loop",
+    "HermesSweEnv": "suites.hermes_swe.hermes_swe",
+    "ImageError": "core.errors",
+    "InfraError": "core.errors",
+    "IsolationUnavailable": "core.errors",
     "Item": "envs.api.base_env",
+    "JSON": "core.types",
     "Limits": "core.types",
+    "LocalBackend": "sandbox.backends.local",
+    "Message": "core.types",
+    "Mount": "sandbox.slot",
     "Network": "core.types",
     "NetworkPolicy": "core.types",
     "Outcome": "core.types",
+    "PalaestraError": "core.errors",
+    "PrepareError": "core.errors",
+    "Prepared": "sandbox.snapshots.cache",
+    "Prices": "core.types",
     "ProcessRegistry": "processes.registry",
+    "Recipe": "sandbox.snapshots.cache",
+    "Rollout": "rollouts.rollout",
+    "Run": "rollouts.finished_run",
+    "Rung": "sandbox.slot",
+    "Sandbox": "sandbox.sandbox",
+    "SandboxError": "core.errors",
+    "SandboxSnapshot": "sandbox.sandbox",
     "Say": "core.types",
     "Score": "core.types",
     "ScoredDataGroup": "envs.api.scored_data",
@@ -214,12 +373,25 @@ _MODULES = {
     "SequenceData": "agent.result",
     "ServerBaseline": "inference.config",
     "ServerManager": "inference.server_group",
+    "Sessions": "tools.builtin.session_search",
     "Slot": "sandbox.slot",
+    "SlotLost": "core.errors",
     "SlotPool": "sandbox.pool",
     "SlotPoolConfig": "sandbox.pool",
+    "SlotSpec": "sandbox.slot",
+    "Snapshot": "sandbox.slot",
+    "StaleLease": "core.errors",
+    "SweBuildOptions": "suites.swe.authoring.build_tasks:BuildOptions",
+    "SweSmithOracleEnv": "suites.swe.swe_smith_oracle",
+    "SweSmithOracleEnvConfig": "suites.swe.swe_smith_oracle",
+    "SyncSandbox": "sandbox.sandbox",
     "TOOLSET_REQUIREMENTS": "tools.registry.catalog",
     "TOOL_TO_TOOLSET_MAP": "tools.registry.catalog",
     "Task": "core.types",
+    "TaskError": "core.errors",
+    "TerminalBench2EvalEnv": "suites.terminal_bench.terminalbench_2",
+    "TerminalPerson": "tools.human.terminal_prompt",
+    "TerminalTestEnv": "suites.examples.terminal_test",
     "Tool": "tools.tool",
     "ToolCall": "tools.call_text",
     "ToolCallPayload": "tools.serving.payloads",
@@ -241,12 +413,19 @@ _MODULES = {
     "ToolSessionConfig": "tools.runtime.function_calls",
     "ToolSettings": "tools.settings",
     "ToolStep": "core.types",
+    "ToolUnavailable": "core.errors",
+    "Trajectory": "rollouts.records",
+    "Usage": "core.types",
+    "User": "tools.builtin.clarify",
+    "View": "sandbox.slot",
+    "build_swe_tasks": "suites.swe.authoring.build_tasks:build",
     "build_tool_registry": "tools.registry.build",
     "check_tool_availability": "tools.registry.catalog",
     "check_toolset_requirements": "tools.registry.catalog",
     "cleanup_all_environments": "tools.runtime.function_calls",
     "cleanup_vm": "tools.runtime.function_calls",
     "clear_task_env_overrides": "tools.runtime.function_calls",
+    "count_lines": "suites.examples.count_lines",
     "environment": "envs.api.function_env",
     "get_active_environments_info": "tools.runtime.function_calls",
     "get_all_tool_names": "tools.registry.catalog",
@@ -259,12 +438,17 @@ _MODULES = {
     "handle_function_call_async": "tools.runtime.function_calls",
     "list_distributions": "tools.registry.distributions",
     "list_parsers": "inference.parsers",
+    "list_runs": "rollouts.finished_run",
+    "open_run": "rollouts.finished_run",
     "open_world": "rollouts.recorded_tools.recording_policy",
     "print_distribution_info": "tools.registry.distributions",
     "process_registry": "tools.runtime.sync_process_registry",
     "register_parser": "inference.parsers",
     "register_task_env_overrides": "tools.runtime.function_calls",
+    "run": "envs.run.library",
+    "run_sync": "envs.run.library",
     "sample_toolsets_from_distribution": "tools.registry.distributions",
+    "stream": "envs.run.library",
     "tool": "tools.decorator",
     "use_session": "tools.runtime.function_calls",
     "validate_distribution": "tools.registry.distributions",
@@ -274,7 +458,8 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'palaestra' has no attribute {name!r}")
-    value: object = getattr(import_module(f"palaestra.{_MODULES[name]}"), name)
+    module, _, attribute = _MODULES[name].partition(":")
+    value: object = getattr(import_module(f"palaestra.{module}"), attribute or name)
     globals()[name] = value
     return value
 

@@ -177,7 +177,20 @@ class FunctionForm:
         self.scores: list[ScoreHook] = []
         self.preparation: Hook | None = None
         self.tools: list[TypedTool] = []
+        self.bound: FunctionEnvConfig | None = None
+        """The settings of an environment that was called with arguments."""
         self.__doc__ = source.__doc__
+
+    def __call__(self, *args: JSON, **named: JSON) -> FunctionForm:
+        """The environment with arguments for its function, as `count_lines(n=3)`; hooks belong to both. Raises
+        `ConfigError` if they do not fit."""
+        try:
+            bound = inspect.signature(self.source).bind(*args, **named)
+        except TypeError as error:
+            raise ConfigError(f"environment {self.name}: {error}") from None
+        called = copy(self)
+        called.bound = self.config_type()(**bound.arguments)
+        return called
 
     @overload
     def score(self, function: F) -> F: ...
@@ -273,7 +286,7 @@ class FunctionForm:
         return inspect.getdoc(self.source) or ""
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        return None, ()
+        return self.bound, ()
 
     def check_values(self) -> Mapping[str, JSON]:
         return {}

@@ -60,6 +60,12 @@ SHORT_FORMS = {
 }
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
+ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_num_workers"}
+"""Short names of settings for Python callers."""
+
+ARGUMENT = "argument"
+"""The source of a setting that a Python caller gave."""
+
 _OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
 UNSAID = (DEFAULT, "config_init", "process", "evaluate")
 """Sources of a setting that no user has said."""
@@ -138,14 +144,57 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         given = _Given()
         for written, words in flags:
             self._take(given, written, words)
+        env, servers, replaced = self._merge(command, given, environ, dotenv)
+        if given.show_config:
+            return Answer(_merged(env, servers))
+        return self._parsed(command, given, env, servers, replaced)
+
+    def take(
+        self,
+        command: str,
+        arguments: Mapping[str, JSON],
+        environ: Mapping[str, str] | None = None,
+        dotenv: Mapping[str, str] | None = None,
+    ) -> Parsed[EnvT_co, ServerT_co]:
+        """The same for the arguments of a Python call: names of settings, those of `ARGUMENTS`, `policy`, `resume` and
+        `config` (YAML files). An argument that is None is not set. Raises `ConfigError`."""
+        given = _Given(source=ARGUMENT)
+        for written, value in arguments.items():
+            if value is None:
+                continue
+            match written:
+                case "policy":
+                    given.policy = str(value)
+                case "resume":
+                    given.resume = Path(value)
+                case "config":
+                    given.files += [
+                        read_file(Path(path)) for path in ([value] if isinstance(value, str | Path) else value)
+                    ]
+                case _:
+                    self._set_argument(given, written, value)
+        env, servers, replaced = self._merge(command, given, environ, dotenv)
+        return self._parsed(command, given, env, servers, replaced)
+
+    def _set_argument(self, given: _Given, written: str, value: JSON) -> None:
+        name = ARGUMENTS.get(written, written)
+        for group, model_type in (("env", self.env_type), ("openai", self.server_type)):
+            if name in model_type.model_fields:
+                given.values[group][name], given.spelled[group][name] = value, written
+                return
+        known = ("policy", "resume", "config", *ARGUMENTS, *self.env_type.model_fields, *self.server_type.model_fields)
+        raise ConfigError(f"unknown argument {written}.{nearest(written, known)}")
+
+    def _merge(
+        self, command: str, given: _Given, environ: Mapping[str, str] | None, dotenv: Mapping[str, str] | None
+    ) -> tuple[Merged[EnvT_co], list[Merged[ServerT_co]], list[str]]:
+        """The settings of the environment and of the servers, and notices of values that were replaced."""
         variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
         servers = [merge(self.server_type, layers) for layers in self._server_layers(given, variables)]
         replaced = [*_known_parser(env, "tool_call_parser")]
         replaced += (notice for server in servers for notice in _known_parser(server, "tool_parser"))
-        if given.show_config:
-            return Answer(_merged(env, servers))
-        return self._parsed(command, given, env, servers, replaced)
+        return env, servers, replaced
 
     def _split(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
         """The command, and each flag as written with the words that follow it."""
@@ -215,14 +264,14 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
 
     def _env_layers(self, command: str, given: _Given, variables: Variables) -> Iterator[ConfigLayer]:
         fields = self.env_type.model_fields
-        if command == "process" and self.name and "data_path_to_save_groups" in fields:
+        if given.source != ARGUMENT and command == "process" and self.name and "data_path_to_save_groups" in fields:
             yield ConfigLayer("process", {"data_path_to_save_groups": f"data/{self.name}.jsonl"})
         yield ConfigLayer("config_init", self.env_values)
         if said := _SAID_BY_COMMAND.get(command):
             yield ConfigLayer(command, {name: value for name, value in said.items() if name in fields})
         yield from (file.env for file in given.files)
         yield from (read_environ(values, "env", self.env_type, where) for where, values in variables)
-        yield ConfigLayer("command line", given.values["env"], given.spelled["env"])
+        yield ConfigLayer(given.source, given.values["env"], given.spelled["env"])
 
     def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
         """The layers of each server. A policy or an address in variables or flags leaves one server."""
@@ -234,14 +283,15 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             else:
                 lower = [*servers, *(lowest for _ in file.servers)]
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
-        flags = ConfigLayer("command line", given.values["openai"], given.spelled["openai"])
+        flags = ConfigLayer(given.source, given.values["openai"], given.spelled["openai"])
         top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables), flags]
         if given.policy is not None:
             clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
             if clash:
-                raise ConfigError(f"--policy and {flags.spelled[min(clash)]} exclude each other")
+                policy = "policy" if given.source == ARGUMENT else "--policy"
+                raise ConfigError(f"{policy} and {flags.spelled[min(clash)]} exclude each other")
             scripted = {"server_type": "scripted", "model_name": given.policy}
-            top.append(ConfigLayer("command line", scripted, dict.fromkeys(scripted, "--policy")))
+            top.append(ConfigLayer(given.source, scripted, dict.fromkeys(scripted, "--policy")))
         if given.policy is not None or any("base_url" in layer.values for layer in top):
             servers = servers[:1]
         return [[*layers, *top] for layers in servers]
@@ -287,6 +337,7 @@ class _Given:
     policy: str | None = None
     resume: Path | None = None
     show_config: bool = False
+    source: str = "command line"
 
     def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
         target = self.values[group]

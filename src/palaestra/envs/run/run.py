@@ -35,7 +35,7 @@ from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.events import GroupsPlanned
+from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
 from palaestra.rollouts.observe.console import Console, make_console
@@ -91,25 +91,38 @@ def run_command(form: Form, argv: Sequence[str], *, prog: str | None = None, com
     """Run an environment as `argv` says, with `command` if it names none, and return the exit code."""
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
-        config, servers = form.defaults()
-        parsed = CommandLine(
-            prog=prog or f"python {Path(sys.argv[0]).name}",
-            env_type=form.config_type(),
-            server_type=APIServerConfig,
-            env_values=set_fields(config) if config is not None else {},
-            server_values=[set_fields(server) for server in servers],
-            name=form.name,
-            command=form.command or command,
-            about=form.about,
-        ).parse(argv, shell_variables(dotenv), dotenv)
+        line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command)
+        parsed = line.parse(argv, shell_variables(dotenv), dotenv)
         if isinstance(parsed, Answer):
             sys.stdout.write(parsed.text)
             return 0
-        if isinstance(parsed.env_config, HermesAgentEnvConfig):
-            parsed.env_config.take_variables(os.environ)
+        take_variables(parsed, dotenv)
         for notice in parsed.notices:
             sys.stderr.write(f"note: {notice}\n")
         return asyncio.run(run(form, parsed)).exit_code
+
+
+def command_line(
+    form: Form, prog: str, command: str | None, servers: Sequence[ServerBaseline] = ()
+) -> CommandLine[BaseEnvConfig, APIServerConfig]:
+    """The settings of an environment, with its own defaults. `servers` replace its own servers."""
+    config, own = form.defaults()
+    return CommandLine(
+        prog=prog,
+        env_type=form.config_type(),
+        server_type=APIServerConfig,
+        env_values=set_fields(config) if config is not None else {},
+        server_values=[set_fields(server) for server in servers or own],
+        name=form.name,
+        command=form.command or command,
+        about=form.about,
+    )
+
+
+def take_variables(parsed: RunLine, dotenv: Mapping[str, str]) -> None:
+    """Give the tools their keys from the process's variables and those of a `.env` file."""
+    if isinstance(parsed.env_config, HermesAgentEnvConfig):
+        parsed.env_config.take_variables({**dotenv, **os.environ})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +137,17 @@ class RunReport:
     report: Path
 
 
-async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream: TextIO | None = None) -> RunReport:
+async def run(
+    form: Form,
+    parsed: RunLine,
+    *,
+    root: Path = Path("runs"),
+    stream: TextIO | None = None,
+    subscribers: Sequence[Subscriber] = (),
+    gate: Gate | None = None,
+) -> RunReport:
     """Run to the end and report the paths of the files. Nothing is written before model server, slots and environment
-    work."""
+    work. `subscribers` get the run's events; `gate` is asked before each task and may wait."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -168,7 +189,7 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
         events = EventStream(output.journal, output, limits)
         console, status = make_console(stream), StatusFile(events.in_flight)
         console.in_flight = events.in_flight
-        for each in (console, reporting) if spans is None else (console, reporting, spans):
+        for each in (console, reporting, *(() if spans is None else (spans,)), *subscribers):
             events.subscribe(each)
         context = RunContext(
             engine=engine,
@@ -186,7 +207,7 @@ async def run(form: Form, parsed: RunLine, *, root: Path = Path("runs"), stream:
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
         )
-        command = CommandRun(environment, parsed, context, output, reporting, status)
+        command = CommandRun(environment, parsed, context, output, reporting, status, gate)
         gc.freeze()  # modules and settings live as long as the run; collections need not visit them
         try:
             totals = await command.run(console, stream)
@@ -256,6 +277,7 @@ class CommandRun:
     output: RunOutput
     reporting: Reporting
     status: StatusFile
+    gate: Gate | None = None
     begun: bool = False
     """Whether a group may be in flight."""
 
@@ -323,6 +345,9 @@ class CommandRun:
                 limits.drain()
                 loop.call_later(patience if self.begun else 0.0, running.cancel)
 
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the program that called has its own way to end
+            yield
+            return
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # only a main thread has signals
             loop.add_signal_handler(signal.SIGTERM, drain)
         try:
@@ -363,8 +388,9 @@ class CommandRun:
         self.begun = True
         limits = self.context.limits
 
-        async def both() -> bool:
-            return await limits.gate() and (gate is None or await limits.unless_stopped(gate()))
+        async def open_gate() -> bool:
+            asked = [each for each in (gate, self.gate) if each is not None]
+            return await limits.gate() and all([await limits.unless_stopped(each()) for each in asked])
 
         runner = Runner(
             self.environment,
@@ -372,7 +398,7 @@ class CommandRun:
             concurrency=concurrency(self.parsed.env_config),
             limit=limit,
             on_group=on_group,
-            gate=both,
+            gate=open_gate,
             timings=self._timings(),
         )
         return await runner.run()

@@ -1,0 +1,208 @@
+"""Runs environments from Python: `run`, `run_sync` and `stream` set up what `palaestra run` reads from flags.
+
+All three call the function of the command line, `envs.run.run.run`. Arguments are settings by their names, so an error
+names arguments, not flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TextIO
+
+from palaestra.core.config import python_names
+from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.io.threads import run_blocking
+from palaestra.core.types import JSON
+from palaestra.core.user_code import is_loaded
+from palaestra.envs.config.layers import read_dotenv
+from palaestra.envs.discovery import form_of, load_environment
+from palaestra.envs.run.run import Form, command_line, take_variables
+from palaestra.envs.run.run import run as run_line
+from palaestra.envs.run.run_folder import RunLine
+from palaestra.inference.config import ServerBaseline
+from palaestra.rollouts.events import GroupFinished, Handlers
+from palaestra.rollouts.finished_run import RUNS, Run
+from palaestra.rollouts.records import Group
+
+logger = logging.getLogger("palaestra")
+
+_WAITING_GROUPS = 64
+"""Finished groups that `stream` holds for a slow consumer before no further group starts."""
+
+
+async def run(
+    env: object,
+    *,
+    policy: str | None = None,
+    model: str | None = None,
+    base_url: str | None = None,
+    server: ServerBaseline | Sequence[ServerBaseline] | None = None,
+    tasks: int | None = None,
+    group_size: int | None = None,
+    evaluate: bool = False,
+    resume: str | Path | None = None,
+    folder: str | Path = RUNS,
+    progress: bool = False,
+    **settings: JSON,
+) -> Run:
+    """Roll out an environment to the end and return the run.
+
+    `env` is a function environment, also called with its arguments, a class environment, or text that
+    `palaestra run` takes: a name, a file, `file.py:name`. The agent's side is a scripted `policy` ("oracle", "noop",
+    "patch:FILE", "replay:FILE"), the `model` at `base_url`, or a `server` (`APIServerConfig`, or several). At most
+    `tasks` groups of `group_size` rollouts are run; `evaluate` tries held-out tasks and computes pass@k. `settings` are
+    further settings of the environment, its own parameters and those of the server (`concurrency`, `max_agent_turns`,
+    `api_key`, …).
+
+    The run is kept in a new folder below `folder`; with `resume`, the folder of a run, that run continues. `progress`
+    prints to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or
+    `SandboxError` if the run cannot start. Failed rollouts are in the result.
+    """
+    line = settings | {"policy": policy, "model": model, "base_url": base_url, "resume": resume}
+    line |= {"tasks": tasks, "group_size": group_size}
+    with python_names():
+        form = environment_form(env)
+        parsed = _parsed(form, line, server, "evaluate" if evaluate else "process")
+        report = await run_line(form, parsed, root=Path(folder), stream=_stream(progress))
+    return Run(report.folder)
+
+
+def run_sync(env: object, **arguments: JSON) -> Run:
+    """`run` for code that is not async, and for notebooks, whose own loop is running."""
+    frame = sys._getframe(1)
+    if is_loaded(frame.f_globals.get("__name__", "")) and frame.f_code.co_name == "<module>":
+        raise ConfigError(
+            f"{frame.f_code.co_filename} starts a run while it is loaded for another one: put the call under "
+            'if __name__ == "__main__"'
+        )
+    return run_blocking(run(env, **arguments))
+
+
+async def stream(
+    env: object,
+    *,
+    policy: str | None = None,
+    model: str | None = None,
+    base_url: str | None = None,
+    server: ServerBaseline | Sequence[ServerBaseline] | None = None,
+    tasks: int | None = None,
+    group_size: int | None = None,
+    resume: str | Path | None = None,
+    folder: str | Path = RUNS,
+    progress: bool = False,
+    **settings: JSON,
+) -> AsyncIterator[Group]:
+    """Roll out an environment, and yield each group when it has finished and is on disk. Arguments and errors are those
+    of `run`. Closing the iterator stops the run; finished groups are kept.
+
+    No further group starts while 64 finished ones wait for the caller.
+    """
+    line = settings | {"policy": policy, "model": model, "base_url": base_url, "resume": resume}
+    line |= {"tasks": tasks, "group_size": group_size}
+    with python_names():
+        form = environment_form(env)
+        parsed = _parsed(form, line, server, "process")
+    finished = _FinishedGroups()
+    running = asyncio.create_task(
+        run_line(
+            form,
+            parsed,
+            root=Path(folder),
+            stream=_stream(progress),
+            subscribers=[finished],
+            gate=finished.has_room,
+        ),
+        name="run",
+    )
+    running.add_done_callback(lambda _: finished.close())
+    try:
+        async for group in finished:
+            yield group
+        with python_names():
+            await running
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PalaestraError):
+            await running
+
+
+class _FinishedGroups:
+    """A subscriber that holds the finished groups until they are taken."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+        self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._closed = False
+
+    def handlers(self) -> Handlers:
+        return {GroupFinished: self._on_group}
+
+    def _on_group(self, event: GroupFinished) -> None:
+        self._groups.append(event.group)
+        self._changed.set()
+
+    def close(self) -> None:
+        """No more groups follow."""
+        self._closed = True
+        self._changed.set()
+
+    async def has_room(self) -> bool:
+        """Wait until another group may start."""
+        while len(self._groups) >= _WAITING_GROUPS:
+            self._taken.clear()
+            await self._taken.wait()
+        return True
+
+    async def __aiter__(self) -> AsyncIterator[Group]:
+        while True:
+            while self._groups:
+                group = self._groups.pop(0)
+                self._taken.set()
+                yield group
+            if self._closed:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def environment_form(env: object) -> Form:
+    """The form of an environment that a Python caller names. Raises `ConfigError`."""
+    if isinstance(env, str | Path):
+        return load_environment(str(env), Path.cwd())
+    form = form_of(env)
+    form.reference = form.reference or _reference(env)
+    return form
+
+
+def _reference(env: object) -> str:
+    """Where a replay or a resumed run finds an environment of a Python program; empty for one without a file or a name
+    of its own."""
+    source = getattr(env, "source", env)
+    name, path = getattr(source, "__name__", ""), inspect.getsourcefile(source) if callable(source) else None
+    at_top = getattr(source, "__qualname__", "") == name
+    return f"{Path(path).resolve()}:{name}" if at_top and path and Path(path).is_file() else ""
+
+
+def _parsed(
+    form: Form, line: dict[str, JSON], server: ServerBaseline | Sequence[ServerBaseline] | None, command: str
+) -> RunLine:
+    servers = [server] if isinstance(server, ServerBaseline) else list(server or ())
+    dotenv = read_dotenv(Path.cwd())
+    parsed = command_line(form, "palaestra.run", command, servers).take(command, line, os.environ, dotenv)
+    take_variables(parsed, dotenv)
+    for notice in parsed.notices:
+        logger.warning("%s", notice)
+    return parsed
+
+
+def _stream(progress: bool) -> TextIO:
+    return sys.stderr if progress else StringIO()

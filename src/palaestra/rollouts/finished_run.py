@@ -1,0 +1,179 @@
+"""A run that is on disk: `Run` reads its groups, metrics and rows; `find_run` finds a run's folder by a short name."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.rollouts.journal.reader import JOURNAL_NAME, Recording, journal_of
+from palaestra.rollouts.observe.metrics import Figures
+from palaestra.rollouts.records import Group, Trajectory
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.observe.status import RunStatus
+
+RUNS = Path("runs")
+"""Where runs lie by default."""
+
+LAST = "last"
+
+
+class Run:
+    """A run, read from its folder: finished, stopped, or still going. Iterating over it reads one group at a time.
+
+    Groups and metrics are those of the moment when they are first used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.recording)
+
+    @cached_property
+    def recording(self) -> Recording:
+        """The index of the run's journal."""
+        return Recording(journal_of(self.path))
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The finished groups, in the order of their tasks."""
+        return list(self.recording)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The rollouts of the finished groups."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the whole run by name, with the environment's own once the run has ended."""
+        figures = Figures()
+        for group in self:
+            figures.add(group)
+        return figures.numbers() | _last_metrics(self.path / "metrics.jsonl")
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over the scored rollouts; None without any."""
+        return self.metrics.get("reward/mean")
+
+    @property
+    def status(self) -> RunStatus:
+        """The present state: what is in flight, failures by cause, tokens, cost."""
+        from palaestra.rollouts.observe.status import RunReader
+
+        return RunReader(self.recording.path).read()
+
+    def to_rows(self, *, placeholders: bool = False) -> list[dict[str, JSON]]:
+        """The exact tokens of the scored rollouts, as `palaestra export --to rows` writes them (`docs/training.md`).
+
+        Raises `ConfigError` for a run whose model server gave no tokens, unless `placeholders` are allowed.
+        """
+        from palaestra.rollouts.export.token_rows import RowsExporter
+
+        lines = io.BytesIO()
+        RowsExporter().export(self, lines, replace(self.recording.meta, placeholders=placeholders))
+        return [json.loads(line) for line in lines.getvalue().splitlines()]
+
+    def to_records(self) -> list[dict[str, JSON]]:
+        """One plain mapping per rollout: ids, reward, outcome, error, tokens, seconds, and each metric by its name."""
+        return [
+            {
+                "task_id": each.task_id,
+                "rollout_id": each.rollout_id,
+                "index": each.index,
+                "reward": each.reward,
+                "outcome": each.outcome.value,
+                "blame": each.blame.value if each.blame is not None else None,
+                "error": each.error,
+                "turns": len(each.turns),
+                "prompt_tokens": each.prompt_tokens,
+                "completion_tokens": each.completion_tokens,
+                "cost": each.cost,
+                "duration_s": each.beside.duration_s,
+                **each.metrics,
+            }
+            for each in self.trajectories
+        ]
+
+    def to_frame(self) -> Any:
+        """`to_records` as a pandas DataFrame. Raises `ConfigError` without pandas."""
+        try:
+            pandas: Any = import_module("pandas")
+        except ImportError:
+            raise ConfigError("to_frame needs pandas: pip install pandas; to_records needs nothing") from None
+        return pandas.DataFrame(self.to_records())
+
+
+def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
+    """The run of a folder, a journal, an id or the beginning of one, or the `last` one below `root`. Raises
+    `ConfigError`."""
+    return Run(journal_of(find_run(run, root=root)).parent)
+
+
+def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
+    """The folder of a run: a path, `last`, `last:2` for the one before, or the beginning or end of an id. Raises
+    `ConfigError` for none or several."""
+    text = str(run)
+    if Path(text).exists():
+        return Path(text)
+    folders = list_runs(root)
+    if text == LAST or text.startswith(f"{LAST}:"):
+        place = text.removeprefix(LAST).removeprefix(":") or "1"
+        if not place.isdecimal() or not 1 <= int(place) <= len(folders):
+            raise ConfigError(f"{text!r} names no run: there are {len(folders)} in {Path(root).resolve()}")
+        return folders[int(place) - 1]
+    found = [each for each in folders if _is_called(each, text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(str(each) for each in found[:5])
+        raise ConfigError(f"{text!r} names {len(found)} runs: {names}{', …' if len(found) > 5 else ''}")
+    latest = f" The latest run is {folders[0]}." if folders else ""
+    raise ConfigError(f"there is no run {text!r}: name its folder, its id or `last`.{latest}")
+
+
+def list_runs(root: str | Path = RUNS) -> list[Path]:
+    """The folders of the runs below `root`, the latest first."""
+    folders = [path.parent for path in Path(root).glob(f"*/*/{JOURNAL_NAME}")]
+    return sorted(folders, key=lambda path: (path.name[:16], _started(path)), reverse=True)
+
+
+def _started(folder: Path) -> float:
+    """When a run began, to order those of one second: its settings are written once."""
+    path = folder / "config.json"
+    return path.stat().st_mtime if path.is_file() else 0.0
+
+
+def _is_called(folder: Path, text: str) -> bool:
+    long = f"{folder.parent.name}/{folder.name}"
+    return folder.name.startswith(text) or long.startswith(text) or folder.name.endswith(f"-{text}")
+
+
+def _last_metrics(path: Path) -> dict[str, float]:
+    """The line of the whole run, if the run has ended: its names have no prefix."""
+    try:
+        lines = path.read_bytes().splitlines()
+        last = msgspec.json.decode(lines[-1]) if lines else {}
+    except (OSError, msgspec.DecodeError):
+        return {}
+    if "rollouts" not in last:
+        return {}
+    return {name: value for name, value in last.items() if isinstance(value, float | int) and name not in _OF_THE_LINE}
+
+
+_OF_THE_LINE = ("time", "step")

@@ -1,0 +1,176 @@
+"""Runs that a Python program starts: `run`, `run_sync`, `stream`, and what they give back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import palaestra
+from palaestra import ConfigError, Group, Run, Slot, Task, environment
+
+
+@environment(toolsets=["terminal"])
+def squares(n: int, first: int = 1) -> Iterator[Task]:
+    for i in range(first, first + n):
+        yield Task(
+            id=f"square-{i}", prompt=f"Write {i} squared to answer.txt", solution=f"echo $(({i}*{i})) > answer.txt"
+        )
+
+
+@squares.score
+async def right(task: Task, sandbox: Slot) -> bool:
+    number = int(task.id.partition("-")[2])
+    return (await sandbox.read_text("answer.txt", missing="")).strip() == str(number**2)
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_gives_its_trajectories_and_keeps_everything_in_its_folder(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = palaestra.run_sync(squares(n=2), group_size=2, policy="oracle")
+    assert [t.reward for t in run.trajectories] == [1.0] * 4
+    assert run.mean_reward == 1.0
+    assert [group.task_id for group in run.groups] == ["square-1", "square-2"]
+    assert run.metrics["rollouts"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert (run.path / "groups.jsonl").is_file()
+    assert capfd.readouterr() == ("", "")
+    assert palaestra.open_run("last").metrics == run.metrics
+
+
+def test_the_arguments_of_a_call_are_the_functions() -> None:
+    run = palaestra.run_sync(squares(1, first=7), policy="noop")
+    assert [(group.task_id, group.trajectories[0].reward) for group in run.groups] == [("square-7", 0.0)]
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'm'"):
+        squares(n=1, m=2)
+    with pytest.raises(ConfigError, match="n 'many'"):
+        squares(n="many")
+
+
+def test_settings_are_arguments_too() -> None:
+    run = palaestra.run_sync(squares, n=3, tasks=2, policy="oracle", seed=5)
+    assert (len(run.groups), run.recording.meta.seed) == (2, 5)
+    assert run.recording.meta.config["sources"]["env.n"] == "argument"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"group_sise": 2}, "Did you mean group_size"),
+        ({"group_size": "two", "policy": "oracle"}, "group_size 'two'"),
+        ({"policy": "oracle", "model": "m"}, "policy and model exclude"),
+        ({}, "Set base_url"),
+    ],
+)
+def test_an_error_names_arguments_and_no_flags(arguments: dict[str, object], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=named) as error:
+        palaestra.run_sync(squares(n=1), **arguments)
+    assert "--" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_inside_a_running_loop() -> None:
+    """As in a notebook, whose cells run on a loop."""
+
+    async def cell() -> Run:
+        return palaestra.run_sync(squares(n=1), policy="oracle")
+
+    assert asyncio.run(cell()).mean_reward == 1.0
+
+
+def test_groups_come_while_the_run_goes_on() -> None:
+    async def go() -> list[str]:
+        return [group.task_id async for group in palaestra.stream(squares(n=3), policy="oracle", concurrency=1)]
+
+    assert asyncio.run(go()) == ["square-1", "square-2", "square-3"]
+
+
+def test_a_run_waits_for_a_slow_reader_and_ends_with_it() -> None:
+    async def go() -> Group:
+        async for group in (groups := palaestra.stream(squares(n=300), policy="noop", isolation="none")):
+            await asyncio.sleep(3)
+            await groups.aclose()
+            return group
+        raise AssertionError("no group")
+
+    assert asyncio.run(go()).trajectories[0].reward == 0.0
+    run = palaestra.open_run()
+    assert 64 <= len(run.groups) < 100
+    assert run.status.state != "running"
+
+
+def test_a_stream_raises_what_its_run_raises() -> None:
+    async def go() -> None:
+        async for _ in palaestra.stream(squares(n=1), model="m", base_url="http://127.0.0.1:1/v1", timeout=2):
+            pass
+
+    with pytest.raises(palaestra.EngineUnavailable, match="Check base_url"):
+        asyncio.run(go())
+
+
+def test_the_callers_own_handler_of_sigterm_stays() -> None:
+    async def go() -> bool:
+        loop, heard = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, heard.set)
+        await palaestra.run(squares(n=1), policy="oracle")
+        return loop.remove_signal_handler(signal.SIGTERM)
+
+    assert asyncio.run(go())
+
+
+def test_a_run_of_a_program_is_found_again_by_the_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import palaestra\n"
+        "@palaestra.environment(toolsets=[])\n"
+        "def words(n: int = 1):\n"
+        "    yield palaestra.Task(id='w', prompt='p')\n"
+        "@words.score\n"
+        "def fine(): return 1\n"
+        "palaestra.run_sync(words(n=2), policy='noop')\n"
+    )
+    subprocess.run([sys.executable, script], check=True, cwd=tmp_path)
+    config = palaestra.open_run().recording.meta.config
+    assert config["environment"] == f"{script}:words"
+    done = subprocess.run(
+        [sys.executable, "-m", "palaestra.cli.main", "run", "program.py", "--policy", "noop"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "__main__" in done.stderr
+
+
+def test_rows_records_and_frames(tmp_path: Path) -> None:
+    run = palaestra.run_sync(squares(n=2), policy="oracle")
+    assert [(each["task_id"], each["reward"]) for each in run.to_records()] == [("square-1", 1.0), ("square-2", 1.0)]
+    with pytest.raises(ConfigError, match="token"):
+        run.to_rows()
+    (groups,) = [json.loads(line) for line in (run.path / "groups.jsonl").read_text().splitlines()][:1]
+    assert groups["scores"] == [1.0]
+
+
+def test_runs_are_found_by_short_names(tmp_path: Path) -> None:
+    first = palaestra.run_sync(squares(n=1), policy="oracle")
+    second = palaestra.run_sync(squares(n=1), policy="noop")
+    assert [path.name for path in palaestra.list_runs()] == [second.path.name, first.path.name]
+    assert palaestra.open_run("last:2").path == first.path
+    assert palaestra.open_run(second.path.name[-4:]).path == second.path
+    assert palaestra.open_run("squares--oracle/").path == first.path
+    assert palaestra.open_run(first.path / "journal.jsonl").path == first.path
+    with pytest.raises(ConfigError, match="names 2 runs"):
+        palaestra.open_run("squares")
+    with pytest.raises(ConfigError, match="there is no run 'nothing'"):
+        palaestra.open_run("nothing")
+    with pytest.raises(ConfigError, match="'last:3' names no run"):
+        palaestra.open_run("last:3")
