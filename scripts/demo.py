@@ -1,4 +1,4 @@
-"""The main job, shown: real bug-fixing tasks, rolled out and scored in local slots, by the oracle and by doing nothing.
+"""Roll out real bug-fixing tasks in local sandboxes, with the reference solution and with doing nothing.
 
 Ends with exit code 0 only when the oracle scores 1.0 and doing nothing 0.0 on every rollout of every task.
 """
@@ -16,15 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from palaestra.envs.config.build import make_pool
-from palaestra.envs.config.command_line import CommandLine, Parsed
-from palaestra.envs.discovery import form_of
-from palaestra.envs.run.run import RunLine, RunReport, run
-from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.journal.reader import Recording
-from palaestra.rollouts.records import Group, Trajectory
-from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
-from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
+import palaestra
+from palaestra import Group, Run, SweBuildOptions, SweSmithOracleEnv, SweSmithOracleEnvConfig, Trajectory
 
 TASKS = Path("data/demo/tasks.jsonl")
 GROUP_SIZE = 4
@@ -36,16 +29,18 @@ class Played:
 
     policy: str
     wanted: float
-    report: RunReport
-    groups: dict[str, Group]
+    run: Run
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        return {group.task_id: group for group in self.run.groups}
 
     @property
     def right(self) -> bool:
         """Whether every rollout of every task got the reward that it must get."""
-        return self.report.exit_code == 0 and all(
-            len(group.trajectories) == GROUP_SIZE and all(t.reward == self.wanted for t in group.trajectories)
-            for group in self.groups.values()
-        )
+        groups = self.run.groups
+        rewards = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
+        return bool(groups) and all(each == [self.wanted] * GROUP_SIZE for each in rewards)
 
 
 def main() -> int:
@@ -56,11 +51,11 @@ def main() -> int:
     print(f"building {wanted.tasks} tasks from real packages (the first time asks the package index) …", flush=True)
     asyncio.run(build_tasks(wanted.tasks))
     built = time.monotonic()
-    played = [play("oracle", 1.0), play("noop", 0.0)]
+    played = [Played("oracle", 1.0, play("oracle")), Played("noop", 0.0, play("noop"))]
     Console(width=None if sys.stdout.isatty() else 130).print(table(played))
     for each in played:
-        print(f"{each.policy:7} groups {each.report.groups}\n        report {each.report.report}")
-    tasks, rollouts = len(played[0].groups), sum(each.report.totals.rollouts for each in played)
+        print(f"{each.policy:7} {each.run.path}")
+    tasks, rollouts = len(played[0].groups), sum(len(each.run.trajectories) for each in played)
     print(
         f"{tasks} tasks, {rollouts} rollouts; building took {built - started:.0f} s, "
         f"rolling out {time.monotonic() - built:.0f} s"
@@ -71,23 +66,22 @@ def main() -> int:
 async def build_tasks(count: int) -> None:
     """Build the first tasks of the manifest; they lie in rounds over its packages."""
     TASKS.parent.mkdir(parents=True, exist_ok=True)
-    settings = SweSmithOracleEnvConfig()
-    options = BuildOptions(out=TASKS, cache=Path(settings.cache_dir).expanduser(), limit=count)
-    async with make_pool(settings) as pool:
-        await build([], None, pool, options, progress=lambda line: print(f"  {line}", flush=True))
+    options = SweBuildOptions(out=TASKS, cache=Path(SweSmithOracleEnvConfig().cache_dir).expanduser(), limit=count)
+    async with palaestra.SlotPool() as pool:
+        await palaestra.build_swe_tasks([], None, pool, options, progress=lambda line: print(f"  {line}", flush=True))
 
 
-def play(policy: str, wanted: float) -> Played:
+def play(policy: str) -> Run:
     """Run the environment over the tasks with one policy."""
-    form = form_of(SweSmithOracleEnv)
-    command_line = CommandLine("demo", SweSmithOracleEnvConfig, APIServerConfig, name=f"demo_{policy}")
-    settings = {"dataset_name": TASKS, "shuffle": "false", "total_steps": -1, "group_size": GROUP_SIZE}
-    flags = [f"--env.{name}={value}" for name, value in settings.items()]
-    parsed = command_line.parse(["process", "--policy", policy, *flags])
-    assert isinstance(parsed, Parsed)
-    line: RunLine = parsed
-    report = asyncio.run(run(form, line))
-    return Played(policy, wanted, report, {group.task_id: group for group in Recording(report.journal)})
+    return palaestra.run_sync(
+        SweSmithOracleEnv,
+        policy=policy,
+        tasks=-1,
+        group_size=GROUP_SIZE,
+        dataset_name=str(TASKS),
+        shuffle=False,
+        progress=True,
+    )
 
 
 def table(played: list[Played]) -> Table:
@@ -107,7 +101,7 @@ def table(played: list[Played]) -> Table:
             _rewards(noop.groups.get(task_id)),
             f"{_median([t.beside.duration_s - t.beside.stages.get('admit', 0.0) for t in group.trajectories]):.2f}",
             f"{group.prepare_s * 1000:.0f}",
-            f"{_median([t.beside.stages.get('fork', 0.0) for t in group.trajectories]) * 1000:.1f}",
+            f"{_median([t.beside.stages.get('acquire', 0.0) for t in group.trajectories]) * 1000:.1f}",
         )
     return shown
 
@@ -133,7 +127,8 @@ def verdict(played: list[Played]) -> int:
     for each in played:
         if not each.right:
             print(f"{each.policy}: not every reward is {each.wanted:g}", file=sys.stderr)
-            for error in each.report.totals.errors:
+            errors = {group.error for group in each.run.groups} | {t.error for t in each.run.trajectories}
+            for error in sorted(errors - {""})[:5]:
                 print(f"  {error}", file=sys.stderr)
     good = all(each.right for each in played)
     print("oracle 1.0 and noop 0.0 on every rollout" if good else "FAILED")

@@ -1,0 +1,16 @@
+"""The demo and the shipped environments use the package as a user does: through its public names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("path", [ROOT / "scripts/demo.py", *sorted((ROOT / "environments").glob("*.py"))], ids=str)
+def test_only_public_names_are_imported(path: Path) -> None:
+    modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in modules if name and name.startswith("palaestra.")} == set()
