@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
     from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+    from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
@@ -279,6 +280,7 @@ __all__ = [
     "get_parser",
     "get_tool_definitions",
     "get_toolset_for_tool",
+    "grade",
     "handle_function_call",
     "handle_function_call_async",
     "list_distributions",
@@ -434,6 +436,7 @@ _MODULES = {
     "get_parser": "inference.parsers",
     "get_tool_definitions": "tools.registry.build",
     "get_toolset_for_tool": "tools.registry.catalog",
+    "grade": "envs.run.grade",
     "handle_function_call": "tools.runtime.function_calls",
     "handle_function_call_async": "tools.runtime.function_calls",
     "list_distributions": "tools.registry.distributions",

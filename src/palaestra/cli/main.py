@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": "Say which of two runs of the same tasks did better, and how sure that is.",
     "verify": "Prove from what is stored that a run trains exactly what was sampled.",
     "status": "Show how a run stands: what is in flight, blame, tokens, cost, disk.",
+    "grade": "Score the kept workspaces of a run again, without an agent.",
     "replay": "Play a recorded run again, without a model, and compare every observation.",
     "serve": "Run servers: between environments and a trainer, for slots, tools and models.",
     "slots": "Show slots, services and prepared workspaces of this machine, and clean up.",

@@ -51,7 +51,13 @@ class Run:
     @cached_property
     def groups(self) -> list[Group]:
         """The finished groups, in the order of their tasks."""
-        return list(self.recording)
+        groups = list(self.recording)
+        for trajectory in (each for group in groups for each in group.trajectories):
+            kept = Path(trajectory.beside.sandbox.get("workspace", ""))
+            here = Path(self.path, *kept.parts[-3:])
+            if kept.parts and not kept.exists() and here.exists():  # the run's folder was moved
+                trajectory.beside.sandbox["workspace"] = str(here.resolve())
+        return groups
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from palaestra.agent.budget import WallClock
@@ -122,6 +123,8 @@ class Rollout:
         self._calls_under_way = 0
         self._subagent_numbers = itertools.count(1)
         self._slot: Slot | None = None
+        self._kept: Path | None = None
+        self._restored: Snapshot | None = None
         self._leasing = asyncio.Lock()
         self._tools: ToolRuntime | None = None
         self._bound_tools: list[ToolRuntime] = []
@@ -162,6 +165,19 @@ class Rollout:
         self.projection = call_hook(
             TaskError, lambda: hooks.project(self, self.score), f"making the row of {self.rollout_id}"
         )
+
+    async def regrade(self, result: AgentResult, sealed: Snapshot | None) -> Score:
+        """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run; its set-up
+        does, in a workspace that is thrown away. Raises what grading raises."""
+        self._has_turns = True
+        try:
+            async with self.stages.watched():
+                await run_hook(PrepareError, self._hooks.begin(self), f"setting up {self.rollout_id}")
+                await self.aclose()
+                self.result, self._restored = result, sealed
+                return _checked(await self._hooks.grade(self), f"scoring {self.rollout_id}")
+        finally:
+            await self._give_back()
 
     def _take_outcome(self, result: AgentResult) -> None:
         self.outcome, self.error, self.blame = result.outcome, result.error, None
@@ -245,7 +261,8 @@ class Rollout:
                 duration_s=round(self._duration_s, 6),
                 stages={name: round(seconds, 6) for name, seconds in self.stages.seconds.items()},
                 turn_s=[(round(turn.model_s, 6), round(turn.tool_s, 6)) for turn in result.turns],
-                sandbox={"rung": self.rung.label} if self.rung is not None else {},
+                sandbox=({"rung": self.rung.label} if self.rung is not None else {})
+                | ({"workspace": str(self._kept)} if self._kept is not None else {}),
             ),
         )
 
@@ -485,10 +502,17 @@ class Rollout:
         """End the agent's slot; its change becomes a layer. None if no slot was ever leased."""
         await self._end_tools()
         slot, self._slot = self._slot, None
+        if self._restored is not None:
+            restored, self._restored = self._restored, None
+            return restored if view is None else await self.run_context.workspaces.pool.view(restored, view)
         if slot is None:
+            keep = self.run_context.workspaces.keep
+            self._kept = await keep(self.group_id, self.index, self.snapshot, sealed=False)
             return None
         with self.stage("seal"):
-            return await self.run_context.workspaces.pool.seal(slot, view)
+            sealed = await self.run_context.workspaces.pool.seal(slot, view)
+            self._kept = await self.run_context.workspaces.keep(self.group_id, self.index, sealed, sealed=True)
+            return sealed
 
     async def aclose(self) -> None:
         """Close the tools and release the slot."""

@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.parse import quote
 
 from palaestra.core.clock import uncharged
 from palaestra.core.errors import ConfigError, SandboxError, TaskError
+from palaestra.core.io.durable_files import writing
 from palaestra.rollouts.watchdog import Stages
 from palaestra.sandbox.slot import Slot, SlotSource, SlotSpec, Snapshot
 from palaestra.sandbox.snapshots.cache import Prepared
+
+UNTOUCHED = "-untouched"
+"""Ends the name of a kept workspace that the agent never had."""
 
 
 def _nothing() -> None:
@@ -24,11 +31,15 @@ def _nothing() -> None:
 
 
 class Workspaces:
-    """Of one run. `prepared` keeps workspaces for other runs; None keeps none. `aclose` drops the shared snapshots."""
+    """Of one run. `prepared` keeps workspaces for other runs; None keeps none. `aclose` drops the shared snapshots.
 
-    def __init__(self, pool: SlotSource, prepared: Prepared | None = None) -> None:
+    `kept` is a folder for the sealed work of every rollout, which can be graded again from there; None keeps none.
+    """
+
+    def __init__(self, pool: SlotSource, prepared: Prepared | None = None, kept: Path | None = None) -> None:
         self.pool = pool
         self.prepared = prepared
+        self.kept = kept
         self._shared: dict[str, asyncio.Future[Snapshot]] = {}
 
     async def lease(
@@ -56,6 +67,17 @@ class Workspaces:
                 )
             except ConfigError as error:
                 raise TaskError(f"no slot can be made for {name}: {error}") from error
+
+    async def keep(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
+        """Copy a rollout's sealed work, or (not `sealed`) the workspace that it never touched, into `kept`. Returns
+        its folder, which is empty for the bare image."""
+        if self.kept is None:
+            return None
+        folder = self.kept / quote(group_id, safe="") / (str(index) if sealed else f"{index}{UNTOUCHED}")
+        await asyncio.to_thread(_emptied, folder)
+        if snapshot is not None:
+            await self.pool.save(snapshot, folder)
+        return folder
 
     async def shared(self, key: str, prepare: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
         """The shared snapshot of this key, prepared now if it is missing. Raises what preparing it raised."""
@@ -100,6 +122,13 @@ class Workspaces:
             if (snapshot := _result(future)) is not None:
                 await self.pool.forget(snapshot)
         self._shared.clear()
+
+
+def _emptied(folder: Path) -> None:
+    """Make a new folder in place of one that an earlier attempt left."""
+    with writing(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
 
 
 def _result(future: asyncio.Future[Snapshot] | None) -> Snapshot | None:

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -341,6 +342,14 @@ class SlotPool:
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """A slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked."""
         return await self.backend.checkpoint(slot)
+
+    async def save(self, snapshot: Snapshot, folder: Path) -> int:
+        """Copy a snapshot with its layers to an empty folder of this machine; returns the bytes of its files."""
+        return await self.backend.save(snapshot, str(folder))
+
+    async def load(self, folder: Path, spec: SlotSpec) -> Snapshot:
+        """A saved snapshot, used in place. Raises FileNotFoundError if it is gone."""
+        return await self.backend.load(str(folder), spec)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """A snapshot that shows only a part of the topmost layer's change."""

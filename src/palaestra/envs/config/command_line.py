@@ -57,6 +57,7 @@ SHORT_FORMS = {
     "--max-cost": "env.max_cost",
     "--max-infra-rate": "env.max_infra_rate",
     "--metrics-port": "env.metrics_port",
+    "--keep-workspaces": "env.save_workspaces",
 }
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 

@@ -77,6 +77,10 @@ class BaseEnvConfig(Settings):
     slots: int | None = setting(
         None, "Slots in use at a time, at most; None: as many as memory and open files allow, up to 512.", ge=1
     )
+    save_workspaces: bool = setting(
+        False,
+        "Keep each rollout's sealed workspace in the run's folder, for `palaestra grade`.",
+    )
     acquire_timeout_s: float = setting(30, "Seconds to wait for a free slot.", gt=0)
     infra_retries: int = setting(
         1, "Further attempts at a rollout after an infrastructure failure, before it stays unscored.", ge=0

@@ -7,7 +7,7 @@ caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a ne
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +16,16 @@ from palaestra.core.config import DEFAULT, is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
 from palaestra.envs.api.base_env import CollectedEnvironment
+from palaestra.envs.api.function_env import FunctionForm
 from palaestra.envs.config.build import make_pool
+from palaestra.envs.config.command_line import set_fields
+from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation
 from palaestra.envs.run.run import Form, concurrency, opened
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
-from palaestra.rollouts.events import GroupsPlanned
+from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.console import Console
@@ -51,8 +54,8 @@ async def replay(recording: Recording, settings: ReplaySettings, console: Consol
     """Replay the finished groups of a recording and compare. Raises `ConfigError` if that is impossible."""
     if recording.last < 0:
         raise ConfigError(f"{recording.path} has no finished group, so there is nothing to play")
-    with _where_it_ran(recording.meta.config):
-        form = _form(recording, settings.environment)
+    with where_it_ran(recording.meta.config):
+        form = recorded_form(recording, settings.environment)
         return await _Replay(recording, settings, form).run(console)
 
 
@@ -68,52 +71,18 @@ class _Replay:
         self._played: set[int] = set()
 
     async def run(self, console: Console) -> Comparison:
-        recorded = self.recording.meta.config
-        said = _said(recorded, "env") | {"world": "replay", "world_file": str(self.recording.path.parent)}
-        config = self.form.config_type()(**said)
-        config.data_dir_to_save_evals = None
-        server = APIServerConfig(server_type="scripted", model_name="noop")  # asked by nobody: every reply is recorded
-        engine = ServerGroup(server)
         limit = self.recording.last + 1 if self.settings.groups is None else self.settings.groups
-        workers = self.settings.concurrency or concurrency(config)
-        with TemporaryDirectory(prefix="palaestra-replay-") as folder:
-            journal = Journal(Path(folder) / "journal.jsonl")
-            world = RecordedTools(lambda: world_of_run(self.recording.path.parent))
-            pool = make_pool(config)
-            if not self.settings.network:
-                pool = OfflinePool(pool.config, pool.backend)
-            with contextlib.closing(world):
-                async with pool:
-                    environment = _playable(self.form.build(config, [server], engine))
-                    environment.world = world
-                    events = EventStream(journal, console)
-                    console.in_flight = events.in_flight
-                    context = RunContext(
-                        engine=engine,
-                        workspaces=Workspaces(pool),
-                        events=events,
-                        settings=RunSettings(
-                            seed=self.recording.meta.seed,
-                            group_size=config.group_size,
-                            infra_retries=config.infra_retries,
-                            idle_limits=config.idle_limits,
-                        ),
-                        recorded_tools=world,
-                        middleware=Middleware(chat=(self.playback.chat,)),
-                    )
-                    try:
-                        async with opened(environment):
-                            context.events.announce(GroupsPlanned(limit, config.group_size))
-                            if recorded.get("command") == "evaluate":
-                                await Evaluation(environment, context, workers, self._compare, limit=limit).run()
-                            else:
-                                runner = Runner(
-                                    environment, context, concurrency=workers, limit=limit, on_group=self._compare
-                                )
-                                await runner.run()
-                    finally:
-                        await context.workspaces.aclose()
-                        journal.close()
+        middleware = Middleware(chat=(self.playback.chat,))
+        async with reopened(self.recording, self.form, console, middleware, network=self.settings.network) as run:
+            environment, context = _playable(run.environment), run.context
+            workers = self.settings.concurrency or concurrency(run.config)
+            console.in_flight = context.events.in_flight
+            context.events.announce(GroupsPlanned(limit, run.config.group_size))
+            if self.recording.meta.config.get("command") == "evaluate":
+                await Evaluation(environment, context, workers, self._compare, limit=limit).run()
+            else:
+                runner = Runner(environment, context, concurrency=workers, limit=limit, on_group=self._compare)
+                await runner.run()
         for number, group_id in sorted(self.recording.numbers.items()):
             if number < limit and number not in self._played:
                 self.comparison.other_ends.append(OtherEnd(group_id, "played", "whole", "no task has its number now"))
@@ -128,6 +97,64 @@ class _Replay:
             self.playback.forget(recorded)
 
 
+@dataclass(frozen=True, slots=True)
+class ReopenedRun:
+    """A recorded run's environment, open, with a context for rollouts that leave no record."""
+
+    environment: EvaluatedEnvironment
+    config: BaseEnvConfig
+    context: RunContext
+    pool: SlotPool
+
+
+@contextlib.asynccontextmanager
+async def reopened(
+    recording: Recording,
+    form: Form,
+    subscriber: Subscriber | None = None,
+    middleware: Middleware | None = None,
+    *,
+    network: bool = False,
+) -> AsyncIterator[ReopenedRun]:
+    """The environment of a recording with the recorded settings and fresh slots, which have no network unless `network`
+    allows it. Tools that reach outside answer from the recording, and no model is asked."""
+    bound = form.bound if isinstance(form, FunctionForm) else None
+    said = _said(recording.meta.config, "env") | (set_fields(bound) if bound is not None else {})
+    config = form.config_type()(**(said | {"world": "replay", "world_file": str(recording.path.parent)}))
+    config.data_dir_to_save_evals = None
+    server = APIServerConfig(server_type="scripted", model_name="noop")
+    engine = ServerGroup(server)
+    with TemporaryDirectory(prefix="palaestra-replay-") as folder:
+        journal = Journal(Path(folder) / "journal.jsonl")
+        world = RecordedTools(lambda: world_of_run(recording.path.parent))
+        pool = make_pool(config)
+        if not network:
+            pool = OfflinePool(pool.config, pool.backend)
+        with contextlib.closing(world):
+            async with pool:
+                environment = form.build(config, [server], engine)
+                environment.world = world
+                context = RunContext(
+                    engine=engine,
+                    workspaces=Workspaces(pool),
+                    events=EventStream(journal, *(() if subscriber is None else (subscriber,))),
+                    settings=RunSettings(
+                        seed=recording.meta.seed,
+                        group_size=config.group_size,
+                        infra_retries=config.infra_retries,
+                        idle_limits=config.idle_limits,
+                    ),
+                    recorded_tools=world,
+                    middleware=middleware or Middleware(),
+                )
+                try:
+                    async with opened(environment):
+                        yield ReopenedRun(environment, config, context, pool)
+                finally:
+                    await context.workspaces.aclose()
+                    journal.close()
+
+
 class OfflinePool(SlotPool):
     """Slots without a network, in every phase."""
 
@@ -135,7 +162,7 @@ class OfflinePool(SlotPool):
         return await super().make(replace(spec, network=Network.OFF), trajectory_id, snapshot)
 
 
-def _form(recording: Recording, given: str | None) -> Form:
+def recorded_form(recording: Recording, given: str | None) -> Form:
     """The environment of the recording, from its recorded or its given place."""
     recorded = recording.meta.config.get("environment") or ""
     reference = given or recorded
@@ -177,7 +204,7 @@ def _said(recorded: Mapping[str, JSON], group: str) -> dict[str, JSON]:
 
 
 @contextlib.contextmanager
-def _where_it_ran(recorded: Mapping[str, JSON]) -> Iterator[None]:
+def where_it_ran(recorded: Mapping[str, JSON]) -> Iterator[None]:
     """Resolve relative paths of settings and environments in the run's folder, if it still exists."""
     folder = Path(str(recorded.get("folder") or "."))
     with contextlib.chdir(folder) if folder.is_dir() else contextlib.nullcontext():

@@ -49,6 +49,7 @@ from palaestra.rollouts.schedule import read_timings
 from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.isolation.isolation_probe import WARNINGS
+from palaestra.sandbox.slot import Rung
 
 
 class Form(Protocol):
@@ -157,6 +158,8 @@ async def run(
         stack.push_async_callback(engine.aclose)
         await engine.start()
         pool = await stack.enter_async_context(make_pool(config))
+        if config.save_workspaces and pool.rung < Rung.USERNS:
+            raise ConfigError(f"isolation {pool.rung.label} has no layers, so it cannot keep workspaces: use userns")
         prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
         await stack.enter_async_context(opened(environment))
@@ -193,7 +196,7 @@ async def run(
             events.subscribe(each)
         context = RunContext(
             engine=engine,
-            workspaces=Workspaces(pool, prepared),
+            workspaces=Workspaces(pool, prepared, output.folder.workspaces if config.save_workspaces else None),
             events=events,
             settings=RunSettings(
                 seed=config.seed,

@@ -55,6 +55,10 @@ class RunFolder:
         return self.path / WORLD_NAME
 
     @property
+    def workspaces(self) -> Path:
+        return self.path.resolve() / "workspaces"
+
+    @property
     def config(self) -> Path:
         return self.path / "config.json"
 

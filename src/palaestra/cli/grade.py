@@ -1,0 +1,71 @@
+"""`palaestra grade RUN`: score the kept workspaces of a run again, without an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from palaestra.envs.run.grade import Regraded
+
+
+@click.command(
+    "grade",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Score the kept workspaces of a run again, with the environment's present code and without an agent.
+
+    \b
+      palaestra run my_env.py --keep-workspaces --base-url URL --model NAME
+      palaestra grade last                         # after a change of the score in my_env.py
+      palaestra grade RUN --env other_env.py:NAME --json
+
+    RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces
+    (--keep-workspaces). Rollouts whose reward is another one now are listed. The run itself does not change. The exit
+    code is 1 if a check failed.
+    """,
+)
+@click.argument("run")
+@click.option("--env", "environment", metavar="FILE.py:NAME", help="The environment, if its file has moved.")
+@click.option("--network", is_flag=True, help="Give the checks the network that their tasks ask for.")
+@click.option("--json", "as_json", is_flag=True, help="Print every rollout as one line of JSON.")
+@click.pass_context
+def command(context: click.Context, run: str, environment: str | None, network: bool, as_json: bool) -> None:
+    from palaestra.envs.run.grade import grade_run
+    from palaestra.rollouts.finished_run import open_run
+
+    async def grade() -> list[Regraded]:
+        found = []
+        async for regraded in grade_run(open_run(run), environment, network=network):
+            found.append(regraded)
+            if as_json:
+                click.echo(json.dumps(_fields(regraded)))
+            elif regraded.changed:
+                click.echo(_line(regraded))
+        return found
+
+    found = asyncio.run(grade())
+    failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
+    click.echo(f"{len(found)} rollouts graded, {changed} with another reward, {failed} failed", err=True)
+    context.exit(1 if failed else 0)
+
+
+def _fields(regraded: Regraded) -> dict[str, object]:
+    score = regraded.score
+    return {
+        "rollout_id": regraded.trajectory.rollout_id,
+        "task_id": regraded.trajectory.task_id,
+        "reward_before": regraded.trajectory.reward,
+        "reward": score.reward if score is not None else None,
+        "metrics": dict(score.metrics) if score is not None else {},
+        "error": regraded.error,
+    }
+
+
+def _line(regraded: Regraded) -> str:
+    before = regraded.trajectory.reward
+    was = "unscored" if before is None else f"{before:g}"
+    now = regraded.error if regraded.score is None else f"{regraded.score.reward:g}"
+    return f"{regraded.trajectory.rollout_id}: {was} -> {now}"

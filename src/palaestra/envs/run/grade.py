@@ -1,0 +1,153 @@
+"""Scores the kept work of a run again, without an agent: a score that was fixed need not be paid for twice.
+
+The run kept each rollout's sealed workspace (`save_workspaces`). It is graded as it was then: in a fresh sandbox, with
+the agent's changes over the prepared workspace, by the environment's present code. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from palaestra.agent.result import AgentResult, ToolError, Turn
+from palaestra.core.config import python_names
+from palaestra.core.errors import ConfigError, InfraError, TaskError
+from palaestra.core.types import Outcome, Score, Task, Usage
+from palaestra.envs.run.library import environment_form
+from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
+from palaestra.rollouts.finished_run import Run
+from palaestra.rollouts.grading.grader import LIVE
+from palaestra.rollouts.journal.reader import open_recording
+from palaestra.rollouts.records import Trajectory
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import Phase, RolloutSpec, Seeded
+from palaestra.rollouts.workspaces import UNTOUCHED
+from palaestra.sandbox.slot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Regraded:
+    """One rollout's score then and now. `score` is None with an `error`."""
+
+    trajectory: Trajectory
+    score: Score | None
+    error: str = ""
+
+    @property
+    def changed(self) -> bool:
+        return self.score is None or self.score.reward != self.trajectory.reward
+
+
+async def grade(env: object, trajectory: Trajectory) -> Score:
+    """The score that `env` gives now for the kept work of a recorded rollout (`save_workspaces=True`).
+
+    The environment's settings are those of the run; arguments of `env` replace them. Raises `ConfigError` for a rollout
+    that cannot be graded again, and `GraderError` if the check fails.
+    """
+    folder = _workspace(trajectory).parents[2]
+    recording = open_recording(folder)
+    with python_names(), where_it_ran(recording.meta.config):
+        async with reopened(recording, environment_form(env)) as run:
+            return await _Grader(run).grade(trajectory)
+
+
+async def grade_run(run: Run, env: str | None = None, *, network: bool = False) -> AsyncIterator[Regraded]:
+    """Grade the scored rollouts of a run, in the order of its groups. `env` is where the environment's file is now;
+    None if it has not moved. With `network`, tasks get the network that they ask for. Raises `ConfigError`."""
+    recording = run.recording
+    with where_it_ran(recording.meta.config):
+        async with reopened(recording, recorded_form(recording, env), network=network) as again:
+            grader = _Grader(again)
+            for group in run.groups:
+                wanted = [each for each in group.trajectories if each.outcome.scored]
+                for regraded in await asyncio.gather(*map(grader.try_grade, wanted)):
+                    yield regraded
+
+
+class _Grader:
+    """Grades rollouts of one run in its open environment."""
+
+    def __init__(self, run: ReopenedRun) -> None:
+        self._run = run
+        self._tasks: dict[str, Task] | None = None
+        self._reading = asyncio.Lock()
+
+    async def try_grade(self, trajectory: Trajectory) -> Regraded:
+        """Grade one rollout; a failure of its check is in the result."""
+        try:
+            return Regraded(trajectory, await self.grade(trajectory))
+        except (InfraError, TaskError) as error:
+            return Regraded(trajectory, None, f"{type(error).__name__}: {error}")
+
+    async def grade(self, trajectory: Trajectory) -> Score:
+        """Raises `ConfigError`, `GraderError` and what else grading raises."""
+        folder = _workspace(trajectory)
+        if not trajectory.outcome.scored:
+            raise ConfigError(f"{trajectory.rollout_id} ended with {trajectory.outcome}, which is not scored")
+        environment, context = self._run.environment, self._run.context
+        task = await environment.resolve(await self._task(trajectory))
+        if task.grading == LIVE:
+            raise ConfigError(f"task {task.id} is graded live, in a running sandbox, so it cannot be graded again")
+        spec = environment.slot_spec(task, Phase.AGENT)
+        whole = await self._run.pool.load(folder, spec) if any(folder.iterdir()) else None
+        sealed, before = (None, whole) if folder.name.endswith(UNTOUCHED) else (whole, _below(whole))
+        seed = f"{context.settings.seed}:{trajectory.group_id}"
+        kit = environment.kit(task, Seeded(f"{seed}:tools")())
+        seeded = Seeded(f"{seed}:rollout:{trajectory.index}")
+        rollout = Rollout(
+            environment, context, RolloutSpec(trajectory.group_id, trajectory.index, task, seeded, kit, before)
+        )
+        return await rollout.regrade(_result(trajectory), sealed)
+
+    async def _task(self, trajectory: Trajectory) -> Task:
+        async with self._reading:
+            if self._tasks is None:
+                limit = self._run.config.total_steps
+                self._tasks = {}
+                async for task in self._run.environment.tasks():
+                    self._tasks[task.id] = task
+                    if len(self._tasks) == limit:
+                        break
+        found = self._tasks.get(trajectory.task_id)
+        if found is None:
+            raise ConfigError(f"{self._run.environment.name} has no task {trajectory.task_id!r} now")
+        return found
+
+
+def _below(snapshot: Snapshot | None) -> Snapshot | None:
+    """The prepared workspace under an agent's change; None if that is the bare image."""
+    if snapshot is None or len(snapshot.layers) < 2:
+        return None
+    return replace(snapshot, snapshot_id=f"{snapshot.snapshot_id}-below", layers=snapshot.layers[1:])
+
+
+def _result(trajectory: Trajectory) -> AgentResult:
+    """The recorded conversation, as a score hook reads it."""
+    turns = [
+        Turn(each.number, each.finish_reason, each.prompt_tokens, each.completion_tokens, 0.0, 0.0, each.tools)
+        for each in trajectory.turns
+    ]
+    return AgentResult(
+        messages=trajectory.messages,
+        turns_used=len(turns),
+        finished_naturally=trajectory.outcome is Outcome.NATURAL,
+        outcome=trajectory.outcome,
+        error=trajectory.error,
+        blame=trajectory.blame,
+        usage=Usage(trajectory.prompt_tokens, trajectory.completion_tokens, len(turns)),
+        turns=turns,
+        tool_errors=[ToolError(each.turn, each.tool, each.arguments, each.error) for each in trajectory.tool_errors],
+        tool_calls_attempted=trajectory.tool_calls_attempted,
+        tool_calls_schema_valid=trajectory.tool_calls_schema_valid,
+    )
+
+
+def _workspace(trajectory: Trajectory) -> Path:
+    kept = trajectory.beside.sandbox.get("workspace")
+    if kept is None:
+        raise ConfigError(f"the workspace of {trajectory.rollout_id} was not kept: run with save_workspaces")
+    if not Path(kept).is_dir():
+        raise ConfigError(f"the workspace of {trajectory.rollout_id} was kept in {kept}, which is gone")
+    return Path(kept)

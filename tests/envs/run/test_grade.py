@@ -1,0 +1,98 @@
+"""Scores of kept workspaces, without an agent: from Python and on the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import palaestra
+from palaestra import ConfigError, Run, Score
+from palaestra.cli.main import cli
+
+LENIENT = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def lines(n: int = 2):
+    for i in range(n):
+        yield Task(id=f"t{i}", prompt="p", files={"a.txt": "1\\n", "gone.txt": ""}, setup="echo 2 > made.txt",
+                   solution=f"echo {i} > answer.txt; rm gone.txt; echo 3 >> a.txt")
+    yield Task(id="bare", prompt="p", solution="true")
+
+@lines.score
+async def right(task, sandbox, rollout):
+    assert rollout.final_response
+    listed = (await sandbox.execute("ls; cat a.txt made.txt 2>/dev/null")).output.split()
+    return WANTED
+"""
+BEFORE = LENIENT.replace("WANTED", "0.25")
+AFTER = LENIENT.replace("WANTED", '0.5, {"files": len(listed)}')
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lines_env.py").write_text(BEFORE)
+
+
+def kept(policy: str = "oracle") -> Run:
+    return palaestra.run_sync("lines_env.py", policy=policy, group_size=2, save_workspaces=True)
+
+
+def grades(run: Run, path: str = "lines_env.py") -> list[Score]:
+    async def go() -> list[Score]:
+        return [await palaestra.grade(path, each) for each in run.trajectories]
+
+    return asyncio.run(go())
+
+
+def test_a_changed_score_sees_the_agents_work_over_the_prepared_workspace() -> None:
+    run = kept()
+    assert {trajectory.reward for trajectory in run.trajectories} == {0.25}
+    assert [score.reward for score in grades(run)] == [0.25] * 6
+    Path("lines_env.py").write_text(AFTER)
+    scores = grades(run)
+    assert [score.reward for score in scores] == [0.5] * 6
+    assert [score.metrics["files"] for score in scores] == [6, 6, 6, 6, 0, 0]  # a.txt answer.txt made.txt 1 3 2
+
+
+def test_an_agent_that_never_had_a_sandbox_is_graded_on_the_prepared_workspace() -> None:
+    run = kept("noop")
+    Path("lines_env.py").write_text(AFTER)
+    assert [score.metrics["files"] for score in grades(run)] == [5, 5, 5, 5, 0, 0]  # a.txt gone.txt made.txt 1 2
+
+
+def test_a_moved_run_is_graded_where_it_is() -> None:
+    shutil.move(kept().path, "elsewhere")
+    assert len(grades(palaestra.open_run("elsewhere"))) == 6
+
+
+def test_a_run_that_kept_nothing_names_the_setting() -> None:
+    run = palaestra.run_sync("lines_env.py", policy="oracle")
+    with pytest.raises(ConfigError, match="save_workspaces"):
+        grades(run)
+
+
+def test_an_isolation_level_without_layers_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match="isolation none"):
+        palaestra.run_sync("lines_env.py", policy="oracle", save_workspaces=True, isolation="none")
+    assert not Path("runs").exists()
+
+
+def test_the_command_lists_what_changed() -> None:
+    run = kept()
+    same = CliRunner().invoke(cli, ["grade", "last"])
+    assert (same.exit_code, same.stdout) == (0, "")
+    Path("lines_env.py").write_text(AFTER)
+    changed = CliRunner().invoke(cli, ["grade", "last"])
+    assert changed.stdout.splitlines()[0] == "000000-t0/0: 0.25 -> 0.5"
+    assert "6 rollouts graded, 6 with another reward, 0 failed" in changed.stderr
+    Path("lines_env.py").write_text(LENIENT.replace("WANTED", "1 / 0"))
+    broken = CliRunner().invoke(cli, ["grade", str(run.path), "--json"])
+    assert broken.exit_code == 1
+    assert "ZeroDivisionError" in json.loads(broken.stdout.splitlines()[0])["error"]
