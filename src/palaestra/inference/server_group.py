@@ -7,7 +7,7 @@ import asyncio
 import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON, Message
@@ -75,6 +75,13 @@ class ServerGroup(ChatServer):
     async def aclose(self) -> None:
         for server in self.servers:
             await server.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     def session(self, context: SessionContext) -> ChatServer:
         if self.token_exact:

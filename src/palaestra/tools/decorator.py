@@ -11,7 +11,8 @@
 
 The annotations become the JSON schema and the validation. The text before the docstring's sections becomes the
 description, and the lines of its `Args:` (Google's form) those of the parameters. Text and mappings that the function
-returns are the reply as they are, anything else becomes `{"result": …}`. It may raise `ToolMistake`.
+returns are the reply as they are, anything else becomes `{"result": …}`. It may raise `ToolError("…")`, which the model
+reads.
 
 A parameter of type `Slot` gets the rollout's sandbox, one of type `ToolRun` all that a running tool may use; the model
 sees neither. The names `sandbox` and `run` without an annotation do the same. Plain functions run in a thread.

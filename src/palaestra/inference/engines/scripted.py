@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, EngineUnavailable, TaskError
 from palaestra.core.types import JSON, Message, Say, Task, ToolStep
 from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
@@ -345,6 +346,9 @@ class ScriptedSession(ChatServer):
         )
 
 
+POLICIES = ("oracle", "noop", *_NEEDS_FILE)
+
+
 def policy_named(model_name: str, replay_file: str | None = None) -> Policy:
     """`oracle`, `noop`, `patch:FILE`, `replay:FILE`, or `replay` with a separate file. Raises `ConfigError`."""
     name, _, file = model_name.partition(":")
@@ -357,7 +361,10 @@ def policy_named(model_name: str, replay_file: str | None = None) -> Policy:
         if not file:
             raise ConfigError(f"Policy '{name}' needs a file: write {name}:FILE.")
         return _NEEDS_FILE[name](Path(file))
-    raise ConfigError(f"There is no scripted policy '{model_name}'; available: oracle, noop, patch:FILE, replay:FILE.")
+    hint = nearest(name, POLICIES)
+    raise ConfigError(
+        f"There is no scripted policy '{model_name}'.{hint} Available: oracle, noop, patch:FILE, replay:FILE."
+    )
 
 
 def _said(act: str | Sequence[ToolStep] | RecordedReply, turn: int) -> tuple[AssistantMessage, str]:
