@@ -214,9 +214,7 @@ def _starts(file: Path, text: str) -> bool:
     return ended.returncode == 0
 
 
-@command.command(
-    "check", context_settings={**_CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+@command.command("check", context_settings={**_CONTEXT, "ignore_unknown_options": True})
 @click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Tasks to play.")
 @click.option("--only", multiple=True, metavar="CHEAT", help="Only this cheat; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -235,12 +233,14 @@ def check(
 
     \b
       palaestra env check my_env.py
-      palaestra env check --tasks 3 swe_smith_oracle
-      palaestra env check --only conftest-skip --only git-parent my_env.py --env.n 20
+      palaestra env check swe_smith_oracle --tasks 3
+      palaestra env check my_env.py --only conftest-skip --only git-parent --env.n 20
 
     Every policy plays the same tasks with the real loop, slots and grading. Settings of the environment follow ENV. The
     exit code is 1 if a policy got another score than it must.
     """
+    if environment.startswith("-"):
+        raise ConfigError(f"settings come after the environment: palaestra env check ENV {environment} …")
     from palaestra.envs.cheats.proof import check_environment
 
     proof = check_environment(environment, settings, tasks=tasks, only=only, quiet=as_json)

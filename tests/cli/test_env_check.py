@@ -1,0 +1,45 @@
+"""`palaestra env check`: its own flags mean the same before and after the environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.main import main
+
+ENV = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def words(n: int = 5):
+    for i in range(n):
+        yield Task(id=f"w{i}", prompt="p", solution="echo hi > answer.txt")
+
+@words.score
+async def right(task, sandbox):
+    return (await sandbox.read_text("answer.txt", missing="")) == "hi\\n"
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["my_env.py", "--tasks", "2", "--only", "git-log-all", "--json", "--env.n", "3"],
+        ["--tasks", "2", "--only", "git-log-all", "--json", "my_env.py", "--env.n", "3"],
+    ],
+)
+def test_flags_mean_the_same_in_every_place(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_env.py").write_text(ENV)
+    assert main(["env", "check", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"] == ["w0", "w1"]
+
+
+def test_settings_come_after_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "check", "--env.n", "3", "my_env.py"]) == 2
+    assert "after the environment" in capsys.readouterr().err
