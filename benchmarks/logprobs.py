@@ -23,7 +23,7 @@ from pathlib import Path
 
 from _measure import Row, parse_options, report, with_ceiling, with_floor
 
-from palaestra.agent import HermesAgentLoop
+from palaestra import HermesAgentLoop
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.transformers import TransformersEngine

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     )
     from palaestra.envs.api.agent_env import AgentEnv, AgentEnvConfig
     from palaestra.envs.api.base_env import BaseEnv, Item
-    from palaestra.envs.api.function_env import FunctionEnvConfig, environment
+    from palaestra.envs.api.function_form import FunctionEnvConfig, environment
     from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
     from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -67,8 +67,9 @@ if TYPE_CHECKING:
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
     from palaestra.inference.server_group import ServerManager
     from palaestra.processes.registry import ProcessRegistry
-    from palaestra.rollouts.finished_run import Run, list_runs, open_run
+    from palaestra.rollouts.finished_run import Run, open_run
     from palaestra.rollouts.grading.tool_context import ToolContext
+    from palaestra.rollouts.journal.reader import list_runs
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.rollouts.records import Group, Trajectory
     from palaestra.rollouts.rollout import Rollout
@@ -337,7 +338,7 @@ _MODULES = {
     "EngineUnavailable": "core.errors",
     "ExecutionResult": "sandbox.slot",
     "FileInfo": "sandbox.slot",
-    "FunctionEnvConfig": "envs.api.function_env",
+    "FunctionEnvConfig": "envs.api.function_form",
     "GraderError": "core.errors",
     "Group": "rollouts.records",
     "HermesAgentBaseEnv": "envs.api.hermes_env",
@@ -428,7 +429,7 @@ _MODULES = {
     "cleanup_vm": "tools.runtime.function_calls",
     "clear_task_env_overrides": "tools.runtime.function_calls",
     "count_lines": "suites.examples.count_lines",
-    "environment": "envs.api.function_env",
+    "environment": "envs.api.function_form",
     "get_active_environments_info": "tools.runtime.function_calls",
     "get_all_tool_names": "tools.registry.catalog",
     "get_available_toolsets": "tools.registry.catalog",
@@ -441,7 +442,7 @@ _MODULES = {
     "handle_function_call_async": "tools.runtime.function_calls",
     "list_distributions": "tools.registry.distributions",
     "list_parsers": "inference.parsers",
-    "list_runs": "rollouts.finished_run",
+    "list_runs": "rollouts.journal.reader",
     "open_run": "rollouts.finished_run",
     "open_world": "rollouts.recorded_tools.recording_policy",
     "print_distribution_info": "tools.registry.distributions",

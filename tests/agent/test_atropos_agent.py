@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manual_clock import ManualClock
-from palaestra.agent import AgentConfig, AgentResult, AtroposAgent, Turn
+from palaestra import AgentConfig, AgentResult, AtroposAgent
 from palaestra.agent.hermes_text import observation, with_tools, written
 from palaestra.agent.replies import RequestedCall
+from palaestra.agent.result import Turn
 from palaestra.core.errors import ConfigError, EngineUnavailable, SlotLost
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.engine import Sampled

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from manual_clock import ManualClock
-from palaestra.agent import AgentResult, Budget, HermesAgentLoop, Turn
+from palaestra import AgentResult, Budget, HermesAgentLoop
+from palaestra.agent.result import Turn
 from palaestra.core.errors import (
     ConfigError,
     ContextExceeded,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.agent import AgentResult, Budget, HermesAgentLoop, Turn
+from palaestra import AgentResult, Budget, HermesAgentLoop
+from palaestra.agent.result import Turn
 from palaestra.core.errors import EngineUnavailable, SlotLost
 from palaestra.core.types import JSON, Message, Outcome
 

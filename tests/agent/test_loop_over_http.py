@@ -6,7 +6,7 @@ import asyncio
 import json
 
 from manual_clock import ManualClock
-from palaestra.agent import AgentResult, HermesAgentLoop
+from palaestra import AgentResult, HermesAgentLoop
 from palaestra.agent.budget import Budget
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Outcome

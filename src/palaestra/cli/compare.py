@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
@@ -24,10 +23,10 @@ _SHOWN = 20
     Rollouts that infrastructure failures ended are left out; if there are any, a second line counts them as 0.
     """,
 )
-@click.argument("run", type=click.Path(path_type=Path))
-@click.argument("other", type=click.Path(path_type=Path))
+@click.argument("run")
+@click.argument("other")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, with every task.")
-def command(run: Path, other: Path, as_json: bool) -> None:
+def command(run: str, other: str, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.compare_runs import compare

@@ -46,7 +46,7 @@ class _Help(click.Command):
     to stdout; what is not in the file, and why, to stderr.
     """,
 )
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run")
 @click.option("--to", "name", metavar="FORMAT", default="", help="One of the formats, or package.module:Class.")
 @click.option(
     "--out", type=click.Path(path_type=Path, allow_dash=True), help="The file, or a folder for it; - for stdout."
@@ -59,9 +59,7 @@ class _Help(click.Command):
 )
 @click.option("--placeholders", is_flag=True, help="rows: also tokens that no engine sampled; they train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Say what came of it as JSON.")
-def command(
-    run: Path, name: str, out: Path | None, scored_only: bool | None, placeholders: bool, as_json: bool
-) -> None:
+def command(run: str, name: str, out: Path | None, scored_only: bool | None, placeholders: bool, as_json: bool) -> None:
     from palaestra.rollouts.export.exporter import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
 

@@ -22,6 +22,8 @@ COMMANDS = {
     "run": "Roll out an environment and write its groups.",
     "eval": "Say how many of an environment's tasks are solved, and how sure that is.",
     "feed": "Serve an environment's rollouts to a trainer.",
+    "runs": "List the runs of this folder, the latest first.",
+    "resume": "Continue a run that was killed or interrupted.",
     "env": "List environments.",
     "tasks": "Make verifiable tasks.",
     "model": "Make a tiny real model.",

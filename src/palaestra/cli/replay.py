@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -36,7 +35,7 @@ _SHOWN = 20
     run cannot be.
     """,
 )
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run")
 @click.option("--environment", metavar="FILE.py:NAME", help="Where the environment is, if not where it was.")
 @click.option("--tasks", type=click.IntRange(min=1), help="Only the first so many tasks.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Groups at once.")
@@ -45,7 +44,7 @@ _SHOWN = 20
 @click.pass_context
 def command(
     context: click.Context,
-    run: Path,
+    run: str,
     environment: str | None,
     tasks: int | None,
     concurrency: int | None,
@@ -53,10 +52,10 @@ def command(
     as_json: bool,
 ) -> None:
     from palaestra.envs.run.replay_run import ReplaySettings, replay
-    from palaestra.rollouts.journal.reader import open_recording
+    from palaestra.rollouts.journal.reader import find_run, open_recording
     from palaestra.rollouts.observe.console import make_console
 
-    recording = open_recording(run.resolve())
+    recording = open_recording(find_run(run).resolve())
     settings = ReplaySettings(environment, tasks, concurrency, network)
     with make_console(sys.stderr) as console:
         comparison = asyncio.run(replay(recording, settings, console))

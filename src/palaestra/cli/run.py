@@ -29,7 +29,7 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
             raise ConfigError(f"settings come after the environment: palaestra {verb} ENV {environment} …")
         from palaestra.envs.config.layers import exported, read_dotenv
         from palaestra.envs.discovery import load_environment
-        from palaestra.envs.run.run import run_command
+        from palaestra.envs.run.command import run_command
 
         with exported(read_dotenv(Path.cwd())):  # a script may read them when it is loaded
             form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"

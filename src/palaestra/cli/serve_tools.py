@@ -125,7 +125,7 @@ def _tools_of(file: Path) -> list[Tool]:
     return list(found.values())
 
 
-class ExecutorSettings(Settings):
+class ExecutorSettings(Settings, use_attribute_docstrings=True):
     """What TOOL_EXECUTOR_* variables set. Names and defaults are the contract's."""
 
     acquire_timeout_s: float = 30.0

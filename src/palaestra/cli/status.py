@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -31,13 +30,13 @@ _SHOWN = 5
     (with 95 % intervals), the time of each stage, tokens, cost and disk. --watch repeats it until the run has ended.
     """,
 )
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run")
 @click.option("--watch", is_flag=True, help="Repeat until the run has ended.")
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between two readings."
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable; with --watch, one line per reading.")
-def command(run: Path, watch: bool, every: float, as_json: bool) -> None:
+def command(run: str, watch: bool, every: float, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.rollouts.journal.reader import journal_of
     from palaestra.rollouts.observe.status import RUNNING, RunReader

@@ -28,11 +28,11 @@ from palaestra.core.exits import FAILED, report
     named with its place, and the exit code is 1. A run whose server only chatted has nothing to prove: exit code 2.
     """,
 )
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run")
 @click.option("--groups", type=click.Path(path_type=Path), help="The JSONL file of groups, if not in RUN.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
-def command(context: click.Context, run: Path, groups: Path | None, as_json: bool) -> None:
+def command(context: click.Context, run: str, groups: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.journal.reader import journal_of
     from palaestra.rollouts.journal.verify import verify_run
 

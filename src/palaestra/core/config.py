@@ -32,7 +32,8 @@ _NO_EFFECT = " (no effect yet)"
 class Settings(BaseModel):
     """Base of configuration classes: unknown keys are rejected, and a mistake raises `ConfigError`."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=False)
+    # Built when first used: a command line that is only checked uses few of the classes.
+    model_config = ConfigDict(extra="forbid", validate_default=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import plugins
 from palaestra.core.user_code import load_file
-from palaestra.envs.api.base_env import BaseEnv, ClassForm
-from palaestra.envs.api.function_env import FunctionForm
-from palaestra.envs.run.run import Form
+from palaestra.envs.api.function_form import FunctionForm
+from palaestra.envs.form import Form
 
 FOLDER = "environments"
 GROUP = "palaestra.environments"
 _ENDING = "_env.py"
+_CLASS_FORMS = "palaestra.envs.api.base_env"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,9 @@ def form_of(environment: object, reference: str = "") -> Form:
     if isinstance(environment, FunctionForm):
         environment.reference = reference or environment.reference
         return environment
-    if inspect.isclass(environment) and issubclass(environment, BaseEnv):
-        return ClassForm(environment, reference)
+    if _is_class_environment(environment):
+        form: Form = _class_forms().ClassForm(environment, reference)
+        return form
     raise ConfigError(
         f"{environment!r} is not an environment: it must be a function with @environment or a subclass of "
         f"HermesAgentBaseEnv, AgentEnv or BaseEnv"
@@ -122,7 +126,18 @@ def _is_environment(value: object) -> bool:
     """Whether it is a function environment, or a class environment that can be run, defined here or imported."""
     if isinstance(value, FunctionForm):
         return True
-    return inspect.isclass(value) and issubclass(value, BaseEnv) and not inspect.isabstract(value)
+    return _is_class_environment(value) and not inspect.isabstract(value)
+
+
+def _is_class_environment(value: object) -> bool:
+    if not inspect.isclass(value) or _CLASS_FORMS not in sys.modules:  # what loads it is a class environment
+        return False
+    return issubclass(value, _class_forms().BaseEnv)
+
+
+def _class_forms() -> Any:
+    """The module of class environments, which loads the agent and the sandbox."""
+    return import_module(_CLASS_FORMS)
 
 
 def _list(found: dict[str, object]) -> str:

@@ -11,7 +11,7 @@ ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", 
 """The kind of server; see `server_group.ENGINES` for those of this version."""
 
 
-class ServerBaseline(Settings):
+class ServerBaseline(Settings, use_attribute_docstrings=True):
     """Settings that all servers of a run share."""
 
     timeout: int = 1200

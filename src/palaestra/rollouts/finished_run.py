@@ -1,4 +1,4 @@
-"""A run that is on disk: `Run` reads its groups, metrics and rows; `find_run` finds a run's folder by a short name."""
+"""A run that is on disk: `Run` reads its groups, metrics and rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.rollouts.journal.reader import JOURNAL_NAME, Recording, journal_of
+from palaestra.rollouts.journal.reader import LAST, RUNS, Recording, find_run, journal_of
 from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.records import Group, Trajectory
 
 if TYPE_CHECKING:
     from palaestra.rollouts.observe.status import RunStatus
-
-RUNS = Path("runs")
-"""Where runs lie by default."""
-
-LAST = "last"
 
 
 class Run:
@@ -35,7 +30,7 @@ class Run:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -129,45 +124,6 @@ def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
     """The run of a folder, a journal, an id or the beginning of one, or the `last` one below `root`. Raises
     `ConfigError`."""
     return Run(journal_of(find_run(run, root=root)).parent)
-
-
-def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
-    """The folder of a run: a path, `last`, `last:2` for the one before, or the beginning or end of an id. Raises
-    `ConfigError` for none or several."""
-    text = str(run)
-    if Path(text).exists():
-        return Path(text)
-    folders = list_runs(root)
-    if text == LAST or text.startswith(f"{LAST}:"):
-        place = text.removeprefix(LAST).removeprefix(":") or "1"
-        if not place.isdecimal() or not 1 <= int(place) <= len(folders):
-            raise ConfigError(f"{text!r} names no run: there are {len(folders)} in {Path(root).resolve()}")
-        return folders[int(place) - 1]
-    found = [each for each in folders if _is_called(each, text)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(str(each) for each in found[:5])
-        raise ConfigError(f"{text!r} names {len(found)} runs: {names}{', …' if len(found) > 5 else ''}")
-    latest = f" The latest run is {folders[0]}." if folders else ""
-    raise ConfigError(f"there is no run {text!r}: name its folder, its id or `last`.{latest}")
-
-
-def list_runs(root: str | Path = RUNS) -> list[Path]:
-    """The folders of the runs below `root`, the latest first."""
-    folders = [path.parent for path in Path(root).glob(f"*/*/{JOURNAL_NAME}")]
-    return sorted(folders, key=lambda path: (path.name[:16], _started(path)), reverse=True)
-
-
-def _started(folder: Path) -> float:
-    """When a run began, to order those of one second: its settings are written once."""
-    path = folder / "config.json"
-    return path.stat().st_mtime if path.is_file() else 0.0
-
-
-def _is_called(folder: Path, text: str) -> bool:
-    long = f"{folder.parent.name}/{folder.name}"
-    return folder.name.startswith(text) or long.startswith(text) or folder.name.endswith(f"-{text}")
 
 
 def _last_metrics(path: Path) -> dict[str, float]:

@@ -12,13 +12,13 @@ from palaestra.agent.budget import Budget
 from palaestra.core.types import JSON, AllowList, Network, Prices, Task
 from palaestra.inference.chat_server import Engine
 from palaestra.inference.ledger.records import TokenRow
+from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.middleware import ChatMiddleware
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.resume.state import EarlierWork
-from palaestra.rollouts.watchdog import IDLE_LIMITS
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Snapshot
 from palaestra.tools.registry.registry import ToolRegistry, schema_hash

@@ -35,17 +35,6 @@ WAITING_FOR: Mapping[str, type[InfraError]] = {
 """The stages that may have a limit, and the error when it is reached. `admit`, the wait for a free slot, has none: a
 queue may be long."""
 
-IDLE_LIMITS: Mapping[str, float] = {
-    "acquire": 600.0,
-    "prepare": 7200.0,
-    "setup": 3600.0,
-    "model": 3600.0,
-    "tool": 7200.0,
-    "seal": 600.0,
-    "grade": 7200.0,
-}
-"""Seconds without a sign of life. Far above what each stage's own limits allow, so that only a hang reaches them."""
-
 
 class Stages:
     """The stages of one rollout, or of one group's preparation. `seconds` adds up by name; stages may nest."""

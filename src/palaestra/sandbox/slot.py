@@ -21,6 +21,7 @@ from palaestra.core.types import JSON, AllowList, Limits, Network, network
 WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # how much of a command's output is kept by default, head and tail together
 MAX_FILE_BYTES = 64 << 20  # how much one file call reads by default; larger files are refused
+DEFAULT_STORE_BYTES = 20 << 30  # how much disk prepared workspaces take by default
 
 
 class Rung(IntEnum):

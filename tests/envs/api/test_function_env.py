@@ -14,7 +14,7 @@ from palaestra import Score, Task, environment
 from palaestra.cli.main import main
 from palaestra.core.config import merge
 from palaestra.core.errors import ConfigError, GraderError, TaskError
-from palaestra.envs.api.function_env import FunctionForm
+from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import load_environment
 from palaestra.inference.config import APIServerConfig

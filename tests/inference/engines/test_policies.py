@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.agent import AgentResult, HermesAgentLoop
+from palaestra import AgentResult, HermesAgentLoop
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message, Outcome, Solution, Task, ToolStep
 from palaestra.inference.chat_server import SessionContext

@@ -180,7 +180,7 @@ class BaseEnv(ABC):
         script = sys._getframe(1).f_globals
         if is_loaded(script.get("__name__", "")):
             return
-        from palaestra.envs.run.run import main  # here, because a script that is only imported does not need it
+        from palaestra.envs.run.command import main  # here, because a script that is only imported does not need it
 
         try:
             form = ClassForm(cls, script_reference(script, cls))

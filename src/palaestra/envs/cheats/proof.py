@@ -27,7 +27,8 @@ from palaestra.envs.config.command_line import UNSAID, CommandLine, Parsed, set_
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.discovery import load_environment
-from palaestra.envs.run.run import Form, opened
+from palaestra.envs.form import Form
+from palaestra.envs.run.run import opened
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig

@@ -68,6 +68,9 @@ ARGUMENT = "argument"
 """The source of a setting that a Python caller gave."""
 
 _OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
+RECORDED = "the recorded run"
+"""The source of a setting that a resumed run was given when it began."""
+
 UNSAID = (DEFAULT, "config_init", "process", "evaluate")
 """Sources of a setting that no user has said."""
 
@@ -136,13 +139,16 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         argv: Sequence[str],
         environ: Mapping[str, str] | None = None,
         dotenv: Mapping[str, str] | None = None,
+        recorded: Mapping[str, JSON] | None = None,
     ) -> Parsed[EnvT_co, ServerT_co] | Answer:
         """Read `argv` (without the program's name), the process's variables and those of a `.env` file, which rank
-        lower. Raises `ConfigError`."""
+        lower. The settings that a `recorded` run was given rank between variables and flags. Raises `ConfigError`."""
         command, flags = self._split(argv)
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             return Answer(_usage(self, everything=any(written == "--help-all" for written, _ in flags)))
         given = _Given()
+        if recorded is not None:
+            given.recorded = said_settings(recorded, "env"), said_settings(recorded, "openai")
         for written, words in flags:
             self._take(given, written, words)
         env, servers, replaced = self._merge(command, given, environ, dotenv)
@@ -272,6 +278,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             yield ConfigLayer(command, {name: value for name, value in said.items() if name in fields})
         yield from (file.env for file in given.files)
         yield from (read_environ(values, "env", self.env_type, where) for where, values in variables)
+        yield ConfigLayer(RECORDED, given.recorded[0])
         yield ConfigLayer(given.source, given.values["env"], given.spelled["env"])
 
     def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
@@ -285,7 +292,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 lower = [*servers, *(lowest for _ in file.servers)]
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer(given.source, given.values["openai"], given.spelled["openai"])
-        top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables), flags]
+        top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables)]
+        top += [ConfigLayer(RECORDED, given.recorded[1]), flags]
         if given.policy is not None:
             clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
             if clash:
@@ -339,11 +347,26 @@ class _Given:
     resume: Path | None = None
     show_config: bool = False
     source: str = "command line"
+    recorded: tuple[Mapping[str, JSON], Mapping[str, JSON]] = field(default_factory=lambda: ({}, {}))
+    """What a recorded run was given for its environment and its server."""
 
     def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
         target = self.values[group]
         target[key] = _joined(target.get(key), value, annotation)
         self.spelled[group][key] = self.spelled[group][key.partition(".")[0]] = written
+
+
+def said_settings(recorded: Mapping[str, JSON], group: str, unsaid: Sequence[str] = UNSAID) -> dict[str, JSON]:
+    """The recorded settings of `env`, or of the one server (`openai`), whose source is not `unsaid`, without secrets,
+    which are not recorded."""
+    sources, values = recorded.get("sources") or {}, recorded.get(group) or {}
+    if isinstance(values, list):
+        values = values[0] if len(values) == 1 else {}
+    return {
+        name: value
+        for name, value in values.items()
+        if sources.get(f"{group}.{name}", DEFAULT) not in unsaid and not is_secret(name)
+    }
 
 
 def set_fields(config: BaseModel) -> dict[str, JSON]:

@@ -17,8 +17,8 @@ from pydantic import Field, field_validator, model_validator
 from palaestra.core.config import Settings, later, nearest, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.rollouts.watchdog import IDLE_LIMITS
-from palaestra.sandbox.snapshots.folder import DEFAULT_MAX_BYTES
+from palaestra.rollouts.idle_limits import IDLE_LIMITS
+from palaestra.sandbox.slot import DEFAULT_STORE_BYTES
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
@@ -72,7 +72,7 @@ class BaseEnvConfig(Settings):
     )
     workspace_store: str | None = setting(None, "The folder of shared workspaces; None: the user's cache folder.")
     workspace_store_bytes: int = setting(
-        DEFAULT_MAX_BYTES, "Disk space of shared workspaces; above it, the least recently used are deleted.", ge=0
+        DEFAULT_STORE_BYTES, "Disk space of shared workspaces; above it, the least recently used are deleted.", ge=0
     )
     slots: int | None = setting(
         None, "Slots in use at a time, at most; None: as many as memory and open files allow, up to 512.", ge=1

@@ -24,12 +24,14 @@ from palaestra.core.types import JSON
 from palaestra.core.user_code import is_loaded
 from palaestra.envs.config.layers import read_dotenv
 from palaestra.envs.discovery import form_of, load_environment
-from palaestra.envs.run.run import Form, command_line, take_variables
+from palaestra.envs.form import Form
+from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.run import run as run_line
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.inference.config import ServerBaseline
 from palaestra.rollouts.events import GroupFinished, Handlers
-from palaestra.rollouts.finished_run import RUNS, Run
+from palaestra.rollouts.finished_run import Run
+from palaestra.rollouts.journal.reader import RUNS
 from palaestra.rollouts.records import Group
 
 logger = logging.getLogger("palaestra")

@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from palaestra.core.config import DEFAULT, is_secret
+from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
 from palaestra.envs.api.base_env import CollectedEnvironment
-from palaestra.envs.api.function_env import FunctionForm
+from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.build import make_pool
-from palaestra.envs.config.command_line import set_fields
+from palaestra.envs.config.command_line import said_settings, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.discovery import load_environment
+from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation
-from palaestra.envs.run.run import Form, concurrency, opened
+from palaestra.envs.run.run import concurrency, opened
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
@@ -119,7 +120,7 @@ async def reopened(
     """The environment of a recording with the recorded settings and fresh slots, which have no network unless `network`
     allows it. Tools that reach outside answer from the recording, and no model is asked."""
     bound = form.bound if isinstance(form, FunctionForm) else None
-    said = _said(recording.meta.config, "env") | (set_fields(bound) if bound is not None else {})
+    said = said_settings(recording.meta.config, "env", (DEFAULT,)) | (set_fields(bound) if bound is not None else {})
     config = form.config_type()(**(said | {"world": "replay", "world_file": str(recording.path.parent)}))
     config.data_dir_to_save_evals = None
     server = APIServerConfig(server_type="scripted", model_name="noop")
@@ -190,17 +191,6 @@ def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
             "answers is not in the record, so it cannot be played"
         )
     return environment
-
-
-def _said(recorded: Mapping[str, JSON], group: str) -> dict[str, JSON]:
-    """The recorded settings that are not defaults, without secrets, which were not recorded."""
-    sources = recorded.get("sources") or {}
-    values = recorded.get(group) or {}
-    return {
-        name: value
-        for name, value in values.items()
-        if sources.get(f"{group}.{name}", DEFAULT) != DEFAULT and not is_secret(name)
-    }
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Runs an environment from a command line: one assembly of engine, slots and journal for every form of environment.
+"""Runs an environment: one assembly of engine, slots and journal for every form of environment.
 
-`palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes.
-However a run ends, finished work is kept, and the output is made from it.
+`command.py` calls `run` for command lines, `library.py` for Python programs. However a run ends, finished work is kept,
+and the output is made from it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
-from palaestra.core.exits import DONE, TOO_MANY_FAILURES, report_failure
-from palaestra.core.types import JSON, numbers
+from palaestra.core.exits import DONE, TOO_MANY_FAILURES
+from palaestra.core.types import numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
-from palaestra.envs.config.command_line import Answer, CommandLine, set_fields
-from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
+from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_short, save_evaluation
 from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
-from palaestra.inference.chat_server import ChatServer
-from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
@@ -50,80 +47,6 @@ from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra.sandbox.slot import Rung
-
-
-class Form(Protocol):
-    """A form of environment that a command line can run. `command` is the default command. `reference` is the
-    environment's reference for `envs.discovery`; empty if it has none."""
-
-    name: str
-    reference: str
-
-    @property
-    def about(self) -> str: ...
-
-    @property
-    def command(self) -> str | None: ...
-
-    def config_type(self) -> type[BaseEnvConfig]: ...
-
-    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """The settings and servers of the environment's own; None if it sets nothing."""
-        ...
-
-    def check_values(self) -> Mapping[str, JSON]:
-        """Settings with which a check needs nothing else; unused if a user sets one of them."""
-        ...
-
-    def build(
-        self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
-    ) -> EvaluatedEnvironment: ...
-
-
-def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Run an environment as the command line of its script says. Reports failures and returns the exit code."""
-    try:
-        return run_command(form, sys.argv[1:] if argv is None else argv, prog=prog)
-    except BaseException as error:
-        return report_failure(error)
-
-
-def run_command(form: Form, argv: Sequence[str], *, prog: str | None = None, command: str | None = None) -> int:
-    """Run an environment as `argv` says, with `command` if it names none, and return the exit code."""
-    dotenv = read_dotenv(Path.cwd())
-    with exported(dotenv):
-        line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command)
-        parsed = line.parse(argv, shell_variables(dotenv), dotenv)
-        if isinstance(parsed, Answer):
-            sys.stdout.write(parsed.text)
-            return 0
-        take_variables(parsed, dotenv)
-        for notice in parsed.notices:
-            sys.stderr.write(f"note: {notice}\n")
-        return asyncio.run(run(form, parsed)).exit_code
-
-
-def command_line(
-    form: Form, prog: str, command: str | None, servers: Sequence[ServerBaseline] = ()
-) -> CommandLine[BaseEnvConfig, APIServerConfig]:
-    """The settings of an environment, with its own defaults. `servers` replace its own servers."""
-    config, own = form.defaults()
-    return CommandLine(
-        prog=prog,
-        env_type=form.config_type(),
-        server_type=APIServerConfig,
-        env_values=set_fields(config) if config is not None else {},
-        server_values=[set_fields(server) for server in servers or own],
-        name=form.name,
-        command=form.command or command,
-        about=form.about,
-    )
-
-
-def take_variables(parsed: RunLine, dotenv: Mapping[str, str]) -> None:
-    """Give the tools their keys from the process's variables and those of a `.env` file."""
-    if isinstance(parsed.env_config, HermesAgentEnvConfig):
-        parsed.env_config.take_variables({**dotenv, **os.environ})
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from palaestra.rollouts.events import JOURNAL_SCHEMA, GroupFinished, Handlers, R
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.html import write_report
 from palaestra.rollouts.journal.journal import Journal, without_secrets
-from palaestra.rollouts.journal.reader import Recording
+from palaestra.rollouts.journal.reader import Recording, find_run
 from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
@@ -89,8 +89,9 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name.strip("/")).strip("-") or "unnamed"
 
 
-def resumed_folder(path: Path) -> RunFolder:
-    """The folder of a run to resume. Raises `ConfigError` if it is not one."""
+def resumed_folder(run: Path) -> RunFolder:
+    """The folder of a run to resume, named as in `find_run`. Raises `ConfigError` if it is not one."""
+    path = find_run(run)
     folder = RunFolder(path, path.name)
     if not folder.journal.is_file():
         raise ConfigError(f"{path} is not a run folder: it has no {folder.journal.name}")

@@ -22,6 +22,11 @@ from palaestra.rollouts.records import Group
 
 JOURNAL_NAME = "journal.jsonl"
 
+RUNS = Path("runs")
+"""Where runs lie by default."""
+
+LAST = "last"
+
 
 class _Part(msgspec.Struct):
     group_id: str = ""
@@ -180,19 +185,56 @@ def _meta(line: bytes, path: Path) -> ExportMeta:
     )
 
 
-def open_recording(folder: Path) -> Recording:
-    """The recording of a run folder or a journal. Raises `ConfigError` if there is none."""
-    return Recording(journal_of(folder))
+def open_recording(run: str | Path) -> Recording:
+    """The recording of a run, named as in `find_run`. Raises `ConfigError` if there is none."""
+    return Recording(journal_of(run))
 
 
-def journal_of(folder: Path) -> Path:
-    """The journal in a run folder, or `folder` itself if it is a journal. Raises `ConfigError`."""
+def journal_of(run: str | Path) -> Path:
+    """The journal of a run that is named as in `find_run`, or `run` itself if it is a journal. Raises `ConfigError`."""
+    folder = find_run(run)
     path = folder / JOURNAL_NAME if folder.is_dir() else folder
-    if path.is_file():
-        return path
-    if not folder.exists():
-        raise ConfigError(f"there is no run folder {folder}; a run prints its folder first and last{_latest(Path())}")
-    raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}{_latest(folder)}")
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}{_latest(folder)}")
+    return path
+
+
+def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
+    """The folder of a run: a path, `last`, `last:2` for the one before, or the beginning or end of an id. Raises
+    `ConfigError` for none or several."""
+    text = str(run)
+    if Path(text).exists():
+        return Path(text)
+    folders = list_runs(root)
+    if text == LAST or text.startswith(f"{LAST}:"):
+        place = text.removeprefix(LAST).removeprefix(":") or "1"
+        if not place.isdecimal() or not 1 <= int(place) <= len(folders):
+            raise ConfigError(f"{text!r} names no run: there are {len(folders)} in {Path(root).resolve()}")
+        return folders[int(place) - 1]
+    found = [each for each in folders if _is_called(each, text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(str(each) for each in found[:5])
+        raise ConfigError(f"{text!r} names {len(found)} runs: {names}{', …' if len(found) > 5 else ''}")
+    raise ConfigError(f"there is no run folder {text}: name the folder of a run, its id or `last`{_latest(Path())}")
+
+
+def list_runs(root: str | Path = RUNS) -> list[Path]:
+    """The folders of the runs below `root`, the latest first."""
+    folders = [path.parent for path in Path(root).glob(f"*/*/{JOURNAL_NAME}")]
+    return sorted(folders, key=lambda path: (path.name[:16], _started(path)), reverse=True)
+
+
+def _started(folder: Path) -> float:
+    """When a run began, to order those of one second: its settings are written once."""
+    path = folder / "config.json"
+    return path.stat().st_mtime if path.is_file() else 0.0
+
+
+def _is_called(folder: Path, text: str) -> bool:
+    long = f"{folder.parent.name}/{folder.name}"
+    return folder.name.startswith(text) or long.startswith(text) or folder.name.endswith(f"-{text}")
 
 
 def _latest(folder: Path) -> str:

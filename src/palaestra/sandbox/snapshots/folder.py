@@ -31,10 +31,10 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
 from palaestra.sandbox.images import image_store as images
+from palaestra.sandbox.slot import DEFAULT_STORE_BYTES
 from palaestra.sandbox.snapshots import fingerprints
 
 SCHEMA = "palaestra.snapshot/2"
-DEFAULT_MAX_BYTES = 20 << 30
 
 _TURN_S = 0.05
 _KEY = re.compile(r"[0-9a-f]{40}")
@@ -59,7 +59,7 @@ class StoredSnapshot:
 class SnapshotStore:
     """The folder. Every method is safe while other runs use it. Nothing is made or read before `open`."""
 
-    def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_STORE_BYTES) -> None:
         self.folder, self.max_bytes = folder, max_bytes
 
     def open(self) -> SnapshotStore:

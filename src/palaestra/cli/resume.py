@@ -1,0 +1,48 @@
+"""`palaestra resume RUN`: continue a run with the settings that it was given."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(
+    "resume",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    },
+    help="""Continue a run that was killed or interrupted.
+
+    \b
+      palaestra resume last
+      palaestra resume 20260101T000000Z-0a1b --max-cost 20
+      palaestra resume last --tasks 200            # a finished run can be extended
+
+    RUN is a run's folder, an id or the beginning of one, or `last`. Settings come from the run's record; those that
+    follow RUN replace them. Keys and tokens are not recorded: they come from variables, `.env` or flags again. Finished
+    groups are kept, and rollouts continue after their last finished turn.
+    """,
+)
+@click.argument("run")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None:
+    from palaestra.envs.run.command import run_command
+    from palaestra.envs.run.replay_run import recorded_form, where_it_ran
+    from palaestra.rollouts.journal.reader import open_recording
+    from palaestra.rollouts.observe.status import RunReader
+
+    recording = open_recording(run)
+    recorded, folder = recording.meta.config, recording.path.parent.resolve()
+    status = RunReader(recording.path).read()
+    click.echo(
+        f"{folder}: {status.groups_ended} groups and {status.rollouts} rollouts are kept, "
+        f"{status.groups_begun - status.groups_ended} groups were in progress",
+        err=True,
+    )
+    verb = str(recorded.get("command") or "process")
+    with where_it_ran(recorded):
+        form = recorded_form(recording, None)
+        words = [verb, "--resume", str(folder), *settings]
+        context.exit(run_command(form, words, prog=f"palaestra resume {run}", recorded=recorded))

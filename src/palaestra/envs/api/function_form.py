@@ -1,0 +1,325 @@
+"""The function form of an environment: one generator of tasks, and hooks as decorators on it.
+
+    @environment(toolsets=["terminal"])
+    def count_lines(n: int = 100):
+        for i in range(n):
+            yield Task(id=f"lines-{i}", prompt=..., files=..., solution=..., answer=str(i))
+
+    @count_lines.score
+    async def correct(task, sandbox):
+        return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
+
+The generator's parameters become settings (`--env.n 20`). Each task is rolled out once by default, without a network.
+Hooks may take `task, rollout, sandbox, rng`. A `tool` hook gives the agent a tool of the environment's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
+
+from pydantic import Field, create_model
+
+from palaestra.core.config import nearest, setting
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Task, number
+from palaestra.core.user_code import settled
+from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
+from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.decorator import TypedTool, UserFunction
+from palaestra.tools.decorator import declare as declare_tool
+
+if TYPE_CHECKING:
+    from palaestra.envs.run.evaluate import EvaluatedEnvironment
+    from palaestra.inference.chat_server import ChatServer
+
+HookFunction: TypeAlias = Callable[..., object]
+Source: TypeAlias = Callable[[], Awaitable[object]]
+"""Makes one thing a hook asked for, and only if it asked."""
+
+F = TypeVar("F", bound=HookFunction)
+
+TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
+
+_FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
+"""Names of pydantic's that nothing uses any more, and that a parameter may have."""
+
+
+class FunctionEnvConfig(HeldOutConfig):
+    """Settings of a function environment: those of every agent environment, with each task once and no network."""
+
+    group_size: int = setting(1, "Rollouts per task.", ge=1)
+    total_steps: int = setting(-1, "Groups to process, at most; -1 means every task once.", ge=-1)
+    include_messages: bool = setting(True, "Keep each rollout's messages in the JSONL file.")
+    allow_network: bool = setting(False, "Whether the agent's commands reach the network.")
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A user's function and the names it asks for."""
+
+    function: HookFunction
+    wants: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "hook")
+
+    async def __call__(self, sources: Mapping[str, Source]) -> JSON:
+        """Call the function with the arguments that it names. Raises `NotAwaited`."""
+        arguments = {name: await sources[name]() for name in self.wants}
+        slot = arguments.get("sandbox")
+        if slot is None:
+            return await settled(self.function(**arguments))
+        with AwaitedSlot(cast("Slot", slot)) as arguments["sandbox"]:
+            return await settled(self.function(**arguments))
+
+
+def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
+    """Take a function as a hook. Raises `ConfigError` for an unknown parameter."""
+    if not callable(function):
+        raise ConfigError(f"a {kind} hook must be a function, not {function!r:.100}")
+    wants = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in known:
+            wants.append(parameter.name)
+        elif parameter.default is inspect.Parameter.empty:
+            where = getattr(function, "__qualname__", repr(function))
+            raise ConfigError(
+                f"the {kind} hook {where} asks for {parameter.name!r}, which it cannot have: "
+                f"it may ask for {', '.join(known)}.{nearest(parameter.name, known)}"
+            )
+    return Hook(function, tuple(wants))
+
+
+class NotAwaited(RuntimeError):
+    """A hook did not await a call of its slot."""
+
+
+class AwaitedSlot:
+    """A slot for a hook: a `with` block at whose end every call of the slot must have been awaited.
+
+    A call that is not awaited is never made and leaves a coroutine, which is true and equal to nothing: a score that
+    compares it gives every rollout the same reward. Shells, processes and forks of the slot are not checked. Raises
+    `NotAwaited`.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._calls: list[tuple[str, Coroutine[object, object, object]]] = []
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._slot, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **named: Any) -> Coroutine[object, object, object]:
+            work: Coroutine[object, object, object] = found(*args, **named)
+            self._calls.append((name, work))
+            return work
+
+        return call
+
+    def __repr__(self) -> str:
+        return repr(self._slot)
+
+    def __enter__(self) -> Slot:
+        return cast("Slot", self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        forgotten = [(name, work) for name, work in self._calls if inspect.getcoroutinestate(work) == "CORO_CREATED"]
+        for _, work in forgotten:
+            work.close()
+        if error is None and forgotten:
+            named = ", ".join(dict.fromkeys(f"sandbox.{name}" for name, _ in forgotten))
+            raise NotAwaited(f"{named} was called and not awaited: write await sandbox.{forgotten[0][0]}(…)")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHook:
+    """One score and its weight in the reward."""
+
+    hook: Hook
+    weight: float
+
+
+class FunctionForm:
+    """The result of `@environment`: collects the hooks, and builds the environment of a run. `command` is the default
+    of the command line; `reference` is where the environment was loaded from."""
+
+    command = "process"
+    reference = ""
+
+    def __init__(self, source: TaskSource, *, name: str | None, toolsets: Sequence[str]) -> None:
+        self.source = source
+        self.name = name if name is not None else str(getattr(source, "__name__", "environment"))
+        if isinstance(toolsets, str):
+            raise ConfigError(f"environment {self.name}: toolsets must be a list, such as [{toolsets!r}]")
+        self.toolsets = tuple(toolsets)
+        self.scores: list[ScoreHook] = []
+        self.preparation: Hook | None = None
+        self.tools: list[TypedTool] = []
+        self.bound: FunctionEnvConfig | None = None
+        """The settings of an environment that was called with arguments."""
+        self.__doc__ = source.__doc__
+
+    def __call__(self, *args: JSON, **named: JSON) -> FunctionForm:
+        """The environment with arguments for its function, as `count_lines(n=3)`; hooks belong to both. Raises
+        `ConfigError` if they do not fit."""
+        try:
+            bound = inspect.signature(self.source).bind(*args, **named)
+        except TypeError as error:
+            raise ConfigError(f"environment {self.name}: {error}") from None
+        called = copy(self)
+        called.bound = self.config_type()(**bound.arguments)
+        return called
+
+    @overload
+    def score(self, function: F) -> F: ...
+    @overload
+    def score(self, *, weight: float) -> Callable[[F], F]: ...
+    def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
+        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all. Raises
+        `ConfigError` for a negative weight."""
+        if number(weight) is None or not 0 <= weight < math.inf:
+            raise ConfigError(
+                f"environment {self.name}: a score's weight must be a number from 0 up, not {weight!r:.100}"
+            )
+
+        def keep(given: F) -> F:
+            hook = declare_hook(given, "score", ("task", "rollout", "sandbox", "rng"))
+            if any(hook.name == each.hook.name for each in self.scores):
+                raise ConfigError(
+                    f"environment {self.name} has two scores called {hook.name}, and each is recorded under its name: "
+                    f"call one otherwise"
+                )
+            self.scores.append(ScoreHook(hook, weight))
+            return given
+
+        return keep if function is None else keep(function)
+
+    def prepare(self, function: F) -> F:
+        """Declare how a task's workspace is prepared, once per group, after its `files` and `setup`."""
+        if self.preparation is not None:
+            raise ConfigError(f"environment {self.name} has two prepare hooks: {self.preparation.name} is the first")
+        self.preparation = declare_hook(function, "prepare", ("task", "sandbox", "rng"))
+        return function
+
+    @overload
+    def tool(self, function: UserFunction, /) -> TypedTool: ...
+    @overload
+    def tool(
+        self, /, *, name: str | None = None, parallel_safe: bool = False, touches_world: bool = False
+    ) -> Callable[[UserFunction], TypedTool]: ...
+    def tool(
+        self,
+        function: UserFunction | None = None,
+        /,
+        *,
+        name: str | None = None,
+        parallel_safe: bool = False,
+        touches_world: bool = False,
+    ) -> TypedTool | Callable[[UserFunction], TypedTool]:
+        """Declare a tool of this environment: a typed function with a docstring, which may also take the `task`. Calls
+        of a tool that `touches_world` are recorded and can be replayed without a network."""
+
+        def keep(given: UserFunction) -> TypedTool:
+            made = declare_tool(given, name=name, toolset=self.name, parallel_safe=parallel_safe)
+            made = replace(made, touches_world=touches_world)
+            self.tools.append(made)
+            return made
+
+        return keep if function is None else keep(function)
+
+    def config_type(self) -> type[FunctionEnvConfig]:
+        fields: dict[str, Any] = {}
+        try:
+            parameters = inspect.signature(self.source, eval_str=True).parameters.values()
+        except (NameError, TypeError) as error:
+            raise ConfigError(f"environment {self.name}: its parameters cannot be read: {error}") from None
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if parameter.kind is parameter.POSITIONAL_ONLY or parameter.name.startswith("_"):
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} can be no setting: "
+                    f"it must be one that is given by name, and begin with a letter"
+                )
+            if parameter.name in FunctionEnvConfig.model_fields:
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} is a setting of every environment; "
+                    f"give it another name"
+                )
+            if hasattr(FunctionEnvConfig, parameter.name) and parameter.name not in _FREE:
+                raise ConfigError(
+                    f"environment {self.name}: its parameter {parameter.name!r} has the name of something that all "
+                    f"settings have; give it another name"
+                )
+            required = parameter.default is inspect.Parameter.empty
+            default = ... if required else parameter.default
+            fields[parameter.name] = (
+                _annotation(parameter),
+                Field(default=default, description=f"Parameter of {self.name}."),
+            )
+        return create_model(f"{self.name}_config", __base__=FunctionEnvConfig, **fields)
+
+    @property
+    def about(self) -> str:
+        return inspect.getdoc(self.source) or ""
+
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
+        return self.bound, ()
+
+    def check_values(self) -> Mapping[str, JSON]:
+        return {}
+
+    def build(
+        self, config: BaseEnvConfig, servers: Sequence[APIServerConfig] = (), server: ChatServer | None = None
+    ) -> EvaluatedEnvironment:
+        """The environment of one run. Raises `ConfigError` if it has no score."""
+        assert isinstance(config, FunctionEnvConfig)
+        if not self.scores:
+            raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
+        if not any(each.weight for each in self.scores):
+            raise ConfigError(
+                f"environment {self.name} has no score that counts: every weight is 0, which only records"
+            )
+        # Found when a run needs it: a command that only checks flags loads neither the agent nor the sandbox.
+        made = import_module("palaestra.envs.api.function_env").FunctionEnvironment(self, config)
+        return cast("EvaluatedEnvironment", made)
+
+
+@overload
+def environment(source: TaskSource) -> FunctionForm: ...
+@overload
+def environment(
+    *, name: str | None = None, toolsets: Sequence[str] = ("default",)
+) -> Callable[[TaskSource], FunctionForm]: ...
+def environment(
+    source: TaskSource | None = None, *, name: str | None = None, toolsets: Sequence[str] = ("default",)
+) -> FunctionForm | Callable[[TaskSource], FunctionForm]:
+    """Make an environment of a function that yields tasks."""
+
+    def make(given: TaskSource) -> FunctionForm:
+        return FunctionForm(given, name=name, toolsets=toolsets)
+
+    return make if source is None else make(source)
+
+
+def _annotation(parameter: inspect.Parameter) -> Any:
+    """The type of a setting. A parameter with a text as its default and no annotation is a text: `3.10` is not a number
+    then."""
+    if parameter.annotation is not inspect.Parameter.empty:
+        return parameter.annotation
+    return str if isinstance(parameter.default, str) else Any

@@ -1,0 +1,42 @@
+"""What every form of environment offers before a run: its name, its settings, and how it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from palaestra.core.types import JSON
+from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.inference.config import APIServerConfig, ServerBaseline
+
+if TYPE_CHECKING:
+    from palaestra.envs.run.evaluate import EvaluatedEnvironment
+    from palaestra.inference.chat_server import ChatServer
+
+
+class Form(Protocol):
+    """A form of environment that a command line can run. `command` is the default command. `reference` is the
+    environment's reference for `envs.discovery`; empty if it has none."""
+
+    name: str
+    reference: str
+
+    @property
+    def about(self) -> str: ...
+
+    @property
+    def command(self) -> str | None: ...
+
+    def config_type(self) -> type[BaseEnvConfig]: ...
+
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
+        """The settings and servers of the environment's own; None if it sets nothing."""
+        ...
+
+    def check_values(self) -> Mapping[str, JSON]:
+        """Settings with which a check needs nothing else; unused if a user sets one of them."""
+        ...
+
+    def build(
+        self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
+    ) -> EvaluatedEnvironment: ...

@@ -1,0 +1,76 @@
+"""Reads the command line of an environment, and runs it. What a run needs is imported once the line is accepted.
+
+`palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from palaestra.core.exits import report_failure
+from palaestra.core.types import JSON
+from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
+from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
+from palaestra.envs.form import Form
+from palaestra.inference.config import APIServerConfig, ServerBaseline
+
+
+def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+    """Run an environment as the command line of its script says. Reports failures and returns the exit code."""
+    try:
+        return run_command(form, sys.argv[1:] if argv is None else argv, prog=prog)
+    except BaseException as error:
+        return report_failure(error)
+
+
+def run_command(
+    form: Form,
+    argv: Sequence[str],
+    *,
+    prog: str | None = None,
+    command: str | None = None,
+    recorded: Mapping[str, JSON] | None = None,
+) -> int:
+    """Run an environment as `argv` says, with `command` if it names none, and return the exit code. The settings of a
+    `recorded` run count where `argv` does not set others."""
+    dotenv = read_dotenv(Path.cwd())
+    with exported(dotenv):
+        line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command)
+        parsed = line.parse(argv, shell_variables(dotenv), dotenv, recorded)
+        if isinstance(parsed, Answer):
+            sys.stdout.write(parsed.text)
+            return 0
+        take_variables(parsed, dotenv)
+        for notice in parsed.notices:
+            sys.stderr.write(f"note: {notice}\n")
+        from palaestra.envs.run.run import run
+
+        return asyncio.run(run(form, parsed)).exit_code
+
+
+def command_line(
+    form: Form, prog: str, command: str | None, servers: Sequence[ServerBaseline] = ()
+) -> CommandLine[BaseEnvConfig, APIServerConfig]:
+    """The settings of an environment, with its own defaults. `servers` replace its own servers."""
+    config, own = form.defaults()
+    return CommandLine(
+        prog=prog,
+        env_type=form.config_type(),
+        server_type=APIServerConfig,
+        env_values=set_fields(config) if config is not None else {},
+        server_values=[set_fields(server) for server in servers or own],
+        name=form.name,
+        command=form.command or command,
+        about=form.about,
+    )
+
+
+def take_variables(parsed: Parsed[BaseEnvConfig, APIServerConfig], dotenv: Mapping[str, str]) -> None:
+    """Give the tools their keys from the process's variables and those of a `.env` file."""
+    if isinstance(parsed.env_config, HermesAgentEnvConfig):
+        parsed.env_config.take_variables({**dotenv, **os.environ})

@@ -1,0 +1,16 @@
+"""How long each stage of a rollout may go without a sign of life. Not in the watchdog, so that settings load fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+IDLE_LIMITS: Mapping[str, float] = {
+    "acquire": 600.0,
+    "prepare": 7200.0,
+    "setup": 3600.0,
+    "model": 3600.0,
+    "tool": 7200.0,
+    "seal": 600.0,
+    "grade": 7200.0,
+}
+"""Seconds without a sign of life. Far above what each stage's own limits allow, so that only a hang reaches them."""

@@ -1,0 +1,46 @@
+"""A command that only checks flags or shows help loads neither the agent, nor the sandbox, nor an HTTP client."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("aiohttp", "palaestra.agent.loop", "palaestra.rollouts.rollout", "palaestra.sandbox.backends.local", "jinja2")
+ENV = """
+from palaestra import Task, environment
+
+@environment
+def words(n: int = 2):
+    yield Task(id="w", prompt="p")
+
+@words.score
+def right(task): return 1
+"""
+SCRIPT = f"""
+import sys
+from palaestra.cli.main import main
+code = main(sys.argv[1:])
+print(code, [name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["run", "--help"], 0),
+        (["run", "my_env.py", "--help"], 0),
+        (["run", "my_env.py", "--show-config"], 0),
+        (["run", "my_env.py", "--polcy", "x"], 2),
+        (["run", "my_env.py", "--env.n", "many"], 2),
+        (["runs"], 0),
+    ],
+)
+def test_flags_are_checked_before_anything_heavy_is_loaded(words: list[str], code: int, tmp_path: Path) -> None:
+    (tmp_path / "my_env.py").write_text(ENV)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"{code} []"
