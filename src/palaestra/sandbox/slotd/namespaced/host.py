@@ -64,7 +64,7 @@ class HostSetup:
 
     full: bool
     owner: int
-    user_namespace: int | None
+    user_namespaces: namespaces.RangeNamespaces | None  # None if each slot makes its own
     user_xattrs: bool
     lowers: Lowers
     init: int  # a descriptor of the program that is pid 1 of each slot
@@ -87,7 +87,7 @@ class HostSetup:
 
     def binds(self, mounts: list[list[str]], image: str | None) -> tuple[Bind, ...]:
         """The read-only mounts of a root."""
-        wanted = tuple(Bind(self.lowers.get(source), target) for source, target in mounts)
+        wanted = tuple(self.lowers.bind(source, target) for source, target in mounts)
         return wanted if image is not None or self.prefix is None else (self.prefix, *wanted)
 
 
@@ -145,14 +145,14 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     """Make the shared parts. Raises OSError if this kernel or its configuration does not allow it."""
     init = native_init.load(HOST)
     privileged = namespaces.is_real_root()
-    namespace = namespaces.make_range_namespace() if privileged else None
+    slots = namespaces.RangeNamespaces() if privileged else None
     owner = namespaces.RANGE_START if privileged else 0
-    lowers = Lowers(namespace if full else None)
-    world = HostSetup(full, owner, namespace, not privileged, lowers, init)
+    lowers = Lowers(namespaces.make_range_namespace() if full else None)
+    world = HostSetup(full, owner, slots, not privileged, lowers, init)
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
     prefix = settings.get("prefix")
     if prefix:
-        world.prefix = Bind(lowers.get(prefix), prefix)
+        world.prefix = lowers.bind(prefix, prefix)
     places = [f"/{name}" for name in system_directories()] + ([prefix] if prefix else [])
     os.mkdir(_SKELETON)
     os.mkdir(_NETWORK)

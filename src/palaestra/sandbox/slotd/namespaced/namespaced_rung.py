@@ -37,8 +37,10 @@ from .host import prepare
 from .native_init import BuildStep, Do
 from .rootfs import Bind, Overlay, RootPlan
 
-# Descriptors of an init: its control socket, the user namespace to enter, the encoded steps, the first free one.
+# Descriptors of an init: its control socket, the user namespace to enter (or the machine's settings, if it makes one),
+# the encoded steps, the first free one.
 CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
+_SETTINGS = USERS
 
 _GRAIN_NS = 20_000_000
 _STAGE = "/stage"
@@ -131,7 +133,7 @@ class NamespaceDriver:
             root=RootPlan(tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs),
             shared_network=fields["network"],
             groups=groups,
-            user_namespace=host.user_namespace,
+            user_namespaces=host.user_namespaces,
             open_files=limits["open_files"],
             processes=None if groups else limits["pids"],
             data_bytes=None if groups else limits["memory_bytes"],
@@ -199,7 +201,7 @@ class NamespaceDriver:
         return Place(root, path, self._host.owner)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NamespaceInit:
     """Implements `SlotInit`: the init is pid 1 of a process namespace, and the kernel ends everything with it."""
 
@@ -207,11 +209,12 @@ class NamespaceInit:
     root: RootPlan
     shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty one
     groups: tuple[str, ...]
-    user_namespace: int | None  # the namespace to enter; None makes one in which only uid 0 exists
+    user_namespaces: namespaces.RangeNamespaces | None  # where to take one; None makes one in which only uid 0 exists
     open_files: int | None
     processes: int | None  # a limit per user, if no control group counts them
     data_bytes: int | None  # a limit per process, if no control group sums them up
     stores: tuple[int, ...]  # descriptors, from `store.FIRST_STORE` on, that the root's paths name
+    _taken: int | None = None
 
     @property
     def network(self) -> NetworkScope:
@@ -224,13 +227,28 @@ class NamespaceInit:
 
     def gone(self) -> bool:
         """True: the kernel reports the init's death after that of all others in its namespace."""
+        self._give_back()
         return True
 
+    def _give_back(self) -> None:
+        if self.user_namespaces is not None and self._taken is not None:
+            self.user_namespaces.give_back(self._taken)
+            self._taken = None
+
     def fork(self, control: socket.socket) -> int:
+        if self.user_namespaces is not None:
+            self._taken = self.user_namespaces.take()
+        try:
+            return self._spawn(control)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _spawn(self, control: socket.socket) -> int:
         listed = memory_file(native_init.encode_steps([*self._enter(), *self._confine()]))
         fds = {CONTROL: control.fileno(), LIST: listed, **dict(zip(self.stores, self.stores, strict=True))}
-        if self.user_namespace is not None:
-            fds[USERS] = self.user_namespace
+        if self._taken is not None:
+            fds[USERS] = self._taken
         moved: list[int] = []
         try:
             actions = []
@@ -250,6 +268,8 @@ class NamespaceInit:
     def _enter(self) -> Iterator[BuildStep]:
         """Into the slot's groups, namespaces and root, with the server's privileges."""
         yield from (BuildStep(Do.JOIN, (directory,)) for directory in self.groups)
+        if self.user_namespaces is None:  # opened here, because the slot's own /proc/sys is read-only
+            yield BuildStep(Do.OPEN, ("/proc/sys",), _SETTINGS)
         flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
         yield BuildStep(Do.UNSHARE, (), flags | (0 if self.shared_network else syscalls.CLONE_NEWNET))
         if not self.shared_network:
@@ -264,8 +284,10 @@ class NamespaceInit:
     def _confine(self) -> Iterator[BuildStep]:
         """Drop everything that the slot must not have. No program of the slot runs before this."""
         yield BuildStep(Do.SESSION)
-        if self.user_namespace is None:
+        if self.user_namespaces is None:
             yield from _single_user_namespace()
+            for name, most in namespaces.SHARED_COUNTERS:
+                yield BuildStep(Do.WRITE, (f"/proc/self/fd/{_SETTINGS}/{name}", most), 1)  # older kernels lack some
         else:
             yield BuildStep(Do.ENTER, (), USERS, syscalls.CLONE_NEWUSER)
             yield BuildStep(Do.BE_ROOT)
@@ -275,6 +297,7 @@ class NamespaceInit:
                 yield from _single_user_namespace()
         yield BuildStep(Do.LIMIT, (), resource.RLIMIT_CORE, 0)
         for limit, value in (
+            (resource.RLIMIT_MSGQUEUE, 0),
             (resource.RLIMIT_NOFILE, self.open_files),
             (resource.RLIMIT_NPROC, self.processes),
             (resource.RLIMIT_DATA, self.data_bytes),

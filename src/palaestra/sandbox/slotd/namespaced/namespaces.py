@@ -1,15 +1,19 @@
 """User, process and network namespaces of slots.
 
-There are two kinds of user namespace. A server that runs as root makes one for all of its slots: uids 0 to 65535 of a
-slot are a private range outside. (Slots cannot see each other's files or processes, so sharing the range is safe.) A
-server without root gives each slot a namespace in which only uid 0 exists: the user who started the server.
+There are two kinds of user namespace. A server that runs as root gives each slot one in which uids 0 to 65535 are a
+private range outside. All slots share the range (they cannot see each other's files or processes), but not the
+namespace: the kernel counts inotify instances, queued signals, message queues and locked memory per namespace, and
+charges them to the user who made it. So each namespace has a maker of its own, a uid that nobody else uses. A server
+without root gives each slot a namespace in which only uid 0 exists: the user who started the server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import random
 import signal
 import socket
 import struct
@@ -24,6 +28,14 @@ _ERRNO = struct.Struct("=i")
 RANGE_START = 0x70000000
 RANGE_SIZE = 65536
 
+# The first uid that may make a namespace. A server draws its first maker, so that two servers hardly share one.
+_MAKERS_START, _MAKERS = RANGE_START + RANGE_SIZE, 0x0F000000
+_SYS_ADMIN = 1 << 21
+
+# What a slot may have at most if the user who started the server is charged with all slots: paths below /proc/sys.
+SHARED_COUNTERS = (("user/max_inotify_instances", "32"), ("user/max_inotify_watches", "65536"),
+                   ("user/max_fanotify_groups", "0"), ("user/max_fanotify_marks", "0"))  # fmt: skip
+
 # Settings that let unprivileged programs in a new network namespace listen below port 1024 and send pings.
 OPEN_PORTS = (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 65534"))
 
@@ -34,12 +46,33 @@ def is_real_root() -> bool:
         return os.geteuid() == 0 and file.read().split() == ["0", "0", "4294967295"]
 
 
-def make_range_namespace() -> int:
-    """A descriptor of a new user namespace whose ids are the private range. Needs root."""
+class RangeNamespaces:
+    """The user namespaces of one server's slots. Those of ended slots are used again, since their counts are zero."""
+
+    def __init__(self) -> None:
+        self._makers = itertools.count(_MAKERS_START + random.randrange(_MAKERS))
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """A descriptor of a namespace that no slot uses. Raises OSError."""
+        return self._free.pop() if self._free else make_range_namespace(next(self._makers))
+
+    def give_back(self, namespace: int) -> None:
+        """Keep the namespace of a dead slot for the next one."""
+        self._free.append(namespace)
+
+
+def make_range_namespace(maker: int = 0) -> int:
+    """A descriptor of a new user namespace whose ids are the private range, made by a user. Needs root."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
+            if maker:  # with the one capability that makes a namespace where ordinary users may not
+                syscalls.prctl(syscalls.PR_SET_KEEPCAPS, 1)
+                os.setresgid(maker, maker, maker)
+                os.setresuid(maker, maker, maker)
+                syscalls.capset(_SYS_ADMIN)
             syscalls.unshare(syscalls.CLONE_NEWUSER)
             os.write(writer, b"+")
             signal.pause()

@@ -4,9 +4,9 @@ The capabilities are those that ordinary programs need on their own files and pr
 namespace only; none lets a process mount, trace across namespaces, load, configure or create devices.
 
 The filter is a classic BPF program for x86-64 and aarch64, a deny list: it blocks parts of the kernel that ordinary
-programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, vsock sockets, foreign ABIs), and
-everything that would make new namespaces or mounts. It is the second line; the first is that the slot has no privilege
-over anything outside.
+programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, AIO, vsock sockets, foreign ABIs, the
+state of the page cache), and everything that would make new namespaces or mounts. It is the second line; the first is
+that the slot has no privilege over anything outside.
 
 `clone3` answers ENOSYS, since a filter cannot read its flags in memory; C libraries then use `clone`.
 """
@@ -42,7 +42,8 @@ def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _EPERM, _ENOSYS, _NO_FAMILY = 0x7FFF0000, 0x80000000, 0x50001, 0x50026, 0x50061
-_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
+_EINVAL, _EOPNOTSUPP = 0x50016, 0x5005F
+_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2, _ARGUMENT_5 = 0, 4, 16, 24, 32, 56
 
 _NAMESPACE_FLAGS = 0x7E020000
 # unix, inet, inet6, netlink. A network namespace does not contain the others (vsock, packet, alg, …), or nobody needs
@@ -51,11 +52,20 @@ _FAMILIES = (1, 2, 10, 16)
 _INET = (2, 10)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
+# The page cache of files that slots share outlives them: what reports or changes which pages are in it would be
+# readable memory of other slots (mincore, fadvise64, readahead, cachestat, process_madvise).
 _ABSENT = {
-    "x86_64": {"bpf": 321, "userfaultfd": 323, "perf_event_open": 298, "clone3": 435},
-    "aarch64": {"bpf": 280, "userfaultfd": 282, "perf_event_open": 241, "clone3": 435},
-}
-_ABSENT_EVERYWHERE = (425, 426, 427)  # io_uring
+    "x86_64": {
+        "bpf": 321, "userfaultfd": 323, "perf_event_open": 298, "mincore": 27, "fadvise64": 221, "readahead": 187,
+        "io_setup": 206,
+    },
+    "aarch64": {
+        "bpf": 280, "userfaultfd": 282, "perf_event_open": 241, "mincore": 232, "fadvise64": 223, "readahead": 213,
+        "io_setup": 0,
+    },
+}  # fmt: skip
+# io_uring, clone3, process_madvise, memfd_secret (memory that no limit counts), cachestat
+_ABSENT_EVERYWHERE = (425, 426, 427, 435, 440, 447, 451)
 
 _DENIED = {
     "x86_64": {
@@ -85,9 +95,16 @@ _IPC = {
 }
 
 _CALLS = {
-    "x86_64": {"clone": 56, "ioctl": 16, "socket": 41, "socketpair": 53, "personality": 135},
-    "aarch64": {"clone": 220, "ioctl": 29, "socket": 198, "socketpair": 199, "personality": 92},
-}
+    "x86_64": {
+        "clone": 56, "ioctl": 16, "socket": 41, "socketpair": 53, "fcntl": 72, "madvise": 28, "preadv2": 327,
+    },
+    "aarch64": {
+        "clone": 220, "ioctl": 29, "socket": 198, "socketpair": 199, "fcntl": 25, "madvise": 233, "preadv2": 286,
+    },
+}  # fmt: skip
+_MADV_COLD, _MADV_PAGEOUT, _RWF_NOWAIT = 20, 21, 8
+# A larger pipe is charged to the user who made it, who may be outside the slot.
+_F_SETPIPE_SZ = 1031
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 
@@ -120,6 +137,10 @@ def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = T
     lines += _clause(calls["clone"], _ARGUMENT_0, _when((_ANY_BIT, _NAMESPACE_FLAGS), _EPERM))
     terminal = [*_when((_EQUAL, _TIOCSTI), _EPERM), *_when((_EQUAL, _TIOCLINUX), _EPERM)]
     lines += _clause(calls["ioctl"], _ARGUMENT_1, terminal)
+    lines += _clause(calls["fcntl"], _ARGUMENT_1, _when((_EQUAL, _F_SETPIPE_SZ), _EPERM))
+    hints = [*_when((_EQUAL, _MADV_COLD), _EINVAL), *_when((_EQUAL, _MADV_PAGEOUT), _EINVAL)]
+    lines += _clause(calls["madvise"], _ARGUMENT_2, hints)
+    lines += _clause(calls["preadv2"], _ARGUMENT_5, _when((_ANY_BIT, _RWF_NOWAIT), _EOPNOTSUPP))
     families = [family for family in _FAMILIES if inet or family not in _INET]
     for call in ("socket", "socketpair"):
         lines += _clause(calls[call], _ARGUMENT_0, _unless(families, _NO_FAMILY))

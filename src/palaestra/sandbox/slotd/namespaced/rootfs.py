@@ -30,20 +30,30 @@ HOST = "/host"
 
 _DEV, _EMPTY = "/skeleton/dev", "/skeleton/empty"
 _SHM = "dev/shm"
+_OPEN_TO_ALL = 0o004
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _PROC_READ_ONLY = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-_PROC_HIDDEN = ("kcore", "keys", "key-users", "timer_list", "kallsyms", "kmsg", "sched_debug", "latency_stats", "acpi",
-                "scsi", "asound", "interrupts", "slabinfo", "vmallocinfo")  # fmt: skip
+# Kernel memory, keys and devices; and counters of the whole machine, by which slots could signal to each other.
+_PROC_HIDDEN = (
+    "kcore", "keys", "key-users", "timer_list", "kallsyms", "kmsg", "sched_debug", "latency_stats", "acpi", "scsi",
+    "asound", "interrupts", "slabinfo", "vmallocinfo", "buddyinfo", "diskstats", "locks", "pressure", "softirqs",
+    "vmstat", "zoneinfo", "sys/fs/dentry-state", "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/inode-state",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A directory or file of the server's view that a slot sees read-only."""
+    """A directory or file of the server's view that a slot sees read-only.
+
+    A directory is mounted through an overlay, so that each slot has inodes of its own: locks, leases and watches on
+    them do not reach other slots or the host. What has further mounts below it is bound as it is.
+    """
 
     source: str
     target: str
+    layered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +84,27 @@ class Lowers:
 
     def __init__(self, idmap: int | None) -> None:
         self._idmap = idmap
-        self._known: dict[tuple[str, tuple[int, int]], str] = {}
+        self._known: dict[tuple[str, bool, tuple[int, int]], str] = {}
+        self._whole: set[str] = set()
 
-    def get(self, path: str) -> str:
-        """The path for mounting the host's `path`. Raises OSError if it is missing or cannot be mapped."""
+    def get(self, path: str, owned: bool = True) -> str:
+        """The path for mounting the host's `path`. Unless `owned`, the owners of its files do not exist in the slot.
+        Raises OSError if it is missing or cannot be mapped."""
         source = f"{HOST}{path}"
         status = os.stat(source)
-        key = (path, (status.st_dev, status.st_ino))
+        key = (path, owned, (status.st_dev, status.st_ino))
         if key not in self._known:
-            self._known[key] = self._attach(source, os.path.isdir(source))
+            self._known[key] = self._attach(source, os.path.isdir(source), self._idmap if owned else None)
         return self._known[key]
 
-    def _attach(self, source: str, is_directory: bool) -> str:
+    def bind(self, path: str, target: str) -> Bind:
+        """The read-only mount of the host's `path` at `target`. The slot's root owns its files only if it could not
+        read them otherwise: the owner of a file may ask the kernel more about it than others."""
+        private = os.stat(f"{HOST}{path}").st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL
+        source = self.get(path, owned=private)
+        return Bind(source, target, os.path.isdir(source) and source not in self._whole)
+
+    def _attach(self, source: str, is_directory: bool, idmap: int | None) -> str:
         target = f"/lower/{len(self._known)}"
         if is_directory:
             os.mkdir(target)
@@ -96,9 +115,10 @@ class Lowers:
         except OSError:
             # Without root, a directory that has mounts below it can only be taken whole.
             tree, recursive = syscalls.open_tree(source, recursive=True), True
+            self._whole.add(target)
         try:
             flags = MS_RDONLY | MS_NOSUID | MS_NODEV  # the attributes of mount_setattr have the same bits
-            syscalls.set_mount_attributes(tree, flags, self._idmap, recursive)
+            syscalls.set_mount_attributes(tree, flags, idmap, recursive)
             syscalls.move_mount(tree, target)
         finally:
             os.close(tree)
@@ -163,7 +183,12 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
             names = target.split("/")
             yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
         yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
-        yield native_init.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
+        if bind.layered:
+            options = f"lowerdir={bind.source}:{_EMPTY}" + (",userxattr" if plan.user_xattrs else "")
+            flags = MS_RDONLY | MS_NOSUID | MS_NODEV
+            yield native_init.mount("overlay", f"/proc/self/fd/{inside}", "overlay", flags, options)
+        else:
+            yield native_init.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
     yield BuildStep(Do.BECOME_ROOT)
 
 

@@ -255,6 +255,7 @@ class UnprivilegedDriver:
 def _limits(limits: Fields, user: int) -> tuple[tuple[int, int | None], ...]:
     return (
         (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_NPROC, limits["pids"] if user else None),
         (resource.RLIMIT_DATA, limits["memory_bytes"]),

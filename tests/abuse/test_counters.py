@@ -1,0 +1,175 @@
+"""What the kernel counts per user: a slot that takes all it can get leaves the neighbour and the host theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import platform
+
+import pytest
+
+from abuse.arena import Arena, python
+from palaestra.sandbox.slot import Slot, SlotSpec
+
+pytestmark = [pytest.mark.slots, pytest.mark.long]
+
+X86_ONLY = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
+
+# Takes instances in many processes, so that no limit of one process is in the way; holds them until it is killed.
+_HOG = """
+import ctypes, os, sys, time
+c = ctypes.CDLL(None, use_errno=True)
+for _ in range(12):
+    if os.fork() == 0:
+        while True:
+            if c.inotify_init1(0) < 0: break
+        while True: time.sleep(60)
+time.sleep(1)
+print('full', flush=True)
+time.sleep(60)
+"""
+
+_WATCHES = """
+import ctypes
+c = ctypes.CDLL(None, use_errno=True)
+print(sum(c.inotify_init1(0) >= 0 for _ in range(16)))
+"""
+
+
+async def _while_hogged(arena: Arena, hostile: Slot, hog: str, then: str) -> str:
+    """What a program prints in a neighbour while a hostile slot takes all it can get."""
+    other = await arena.backend.create(SlotSpec(), "other")
+    full = asyncio.Event()
+    hogging = asyncio.ensure_future(
+        hostile.execute(["python3", "-c", hog], on_output=lambda data: full.set(), timeout_s=20)
+    )
+    await asyncio.wait_for(full.wait(), 15)
+    try:
+        return (await python(other, then)).output
+    finally:
+        hogging.cancel()
+        await asyncio.gather(hogging, return_exceptions=True)
+        await arena.backend.destroy(other)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_inotify_instances(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        assert await _while_hogged(arena, slot, _HOG, _WATCHES) == "16\n"
+        libc = ctypes.CDLL(None)
+        made = [libc.inotify_init1(0) for _ in range(8)]
+        for fd in made:
+            os.close(fd)
+        assert min(made) >= 0
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full")
+def test_queued_signals(arena: Arena) -> None:
+    """Each timer takes one of the signals that its user may have queued."""
+    hog = """
+import ctypes, os, time
+c = ctypes.CDLL(None, use_errno=True)
+for _ in range(4):
+    if os.fork() == 0:
+        timer = ctypes.c_int()
+        while c.syscall(222, 1, None, ctypes.byref(timer)) == 0: pass
+        while True: time.sleep(60)
+time.sleep(3)
+print('full', flush=True)
+time.sleep(60)
+"""
+    timers = """
+import ctypes
+c = ctypes.CDLL(None, use_errno=True)
+timer = ctypes.c_int()
+print(sum(c.syscall(222, 1, None, ctypes.byref(timer)) == 0 for _ in range(32)))
+"""
+
+    async def case(slot: Slot) -> None:
+        if arena.contained:
+            assert await _while_hogged(arena, slot, hog, timers) == "32\n"
+
+    arena.face(case, memory_bytes=512 << 20)
+
+
+@X86_ONLY
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_queues_asynchronous_calls_keys_and_pipes_are_refused(arena: Arena) -> None:
+    program = """
+import ctypes, fcntl, os
+c = ctypes.CDLL(None, use_errno=True)
+if c.syscall(240, b'abuse', os.O_CREAT | os.O_RDWR, 0o600, None) >= 0: print('queue')
+if c.syscall(206, 1024, ctypes.byref(ctypes.c_ulong())) >= 0: print('aio')
+for call in (248, 249, 250):
+    if c.syscall(call, b'user', b'abuse', b'x', 1, -2) >= 0: print('key', call)
+reader, writer = os.pipe()
+for fd in (reader, writer, 1):
+    try: fcntl.fcntl(fd, 1031, 1 << 20); print('pipe', fd)
+    except OSError as error: assert error.errno in (1, 9), error
+if c.syscall(447, 0) >= 0: print('secret memory')
+if c.syscall(300, 0, 0) >= 0: print('fanotify')
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program)).output == ""
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_processes_and_sockets(arena: Arena) -> None:
+    hog = """
+import os, socket, time
+for _ in range(12):
+    if os.fork() == 0:
+        held = []
+        try:
+            while True: held.append(socket.socketpair(socket.AF_UNIX))
+        except OSError: pass
+        while True: time.sleep(60)
+try:
+    while os.fork(): pass
+except OSError: print('full', flush=True)
+time.sleep(60)
+"""
+    use = """
+import os, socket
+pairs = [socket.socketpair() for _ in range(64)]
+for _ in range(16):
+    if os.fork() == 0: os._exit(0)
+left, right = pairs[0]
+socket.send_fds(left, [b'x'], [2] * 8)
+print(len(pairs), len(socket.recv_fds(right, 1, 8)[1]))
+"""
+
+    async def case(slot: Slot) -> None:
+        assert await _while_hogged(arena, slot, hog, use) == "64 8\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_pipes_of_a_neighbour_still_work(arena: Arena) -> None:
+    """The pages of pipes are counted per user, and slots share one: a neighbour's pipes get small, and no less."""
+    hog = """
+import os, time
+for _ in range(20):
+    if os.fork() == 0:
+        held = []
+        try:
+            while True: held.append(os.pipe())
+        except OSError: pass
+        while True: time.sleep(60)
+time.sleep(1)
+print('full', flush=True)
+time.sleep(60)
+"""
+    use = "import os; r, w = os.pipe(); os.write(w, b'x' * 4096); print(len(os.read(r, 8192)))"
+
+    async def case(slot: Slot) -> None:
+        assert await _while_hogged(arena, slot, hog, use) == "4096\n"
+
+    arena.face(case)

@@ -1,0 +1,169 @@
+"""What outlives a slot, or is shared with neighbours, without being a file: page cache, locks, watches, times."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+from abuse.arena import Arena, python
+from palaestra.sandbox.slot import Slot, SlotSpec
+
+pytestmark = [pytest.mark.slots, pytest.mark.long]
+
+PREFIX = os.path.realpath(sys.base_prefix)
+SHARED = os.path.join(PREFIX, os.path.relpath(os.path.realpath(os.__file__), PREFIX))  # a file of the interpreter
+MOUNTED = pytest.mark.skipif(PREFIX.startswith("/usr"), reason="the interpreter is in /usr, so it is not mounted")
+X86_ONLY = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
+
+
+@X86_ONLY
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_the_page_cache_cannot_be_asked(arena: Arena) -> None:
+    """Which pages of a shared file are in memory is readable memory that outlives the slot."""
+    program = f"""
+import ctypes, os
+c = ctypes.CDLL(None, use_errno=True)
+try: fd = os.open({SHARED!r}, os.O_RDONLY)
+except PermissionError: fd = os.open('/usr/bin/env', os.O_RDONLY)
+c.mmap.restype = ctypes.c_void_p
+address = ctypes.c_void_p(c.mmap(None, ctypes.c_size_t(8192), 1, 1, fd, ctypes.c_long(0)))
+seen = ctypes.create_string_buffer(64)
+size = ctypes.c_size_t(8192)
+span = (ctypes.c_uint64 * 2)(0, 8192)
+vector = (ctypes.c_uint64 * 2)(ctypes.addressof(seen), 16)
+tries = dict(
+    mincore=lambda: c.syscall(27, address, size, seen),
+    cachestat=lambda: c.syscall(451, fd, span, seen, 0),
+    read_if_cached=lambda: c.syscall(327, fd, vector, 1, ctypes.c_long(0), ctypes.c_long(0), 8),
+    drop=lambda: c.syscall(221, fd, ctypes.c_long(0), size, 4),
+    fill=lambda: c.syscall(221, fd, ctypes.c_long(0), size, 3),
+    readahead=lambda: c.syscall(187, fd, ctypes.c_long(0), size),
+    page_out=lambda: c.syscall(28, address, size, 21),
+    cold=lambda: c.syscall(28, address, size, 20),
+    of_a_process=lambda: c.syscall(440, os.pidfd_open(os.getpid()), vector, ctypes.c_size_t(1), 21, 0),
+    asynchronously=lambda: c.syscall(206, 8, seen),
+)
+for name, attempt in tries.items():
+    if attempt() >= 0: print(name)
+try: os.preadv(fd, [bytearray(16)], 0, os.RWF_NOWAIT); print('preadv')
+except OSError: pass
+print(os.preadv(fd, [bytearray(16)], 0), c.syscall(28, address, size, 4))
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program)).output == "16 0\n"
+
+    arena.face(case)
+
+
+@MOUNTED
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_the_interpreter_belongs_to_nobody_inside(arena: Arena) -> None:
+    """Its owner may ask the kernel more about a file: leases, reads that leave no time."""
+    program = f"""
+import fcntl, os
+try: owner = os.stat({SHARED!r}).st_uid
+except PermissionError: raise SystemExit  # on confined, which shows only system directories
+if owner == os.getuid(): print('owned')
+try: os.open({SHARED!r}, os.O_RDONLY | os.O_NOATIME); print('quiet')
+except PermissionError: pass
+try: fcntl.fcntl(os.open({SHARED!r}, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK); print('leased')
+except OSError: pass
+"""
+
+    async def case(slot: Slot) -> None:
+        assert ((await python(slot, program)).output == "") == arena.contained
+
+    arena.face(case)
+
+
+@MOUNTED
+@pytest.mark.contained_on("full", "userns")
+def test_a_lock_on_a_shared_file_is_the_slots_own(arena: Arena) -> None:
+    lock = f"""
+import fcntl, os, sys, time
+free = 0
+for path in ({SHARED!r}, {PREFIX!r}, '/usr/bin/env', '/etc/passwd', '/usr'):
+    try: fd = os.open(path, os.O_RDONLY)
+    except PermissionError: continue
+    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError: print('locked', path)
+print('done', flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+    async def case(slot: Slot) -> None:
+        other = await arena.backend.create(SlotSpec(), "other")
+        locked = asyncio.Event()
+        holding = asyncio.ensure_future(slot.execute(["python3", "-c", lock, "2"], on_output=lambda data: locked.set()))
+        await asyncio.wait_for(locked.wait(), 10)
+        found = (await other.execute(["python3", "-c", lock, "0"])).output
+        assert (await holding).output == "done\n"
+        await arena.backend.destroy(other)
+        assert (found == "done\n") == arena.contained
+
+    arena.face(case)
+
+
+@MOUNTED
+@pytest.mark.contained_on("full", "userns")
+def test_a_watch_sees_no_other_slot(arena: Arena) -> None:
+    """Neither does it see what the host reads."""
+    watched = (PREFIX, os.path.dirname(SHARED), SHARED, "/usr/bin", "/usr/bin/env", "/etc")
+    watch = f"""
+import ctypes, os, select
+c = ctypes.CDLL(None)
+fd = c.inotify_init1(0)
+for path in {watched!r}:
+    c.inotify_add_watch(fd, path.encode(), 0x3b)
+print('ready', flush=True)
+print(len(os.read(fd, 65536)) if select.select([fd], [], [], 1.5)[0] else 'nothing')
+"""
+
+    async def case(slot: Slot) -> None:
+        other = await arena.backend.create(SlotSpec(), "other")
+        ready = asyncio.Event()
+        watching = asyncio.ensure_future(slot.execute(["python3", "-c", watch], on_output=lambda data: ready.set()))
+        await asyncio.wait_for(ready.wait(), 10)
+        Path(SHARED).read_bytes()
+        await other.execute(["cat", SHARED, "/usr/bin/env", "/etc/passwd"])
+        await other.execute(["ls", PREFIX, "/usr/bin"])
+        seen = (await watching).output
+        await arena.backend.destroy(other)
+        assert (seen == "ready\nnothing\n") == arena.contained
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_a_read_leaves_no_time(arena: Arena) -> None:
+    """Older than a day, so that a read would renew it."""
+    before = os.stat(SHARED)
+    if os.access(SHARED, os.W_OK):
+        os.utime(SHARED, ns=(before.st_atime_ns - 7 * 86400 * 10**9, before.st_mtime_ns))
+    aged = os.stat(SHARED).st_atime_ns
+
+    async def case(slot: Slot) -> None:
+        assert (await slot.execute(["cat", SHARED])).success == arena.contained
+
+    arena.face(case)
+    if arena.contained:
+        assert os.stat(SHARED).st_atime_ns == aged
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_counters_of_the_machine_are_hidden(arena: Arena) -> None:
+    paths = ("vmstat", "zoneinfo", "buddyinfo", "diskstats", "locks", "softirqs", "pressure/memory", "pressure/io",
+             "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/inode-state", "sys/fs/dentry-state", "slabinfo", "keys",
+             "key-users", "interrupts", "timer_list")  # fmt: skip
+    command = "cd /proc; cat " + " ".join(paths)
+
+    async def case(slot: Slot) -> None:
+        assert ((await slot.execute(f"{command} 2>/dev/null")).output == "") == arena.contained
+
+    arena.face(case)
