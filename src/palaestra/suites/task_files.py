@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +19,7 @@ from palaestra.core.config import read_yaml
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 
+_MAX_FILE_BYTES = 256 << 20
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -24,14 +29,55 @@ class Unsupported(TaskError):
     """A well-formed task that needs something which slots do not have."""
 
 
-def read_text(path: Path) -> str:
-    """A UTF-8 file of a task. Raises `TaskError`."""
+def read_bytes(path: Path) -> bytes:
+    """A file of a task, which must not be a link, a fifo or a device. Raises `TaskError`.
+
+    `check_links` of the task's folder makes sure that no folder on the way is a link.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        return path.read_text(encoding="utf-8")
+        with open(os.open(path, flags), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise TaskError(f"{path.name} is not a file")
+            data = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise TaskError(f"{path.name} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        problem = "it is a link" if error.errno == errno.ELOOP else str(error)
+        raise TaskError(f"{path.name} cannot be read: {problem}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise TaskError(f"{path.name} is larger than {_MAX_FILE_BYTES >> 20} MiB")
+    return data
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """A UTF-8 file of a task, with lines that end with `\\n`. Raises `TaskError`."""
+    try:
+        return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8", errors=errors).read()
+    except UnicodeDecodeError as error:
         raise TaskError(f"{path.name} cannot be read: {error}") from None
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a task folder with links that lead out of it. Raises `TaskError`.
+
+    Links in the build context (`environment/`) are copied into the slot as links, so only the folder itself is checked.
+    """
+    root = folder.resolve()
+    for place, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            if path.is_symlink() and not _inside(path, root):
+                raise TaskError(f"{path.relative_to(root)} is a link that leads out of the task's folder")
+        if Path(place) == root and "environment" in folders:
+            folders.remove("environment")
+
+
+def _inside(link: Path, root: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(root)
+    except (OSError, RuntimeError):  # a loop
+        return False
 
 
 def read_toml_file(path: Path) -> JSON:

@@ -139,6 +139,17 @@ def test_nothing_is_written_outside(tmp_path: Path, entries: list[Entry]) -> Non
     assert not any("evil" in name for name in os.listdir(tmp_path / "store"))
 
 
+@pytest.mark.parametrize("name", [".wh...", "usr/.wh...", "usr/.wh..", "usr/bin/.wh."])
+def test_a_whiteout_hides_only_an_entry_of_its_directory(tmp_path: Path, name: str) -> None:
+    """`..` would be the directory that holds the images."""
+    kept = tmp_path / "store/partial/kept"
+    kept.mkdir(parents=True)
+    image = layout(tmp_path / "image", [tar(ROOT), tar([(name, b"")])])
+    with pytest.raises(ImageError, match="whiteout"):
+        directory(tmp_path / "store", image)
+    assert kept.is_dir()
+
+
 def test_what_cannot_be_an_image_is_named(tmp_path: Path) -> None:
     whole = tar(ROOT)
     zstd = layout(tmp_path / "zstd", [b"\x28\xb5\x2f\xfd" + bytes(600)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from suites.terminal_bench.mini import HARBOR, LEGACY, TASKS
 
@@ -122,12 +125,17 @@ def test_a_row_that_cannot_be_unpacked_is_left_out_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (one_file("../outside"), "is outside the destination"),
+        (one_file("../outside"), "'../outside'"),
         (one_file("/outside"), "environment/Dockerfile is missing"),  # it is taken for a relative path
-        (one_file("link", tarfile.SYMTYPE, "../../../../outside"), "is outside the destination"),
-        (one_file("device", tarfile.CHRTYPE), "is a special file"),
+        (one_file("link", tarfile.SYMTYPE, "../../../../outside"), "leads out"),
+        (one_file("link", tarfile.SYMTYPE, "/etc"), "leads out"),
+        (one_file("hard", tarfile.LNKTYPE, "/etc/hostname"), "cannot unpack"),
+        (one_file("hard", tarfile.LNKTYPE, "../../outside"), "'../../outside'"),
+        (one_file("device", tarfile.CHRTYPE), "type that cannot be unpacked"),
+        (one_file("fifo", tarfile.FIFOTYPE), "type that cannot be unpacked"),
+        (one_file("a/.wh...", content=b""), "environment/Dockerfile is missing"),  # a file name like others
     ],
-    ids=["parent", "absolute", "link", "device"],
+    ids=["parent", "absolute", "link", "absolute-link", "hard-link", "hard-link-up", "device", "fifo", "whiteout"],
 )
 def test_an_archive_never_reaches_outside(tmp_path: Path, data: bytes, message: str) -> None:
     row = parts(HARBOR / "greeting") | {"environment_tar": base64.b64encode(data).decode()}
@@ -137,6 +145,51 @@ def test_an_archive_never_reaches_outside(tmp_path: Path, data: bytes, message: 
     assert message in left_out.reason
     assert all(found.parent.name == "environment" for found in tmp_path.rglob("outside"))
     assert not Path("/outside").exists()
+
+
+def test_an_archive_does_not_write_through_its_own_link(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name, kind, link in (("way", tarfile.SYMTYPE, str(tmp_path)), ("way/evil", tarfile.REGTYPE, "")):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, link
+            archive.addfile(info)
+    row = parts(HARBOR / "greeting") | {"tests_tar": base64.b64encode(data.getvalue()).decode()}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    assert load_tasks(str(tmp_path / "tasks.jsonl"), tmp_path / "cache").left_out
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "task.toml", "tests/test.sh", "environment/Dockerfile", "tests"])
+def test_no_file_of_a_task_is_read_through_a_link(tmp_path: Path, name: str) -> None:
+    secret = tmp_path / "secret"
+    shutil.copytree(HARBOR / "greeting", secret)
+    folder = tmp_path / "tasks/greeting"
+    shutil.copytree(secret, folder)
+    if (folder / name).is_dir():
+        shutil.rmtree(folder / name)
+    else:
+        (folder / name).unlink()
+    (folder / name).symlink_to(secret / name)
+    loaded = load_tasks(str(folder), tmp_path / "cache")
+    if name.startswith("environment"):  # the build context is read when the task is prepared
+        with pytest.raises(TaskError, match="link"):
+            read_text(loaded.tasks[0].recipe.folder / "Dockerfile")
+    else:
+        assert "link" in loaded.left_out[0].reason
+
+
+def test_a_link_inside_a_task_is_not_followed_either(tmp_path: Path) -> None:
+    folder = tmp_path / "greeting"
+    shutil.copytree(HARBOR / "greeting", folder)
+    (folder / "instruction.md").unlink()
+    (folder / "instruction.md").symlink_to("solution/solve.sh")
+    (left_out,) = load_tasks(str(folder), tmp_path / "cache").left_out
+    assert "instruction.md" in left_out.reason
+    (folder / "instruction.md").unlink()
+    os.mkfifo(folder / "instruction.md")
+    (left_out,) = load_tasks(str(folder), tmp_path / "cache").left_out
+    assert "instruction.md" in left_out.reason
 
 
 def test_a_row_without_instruction_names_the_column(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reads images on disk and puts their layers into a directory.
+"""Unpacks archives that nobody vouches for: the layers of images on disk, and the archives in rows of data sets.
 
     a directory with bin/ or usr/       the root itself (a debootstrap tree, an unpacked image)
     a directory with oci-layout         an OCI image layout (image-spec, image-layout.md): index.json, blobs/
@@ -8,9 +8,10 @@
 
 Layers may be plain or compressed with gzip, bzip2 or xz. Blobs of OCI layouts are checked against their digests.
 
-Nothing in a layer is trusted. Every name is opened below the directory (openat2, RESOLVE_IN_ROOT), so that no `..`,
-link or race leads out of it. Devices (a slot has its own), set-uid and set-gid bits (a slot ignores them, but users of
-the host could use them) and extended attributes with file capabilities are left out.
+Nothing in an archive is trusted. Every name is opened below the directory (openat2, RESOLVE_IN_ROOT), so that no `..`,
+link or race leads out of it. The filters of `tarfile` are not used. Devices (a slot has its own), set-uid and set-gid
+bits (a slot ignores them, but users of the host could use them) and extended attributes with file capabilities are left
+out.
 
 Whiteouts follow the OCI image specification, layer.md: `.wh.NAME` removes NAME of the layers below, `.wh..wh..opq` all
 entries that they have in its directory.
@@ -186,10 +187,16 @@ def _compression_hint(start: bytes) -> str:
 
 
 class Unpacking:
-    """Unpacks one image into an empty directory: `add` each layer, lowest first, then `finish`."""
+    """Unpacks one image into an empty directory: `add` each layer, lowest first, then `finish`.
 
-    def __init__(self, directory: str, image: str, max_bytes: int, stop: threading.Event) -> None:
+    Unless `as_image`, it unpacks an archive of plain files: without whiteouts and owners, and without fifos.
+    """
+
+    def __init__(
+        self, directory: str, image: str, max_bytes: int, stop: threading.Event, as_image: bool = True
+    ) -> None:
         self.bytes = 0
+        self._as_image = as_image
         self._image, self._max_bytes, self._stop = image, max_bytes, stop
         self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._entries = 0
@@ -223,7 +230,7 @@ class Unpacking:
             with contextlib.suppress(OSError), self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                 self._adopt(fd, member)
         names = set(os.listdir(self._root))
-        if not names & {"bin", "usr"}:
+        if self._as_image and not names & {"bin", "usr"}:
             raise ImageError(f"{self._image} is not a root file system: it has neither /bin nor /usr")
 
     def close(self) -> None:
@@ -234,16 +241,19 @@ class Unpacking:
     def _clean(self, name: str) -> str:
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name or len(parts) > MAX_DEPTH:
-            raise ImageError(f"{self._image} is not an image: it names {name[:200]!r}")
+            raise ImageError(f"{self._image} is not valid: it names {name[:200]!r}")
         return "/".join(parts)
 
     def _put(self, layer: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
         folder, _, name = path.rpartition("/")
         parent = self._enter(folder)
-        if name == _OPAQUE:
+        if self._as_image and name == _OPAQUE:
             self._clear(parent, folder)
-        elif name.startswith(_WHITEOUT):
-            _remove(parent, name[len(_WHITEOUT) :])
+        elif self._as_image and name.startswith(_WHITEOUT):
+            hidden = name[len(_WHITEOUT) :]
+            if hidden in ("", ".", ".."):
+                raise ImageError(f"{self._image} is not valid: it has a whiteout of {hidden!r}")
+            _remove(parent, hidden)
         elif member.isdir():
             self._put_directory(parent, name, path, member)
         else:
@@ -261,22 +271,22 @@ class Unpacking:
         self._directories[path] = member
 
     def _put_other(self, layer: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
-        if member.ischr() or member.isblk():
+        if self._as_image and (member.ischr() or member.isblk()):
             return
         _remove(parent, name)
         if member.issym():
             os.symlink(member.linkname, name, dir_fd=parent)
-            if os.geteuid() == 0:
+            if self._as_image and os.geteuid() == 0:
                 os.chown(name, _id(member.uid), _id(member.gid), dir_fd=parent, follow_symlinks=False)
         elif member.islnk():
             with self._opened(self._clean(member.linkname), os.O_PATH | os.O_NOFOLLOW) as target:
                 os.link(f"/proc/self/fd/{target}", name, dst_dir_fd=parent, follow_symlinks=True)
-        elif member.isfifo():
+        elif member.isfifo() and self._as_image:
             os.mkfifo(name, member.mode & 0o777, dir_fd=parent)
         elif member.isreg():
             self._put_file(layer, member, parent, name)
         else:
-            raise ImageError(f"{self._image}: {member.name!r} has a type that images cannot have")
+            raise ImageError(f"{self._image}: {member.name!r} has a type that cannot be unpacked")
 
     def _put_file(self, layer: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
         self.bytes += member.size
@@ -293,9 +303,10 @@ class Unpacking:
             os.close(fd)
 
     def _adopt(self, fd: int, member: tarfile.TarInfo) -> None:
-        if os.geteuid() == 0:
+        if self._as_image and os.geteuid() == 0:
             os.fchown(fd, _id(member.uid), _id(member.gid))
-        os.fchmod(fd, member.mode & 0o1777)
+        mode = member.mode & 0o1777
+        os.fchmod(fd, mode if self._as_image else mode | (0o700 if member.isdir() else 0o600))
         os.utime(fd, (member.mtime, member.mtime))
 
     def _clear(self, parent: int, folder: str) -> None:
@@ -357,6 +368,22 @@ def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_by
         return unpacking.bytes
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ImageError(f"{image} is damaged: {error}") from error
+    finally:
+        unpacking.close()
+
+
+def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None:
+    """Unpack an archive of plain files, compressed or not, into a directory. `name` is for messages.
+
+    Raises `ImageError`. Links in it are made, and may lead anywhere; do not follow them.
+    """
+    unpacking = Unpacking(directory, name, max_bytes, threading.Event(), as_image=False)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            unpacking.add(archive)
+        unpacking.finish()
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
+        raise ImageError(f"{name} cannot be unpacked: {error}") from error
     finally:
         unpacking.close()
 

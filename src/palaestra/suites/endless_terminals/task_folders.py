@@ -29,7 +29,7 @@ from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.task_files import TypedFields, read_text
+from palaestra.suites.task_files import TypedFields, check_links, read_text
 
 _INSTALLERS = re.compile(
     r"(DEBIAN_FRONTEND=\w+\s+)?(sudo\s+)?"
@@ -87,6 +87,7 @@ def _is_task(place: Path) -> bool:
 
 def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 600.0) -> FolderTask:
     """The task of one folder. Raises `TaskError`."""
+    check_links(place)
     image = _ready_root(place.name, roots)
     harbor = (place / "instruction.md").is_file()
     prompt = read_text(place / "instruction.md") if harbor else _description(place / "task.json")

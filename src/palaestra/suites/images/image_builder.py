@@ -22,6 +22,7 @@ from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
 from palaestra.suites.host_process import ProcessResult, check_process, run_process
 from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe
+from palaestra.suites.task_files import read_bytes
 
 TOOLS = ("docker", "podman", "buildah")
 SCHEMA, VERSION = "palaestra.root", 1
@@ -162,7 +163,7 @@ def content_key(recipe: ImageRecipe) -> str:
             if stat.S_ISLNK(mode):
                 digest.update(os.fsencode(os.readlink(path)))
             elif stat.S_ISREG(mode):
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
+                digest.update(hashlib.sha256(read_bytes(path)).digest())
     return digest.hexdigest()[:32]
 
 

@@ -20,7 +20,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.images.dockerfile import Heredoc, ImageConfig, ImageRecipe, Instruction, expand, follow, parse
 from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.task_files import Unsupported
+from palaestra.suites.task_files import Unsupported, read_text
 
 _CONFIGURED = frozenset({"ENV", "ARG", "USER", "WORKDIR"})
 _SKIPPED = frozenset({"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
@@ -32,7 +32,7 @@ async def build_in_slot(slot: Slot, recipe: ImageRecipe) -> ImageConfig:
     if recipe.dockerfile is None:
         raise Unsupported(f"it has no Dockerfile, and its image {recipe.docker_image} is not available")
     config, arguments, shell = ImageConfig(), dict[str, str](), list(_SHELL)
-    for each in parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace")):
+    for each in parse(read_text(recipe.dockerfile, "replace")):
         variables = {**arguments, **config.env}
         if each.name == "RUN":
             await _run(slot, each, config, variables, shell, recipe.build_timeout_s)
@@ -133,7 +133,7 @@ def _ignored(folder: Path) -> frozenset[str]:
     listed = folder / ".dockerignore"
     if not listed.is_file():
         return frozenset()
-    patterns = [line.strip().strip("/") for line in listed.read_text(encoding="utf-8").splitlines()]
+    patterns = [line.strip().strip("/") for line in read_text(listed).splitlines()]
     return frozenset(n for n in os.listdir(folder) if any(fnmatch.fnmatch(n, p) for p in patterns if p))
 
 

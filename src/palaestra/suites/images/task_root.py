@@ -14,7 +14,7 @@ from palaestra.core.config import local_path
 from palaestra.core.errors import ImageError
 from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe, image_config, parse
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, read_config
-from palaestra.suites.task_files import Unsupported
+from palaestra.suites.task_files import Unsupported, read_text
 
 HOST = "host"
 """The name of a base that consists of this machine's allow-listed system directories."""
@@ -78,7 +78,7 @@ class TaskRoots:
     def _over_base(self, recipe: ImageRecipe, base: str) -> TaskRoot:
         if recipe.dockerfile is None:
             raise Unsupported(f"it has no Dockerfile to build over the base, only the image {recipe.docker_image}")
-        instructions = parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace"))
+        instructions = parse(read_text(recipe.dockerfile, "replace"))
         image = None if base == HOST else str(self._existing(local_path(base)))
         return TaskRoot(image, image_config(instructions), f"{base}+{content_key(recipe)}")
 
@@ -89,6 +89,6 @@ def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
     if beside.is_file() or recipe.dockerfile is None:
         return read_config(image)
     try:
-        return image_config(parse(recipe.dockerfile.read_text(encoding="utf-8", errors="replace")))
+        return image_config(parse(read_text(recipe.dockerfile, "replace")))
     except Unsupported:
         return ImageConfig()

@@ -12,22 +12,19 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import io
 import json
-import lzma
 import shutil
-import tarfile
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.errors import ConfigError, ImageError, TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import SUFFIXES, read_rows
-from palaestra.suites.task_files import RowFields
+from palaestra.sandbox.images.unpack import unpack_files
+from palaestra.suites.task_files import RowFields, check_links
 from palaestra.suites.terminal_bench import harbor, terminal_bench_1
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 
@@ -85,6 +82,7 @@ def load_tasks(
 
 def read_folder(folder: Path) -> TerminalTask:
     """The task of one folder, in either format. Raises `TaskError`."""
+    check_links(folder)
     if harbor.is_task(folder):
         return harbor.read_task(folder)
     if terminal_bench_1.is_task(folder):
@@ -181,14 +179,7 @@ def _bytes(value: JSON, column: str) -> bytes:
 def _extract(data: bytes, folder: Path, column: str) -> None:
     """Unpack an untrusted archive: nothing outside the folder, no devices, and a bounded size."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            total = 0
-            for member in archive:
-                total += member.size
-                if total > MAX_UNPACKED_BYTES:
-                    raise TaskError(f"column {column!r} unpacks to more than {MAX_UNPACKED_BYTES} bytes")
-                archive.extract(member, folder, filter="data")
-    except TaskError:
-        raise
-    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
-        raise TaskError(f"column {column!r} cannot be unpacked: {error}") from None
+        unpack_files(data, str(folder), f"column {column!r}", MAX_UNPACKED_BYTES)
+    except ImageError as error:
+        raise TaskError(str(error)) from None
+    check_links(folder)

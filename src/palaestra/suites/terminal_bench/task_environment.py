@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
-from palaestra.core.errors import TaskError
 from palaestra.core.types import Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
@@ -40,6 +39,7 @@ from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools,
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
+from palaestra.suites.task_files import read_bytes
 from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
@@ -379,10 +379,7 @@ def _script_name(solution: SolutionScript) -> str:
 
 
 def _files(solution: SolutionScript) -> dict[str, bytes]:
-    try:
-        found = {name: (solution.folder / name).read_bytes() for name in (solution.script, *solution.files)}
-    except OSError as error:
-        raise TaskError(f"its solution cannot be read: {error}") from None
+    found = {name: read_bytes(solution.folder / name) for name in (solution.script, *solution.files)}
     if solution.script.endswith(".yaml"):
         lines = terminal_bench_1.commands(solution.folder / solution.script)
         found = {_script_name(solution): "".join(f"{line}\n" for line in lines).encode()}

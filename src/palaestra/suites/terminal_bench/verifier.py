@@ -28,6 +28,7 @@ from palaestra.suites.grading.controls import negated_copy
 from palaestra.suites.grading.harness import has_started, read_records
 from palaestra.suites.grading.run_tests import Status, TestRun, read_run
 from palaestra.suites.images.as_user import as_user
+from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.offline_script import OfflineScript, needs_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
@@ -128,7 +129,8 @@ def _negated_tests(task: TerminalTask) -> dict[str, str]:
     """The negated test files by their path below the folder."""
     found, drawn = {}, SystemRandom()
     for name, path in task.verifier.files().items():
-        copy = negated_copy(path.read_text(encoding="utf-8", errors="replace"), drawn) if name.endswith(".py") else None
+        text = read_text(path, "replace") if name.endswith(".py") and path.is_file() else ""
+        copy = negated_copy(text, drawn) if text else None
         if copy is not None and copy.tests:
             found[name] = copy.text
     return found
@@ -237,7 +239,7 @@ def _work_is_broken(task: TerminalTask, errors: Mapping[str, str], made: Collect
 def _mentions(task: TerminalTask, module: str) -> bool:
     pattern = re.compile(rf"\b{re.escape(module)}(?:\.py|/|\b)")
     solution = task.solution
-    text = (solution.folder / solution.script).read_text(errors="replace") if solution else ""
+    text = read_text(solution.folder / solution.script, "replace") if solution else ""
     return pattern.search(task.instruction) is not None or pattern.search(text) is not None
 
 
