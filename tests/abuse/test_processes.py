@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from abuse.arena import Arena, python
@@ -180,6 +182,68 @@ time.sleep(60)
         assert result.metadata["timeout"]
         assert result.output == "out\n"
         assert (await slot.execute("pgrep -c -U $EUID python3")).output == "0\n"
+
+    arena.face(case)
+
+
+# The main thread ends, and the kernel shows a zombie; another thread goes on.
+_HEADLESS = """
+import ctypes, sys, threading, time
+def work():
+    while True:
+        with open('beat', 'a') as file: file.write('.')
+        time.sleep(0.002)
+threading.Thread(target=work).start()
+while True:
+    try: open('beat').close(); break
+    except FileNotFoundError: pass
+print('out', flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60}.get(__import__('platform').machine(), 93), 0)
+"""
+
+
+async def _beats(slot: Slot) -> bool:
+    """Whether the thread still writes."""
+    before = len(await slot.read_bytes("beat"))
+    await asyncio.sleep(0.3)
+    return len(await slot.read_bytes("beat")) > before
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_timeout_takes_a_process_without_its_main_thread(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        result = await python(slot, _HEADLESS, timeout_s=2.0)
+        assert result.metadata["timeout"]
+        assert not await _beats(slot)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_detached_process_without_its_main_thread_is_found(arena: Arena) -> None:
+    """It has left the command's session and lost its parent."""
+    program = "import os\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\n" + _HEADLESS
+
+    async def case(slot: Slot) -> None:
+        await slot.write_text("headless.py", program)
+        result = await slot.execute("python3 headless.py > out; while :; do :; done", timeout_s=2.0)
+        assert result.metadata["timeout"]
+        assert not await _beats(slot)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_process_without_its_main_thread_freezes(arena: Arena) -> None:
+    async def case(slot: Slot) -> None:
+        await slot.write_text("headless.py", _HEADLESS)
+        assert (await slot.execute("python3 headless.py > out & while ! grep -q out out; do :; done")).success
+        assert await _beats(slot)
+        frozen = await slot.freeze()
+        before = len(await slot.read_bytes("beat"))
+        await slot.freeze()
+        await asyncio.sleep(0.5)
+        assert (frozen, len(await slot.read_bytes("beat")) - before < 30) == (1, True)
 
     arena.face(case)
 

@@ -180,4 +180,5 @@ def descendants(pid: int, table: Sequence[ProcessStat]) -> list[ProcessStat]:
 def _read(pid: int) -> ProcessStat:
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
-    return ProcessStat(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in (b"Z", b"X"))
+    ended = fields[0] in (b"Z", b"X") and int(fields[17]) < 2  # otherwise only its main thread has ended
+    return ProcessStat(pid, int(fields[1]), int(fields[3]), int(fields[19]), ended)

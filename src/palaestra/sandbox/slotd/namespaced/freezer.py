@@ -63,13 +63,16 @@ def maps_files_shared(init: int) -> bool:
 
 def _maps_shared(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/maps", "rb") as file:
-            modes = [line.split(None, 2)[1] for line in file]
+        for thread in os.listdir(f"/proc/{pid}/task"):  # one that has ended shows no memory
+            with open(f"/proc/{pid}/task/{thread}/maps", "rb") as file:
+                modes = [line.split(None, 2)[1] for line in file]
+            if modes:
+                return any(mode.endswith(b"s") and b"w" in mode for mode in modes)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    return any(mode.endswith(b"s") and b"w" in mode for mode in modes)
+    return False
 
 
 def _all_still(table: list[tuple[int, bytes]]) -> bool:
@@ -84,10 +87,29 @@ def descendants(init: int) -> list[tuple[int, bytes]]:
     pending = _children(init)
     while pending:
         pid = pending.pop(0)
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-            found.append((pid, file.read().rpartition(b") ")[2][:1]))
+        with contextlib.suppress(OSError):
+            found.append((pid, _state(pid)))
             pending += _children(pid)
     return found
+
+
+def _state(pid: int) -> bytes:
+    """The state of a process; if its main thread has ended, that of a thread that lives, if possible one that runs."""
+    state, threads = _stat(f"/proc/{pid}/stat")
+    if state not in _GONE or threads < 2:
+        return state
+    states = [state]
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            states.append(_stat(f"/proc/{pid}/task/{thread}/stat")[0])
+    return min(states, key=lambda each: (each in _STILL, each in _GONE))
+
+
+def _stat(path: str) -> tuple[bytes, int]:
+    """The state and the number of threads, from proc(5)."""
+    with open(path, "rb") as file:
+        fields = file.read().rpartition(b") ")[2].split()
+    return fields[0], int(fields[17])
 
 
 def _children(pid: int) -> list[int]:

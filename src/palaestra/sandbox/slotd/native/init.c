@@ -291,10 +291,11 @@ static int read_process(const char *name, struct process *process) {
     text[size] = 0;
     *process = (struct process){.pid = atoi(name)};
     rest = strrchr(text, ')'); /* the name before it can hold anything */
-    if (!rest || sscanf(rest + 1, " %c %d %*d %d %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu", &state,
-                        &process->parent, &process->session, &process->started) != 4)
+    int threads;
+    if (!rest || sscanf(rest + 1, " %c %d %*d %d %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %d %*s %llu", &state,
+                        &process->parent, &process->session, &threads, &process->started) != 5)
         return 0;
-    process->zombie = state == 'Z' || state == 'X';
+    process->zombie = (state == 'Z' || state == 'X') && threads < 2; /* else only its main thread has ended */
     return 1;
 }
 

@@ -86,21 +86,23 @@ def living(first: int, count: int = 1) -> int:
     found = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError):
-            state, parent, uid = _read(int(name))
+            alive, parent, uid = _read(int(name))
             if not first <= uid < first + count:
                 continue
-            if state not in "ZX":
+            if alive:
                 found += 1
             elif parent == os.getpid():
                 os.waitpid(int(name), os.WNOHANG)
     return found
 
 
-def _read(pid: int) -> tuple[str, int, int]:
-    """State, parent and real uid, from proc(5)."""
+def _read(pid: int) -> tuple[bool, int, int]:
+    """Whether a thread of it lives, its parent and its real uid, from proc(5)."""
     with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-        fields = dict(line.split(":", 1) for line in file if line.startswith(("State:", "PPid:", "Uid:")))
-    return fields["State"].split()[0], int(fields["PPid"]), int(fields["Uid"].split()[0])
+        wanted = ("State:", "PPid:", "Uid:", "Threads:")
+        fields = dict(line.split(":", 1) for line in file if line.startswith(wanted))
+    alive = fields["State"].split()[0] not in "ZX" or int(fields["Threads"]) > 1
+    return alive, int(fields["PPid"]), int(fields["Uid"].split()[0])
 
 
 def kill_orphans(spare: set[int]) -> int:
