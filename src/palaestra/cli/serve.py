@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.serve_tools import executor, tools
+from palaestra.cli.serve_tools import executor, read_token, token_file, tools
 from palaestra.cli.server_shutdown import told_to_stop
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -38,8 +38,9 @@ def command() -> None:
       palaestra serve api --store groups.jsonl
       python my_env.py serve --env.rollout_server_url http://127.0.0.1:8000 …
 
-    With --store, what was received survives a restart; without it, it is in memory alone. There is no
-    authentication: listen on the loopback or on a network of your own.
+    With --store, what was received survives a restart; without it, it is in memory alone. A token, in --token-file or
+    in the variable TRAJECTORY_SERVER_TOKEN, is required to listen beyond the loopback. Callers send it as a bearer
+    token (`--env.rollout_server_token`, best in a configuration file).
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
@@ -47,15 +48,19 @@ def command() -> None:
 @click.option("--store", type=click.Path(path_type=Path, dir_okay=False), help="The file that keeps what was received.")
 @click.option("--max-groups", type=click.IntRange(min=1), default=10_000, show_default=True, help="That may wait.")
 @click.option("--max-mib", type=click.IntRange(min=1), default=2048, show_default=True, help="Of groups that may wait.")
-def api(host: str, port: int, store: Path | None, max_groups: int, max_mib: int) -> None:
-    asyncio.run(_serve(host, port, store, max_groups, max_mib))
+@token_file
+def api(host: str, port: int, store: Path | None, max_groups: int, max_mib: int, token_file: Path | None) -> None:
+    token = read_token(token_file, "TRAJECTORY_SERVER_TOKEN")
+    asyncio.run(_serve(host, port, store, max_groups, max_mib << 20, token))
 
 
-async def _serve(host: str, port: int, store: Path | None, most_groups: int, most_mib: int) -> None:
+async def _serve(
+    host: str, port: int, store: Path | None, most_groups: int, most_bytes: int, token: str | None
+) -> None:
     from palaestra.trainers.atropos.trajectory_server import serving
 
     stop = told_to_stop()
-    async with serving(host, port, store=store, most_groups=most_groups, most_bytes=most_mib << 20) as url:
+    async with serving(host, port, store=store, most_groups=most_groups, most_bytes=most_bytes, token=token) as url:
         click.echo(url)
         click.echo(f"kept in {store}" if store else "kept in memory only; --store FILE survives a restart", err=True)
         await stop.wait()

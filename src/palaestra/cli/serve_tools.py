@@ -33,7 +33,7 @@ _ON_REQUEST = frozenset({"terminal_stateful", "tmux", "web_crawl"})
 """What an executor service runs in addition to the tools that models see by default."""
 
 _host = click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-_token_file = click.option(
+token_file = click.option(
     "--token-file", type=click.Path(path_type=Path, dir_okay=False), help="The file with the token that callers send."
 )
 
@@ -74,7 +74,7 @@ class _ToolsOptions:
 @click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="May be given again.")
 @click.option("--mcp", "mcp_files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers.")
 @click.option("--lease-s", type=click.FloatRange(min=1), default=3600.0, show_default=True)
-@_token_file
+@token_file
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 def tools(**options: JSON) -> None:
     asyncio.run(_serve_tools(_ToolsOptions(**options)))
@@ -86,7 +86,7 @@ async def _serve_tools(options: _ToolsOptions) -> None:
     from palaestra.tools.registry.build import build_tool_registry
     from palaestra.tools.serving.tool_server import ToolServer, external
 
-    token, stop = _token(options.token_file, "TOOL_SERVER_TOKEN"), told_to_stop()
+    token, stop = read_token(options.token_file, "TOOL_SERVER_TOKEN"), told_to_stop()
     brought = [tool for file in options.files for tool in _tools_of(file)]
     async with MCPServers(configured_servers(options.mcp_files)) as servers:
         brought += [external(tool) for tool in servers.tools()]
@@ -215,12 +215,12 @@ class _ExecutorOptions:
 @click.option("--model", metavar="NAME", help="Its model.")
 @click.option("--lease-s", type=click.FloatRange(min=1), default=1800.0, show_default=True)
 @click.option("--drain-s", type=click.FloatRange(min=0), default=60.0, show_default=True)
-@_token_file
+@token_file
 def executor(**given: JSON) -> None:
     options = _ExecutorOptions(**given)
     settings = executor_settings(os.environ)
     settings.base_url, settings.model = options.base_url or settings.base_url, options.model or settings.model
-    settings.token = _token(options.token_file, f"{_PREFIX}TOKEN")
+    settings.token = read_token(options.token_file, f"{_PREFIX}TOKEN")
     asyncio.run(_serve_executor(options, settings))
 
 
@@ -333,7 +333,8 @@ def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
     return merge(ExecutorSettings, [ConfigLayer("environment", values, variables)]).value
 
 
-def _token(file: Path | None, variable: str) -> str | None:
+def read_token(file: Path | None, variable: str) -> str | None:
+    """The token of a server, from the file if there is one, else from the variable. Raises `ConfigError`."""
     if file is None:
         return sent_secret(os.environ.get(variable), variable)
     try:

@@ -152,7 +152,10 @@ def test_a_list_is_taken_whole_or_not_at_all() -> None:
 
 def test_a_body_that_is_not_json_or_lacks_a_key() -> None:
     async def scenario(api: Talk) -> None:
-        async with aiohttp.ClientSession() as session, session.post(f"{api.url}/register", data=b"{") as reply:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{api.url}/register", data=b"{", headers={"Content-Type": "application/json"}) as reply,
+        ):
             assert reply.status == 422
         status, answer = await api.say("POST", "/register", {"batch_size": 4})
         assert (status, answer["field"]) == (422, "max_token_len")

@@ -1,13 +1,63 @@
-"""HTTP servers that run for the length of a block. Every server of the project listens through this."""
+"""HTTP servers that run for the length of a block, and the check of their callers.
+
+Every server of the project listens through this. It bounds connections, the time until a request has begun, and the
+time that its body may take. Invariant: a caller is checked before its body is read, and a token is compared in constant
+time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import hmac
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 
 from palaestra.core.errors import ConfigError
+
+MOST_CONNECTIONS = 4096
+HEAD_S, BODY_S = 30.0, 300.0
+"""Seconds until a connection has sent the head of its first request, and until a request has sent its body."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach a server that listens there."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def refusal(token: str | None, headers: Mapping[str, str], *, local: bool = False) -> tuple[int, str] | None:
+    """The status and the reason why the sender of these headers may not call; None if it may.
+
+    With a token, it must be sent as `Authorization: Bearer TOKEN`. Without one every program may call, but no web page:
+    any site that is open in a browser of this machine could. A page is known by its origin or by the browser's
+    `Sec-Fetch-Site`; on a server that is only `local`, also by a host name that is not the loopback's.
+    """
+    if token:
+        scheme, _, given = headers.get("Authorization", "").partition(" ")
+        sent = given.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent, token.encode("utf-8", "surrogateescape")):
+            problem = "no bearer token was sent" if not sent else "the bearer token is not the server's"
+            return 401, f"{problem}: send the header Authorization: Bearer TOKEN"
+        return None
+    origin = headers.get("Origin")
+    if origin is None and headers.get("Sec-Fetch-Site", "none") != "none":
+        origin = "another site"
+    if origin is not None:
+        return 403, f"a page of {origin} may not ask: this server has no token"
+    name = headers.get("Host", "localhost")
+    if local and not is_loopback(name if name.endswith("]") else name.rpartition(":")[0] or name):
+        return 403, f"this server is localhost, not {name}: a page that names it otherwise may not ask"
+    return None
 
 
 @asynccontextmanager
@@ -19,7 +69,8 @@ async def listening(
     At the end, requests in progress have `shutdown_s` seconds. `handler_cancellation` cancels the handler of a client
     that disconnects. Raises `ConfigError` if the port cannot be opened.
     """
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation)
+    runner = _Runner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation)
+    app.middlewares.insert(0, runner.note)
     try:
         await runner.setup()
         try:
@@ -30,3 +81,55 @@ async def listening(
         yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request. Raises `HTTPRequestTimeout` if it does not arrive in `BODY_S` seconds."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not arrive in {BODY_S:g} s") from None
+
+
+class _Runner(web.AppRunner):
+    """A runner that refuses connections beyond a number, and closes those that do not begin a request."""
+
+    def __init__(self, app: web.Application, **settings: Any) -> None:
+        super().__init__(app, **settings)
+        self._silent: set[web.RequestHandler] = set()  # connections that have not begun a request
+
+    @property
+    def server(self) -> Any:
+        """What makes the protocol of a connection."""
+        return None if self._server is None else self._accept
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        assert self._server is not None
+        if len(self._server.connections) >= MOST_CONNECTIONS:
+            return _Refused()
+        protocol = self._server()
+        asyncio.get_running_loop().call_later(HEAD_S, self._end_silent, protocol)
+        self._silent.add(protocol)
+        return protocol
+
+    def _end_silent(self, protocol: web.RequestHandler) -> None:
+        if protocol in self._silent:
+            self._silent.discard(protocol)
+            protocol.force_close()
+
+    @property
+    def note(self) -> Any:
+        """The middleware that remembers which connections have begun a request."""
+
+        @web.middleware
+        async def remember(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._silent.discard(request.protocol)
+            return await handler(request)
+
+        return remember
+
+
+class _Refused(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()

@@ -147,6 +147,7 @@ class BaseEnvConfig(Settings):
     use_trackio: bool = setting(False, "Send the run's metrics to Trackio (extra `trackio`).")
     tracker_project: str | None = setting(None, "The project of the run at trackers; None: the environment's name.")
     rollout_server_url: str = setting("http://localhost:8000", "The trainer's trajectory server, which `serve` feeds.")
+    rollout_server_token: str | None = setting(None, "The token that the trajectory server wants, if it wants one.")
     allow_placeholder_tokens: bool = setting(
         False, "Let `serve` send groups without sampled tokens, which train nothing."
     )

@@ -45,9 +45,9 @@ def serve_limit(total_steps: int, source: str) -> int | None:
     return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
 
 
-async def trainers_tracking(url: str) -> dict[str, str]:
+async def trainers_tracking(url: str, token: str | None = None) -> dict[str, str]:
     """The `project` and `group` under which the trainer at `url` tracks its run, if there are any."""
-    client = TrajectoryClient(url, timeout_s=ASK_S)
+    client = TrajectoryClient(url, token=token, timeout_s=ASK_S)
     try:
         answer = await client.ask("GET", "/wandb_info")
     except TrainerUnavailable:
@@ -79,7 +79,8 @@ class Serving:
         config, deliveries = self._config, Deliveries(self._output.folder.path / "deliveries.jsonl")
         settings = feed_settings(config, self._output.env)
         try:
-            async with feeding(settings, config.rollout_server_url, deliveries, note=self._note) as feed:
+            url, token = config.rollout_server_url, config.rollout_server_token
+            async with feeding(settings, url, deliveries, token=token, note=self._note) as feed:
                 most_tokens = (await feed.connection.standing()).most_tokens
                 self._on_limit(most_tokens)
 

@@ -195,7 +195,8 @@ async def make_reporting(
     services = asked_for(config, parsed.sources)
     if not services:
         return reporting
-    told = await trainers_tracking(config.rollout_server_url) if parsed.command == "serve" else {}
+    trainer = (config.rollout_server_url, config.rollout_server_token)
+    told = await trainers_tracking(*trainer) if parsed.command == "serve" else {}
     label = RunLabel(
         project=config.tracker_project or told.get("project") or output.env,
         group=told.get("group"),

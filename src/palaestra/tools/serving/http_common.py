@@ -1,13 +1,12 @@
 """HTTP of the tool server and the executor service: the check of callers, request bodies, and error replies.
 
-Invariant: a token is compared in constant time and is in no message; every failure is a JSON object with `detail` and
+Invariant: a token is in no message; every failure is a JSON object with `detail` and
 `error`, the name of its class.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,6 +24,7 @@ from palaestra.core.errors import (
     StaleLease,
     ToolServerUnavailable,
 )
+from palaestra.core.io.http_server import read_body, refusal
 from palaestra.core.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -56,22 +56,6 @@ def read(body: bytes, model: type[ModelT]) -> ModelT:
         raise RequestRefused(422, f"not a {model.__name__}: {'; '.join(problems)}") from None
 
 
-def check_caller(token: str | None, authorization: str | None, origin: str | None) -> None:
-    """Raises `RequestRefused` with status 401 unless the header is `Bearer` and the token.
-
-    Without a token every program may call, but no web page (which sends its `origin`): any site that is open in a
-    browser of this machine could run commands.
-    """
-    if not token:
-        if origin is not None:
-            raise RequestRefused(403, f"a page of {origin} may not ask: this server has no token")
-        return
-    scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-        problem = "no bearer token was sent" if not given else "the bearer token is not the server's"
-        raise RequestRefused(401, f"{problem}: send the header Authorization: Bearer TOKEN")
-
-
 def _status(error: PalaestraError) -> int:
     match error:
         case StaleLease():
@@ -100,14 +84,16 @@ def application(token: str | None, gets: Mapping[str, Handle], posts: Mapping[st
 
 def _handler(handle: Handle, guarded: bool, token: str | None) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handler(request: web.Request) -> web.Response:
-        body = await request.read()
         headers: dict[str, str] = {}
         try:
-            if guarded:
-                check_caller(token, request.headers.get("Authorization"), request.headers.get("Origin"))
+            if guarded and (refused := refusal(token, request.headers)) is not None:
+                raise RequestRefused(*refused)
+            body = await read_body(request)
             return web.Response(body=encoded(await handle(body)), content_type="application/json")
-        except RequestRefused as refused:
-            status, value = refused.status, refused.body
+        except web.HTTPException:
+            raise
+        except RequestRefused as error:
+            status, value = error.status, error.body
             headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         except PalaestraError as error:
             status, value = _status(error), {"detail": str(error), "error": type(error).__name__}

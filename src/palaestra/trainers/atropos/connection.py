@@ -69,13 +69,16 @@ class ServerAnswer:
 
 
 class TrajectoryClient:
-    """Connections to the server at `url`. Opens on first use; `aclose` is idempotent.
+    """Connections to the server at `url`, which may want a token. Opens on first use; `aclose` is idempotent.
 
     `answered_s` is the monotonic time of the last answer of any kind.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 120.0, clock: Clock | None = None) -> None:
+    def __init__(
+        self, url: str, *, token: str | None = None, timeout_s: float = 120.0, clock: Clock | None = None
+    ) -> None:
         self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._clock = clock or SystemClock()
         self.answered_s = self._clock.monotonic()
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0)
@@ -90,7 +93,7 @@ class TrajectoryClient:
     async def ask(self, method: str, path: str, payload: JSON = None) -> ServerAnswer:
         """Send one request. Raises `TrainerUnavailable` without an answer; the request may have arrived."""
         body = None if payload is None else encode_json(payload)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **self._headers}
         if body is not None and len(body) >= PACKED_BYTES:
             body = gzip.compress(body, compresslevel=1)
             headers["Content-Encoding"] = "gzip"

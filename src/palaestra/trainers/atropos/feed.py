@@ -227,6 +227,7 @@ async def feeding(
     url: str,
     deliveries: Deliveries,
     *,
+    token: str | None = None,
     note: Callable[[str], None] = logger.info,
     clock: Clock | None = None,
 ) -> AsyncIterator[Feed]:
@@ -234,7 +235,7 @@ async def feeding(
 
     Raises `TrainerUnavailable` and `TrainerRefused`, alone or in a group with the error that ended the work.
     """
-    client = TrajectoryClient(url, clock=clock)
+    client = TrajectoryClient(url, token=token, clock=clock)
     feed: Feed | None = None
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -1,16 +1,18 @@
 """The trajectory server: the routes of the Atropos API over one `Exchange`, and the store of its events.
 
 Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
-It speaks plain HTTP without authentication: bind it to the loopback or to a network of your own.
+It speaks plain HTTP. Callers are checked before their bodies are read: by the token if there is one, which a server
+that listens beyond the loopback must have. A request with a body must be JSON, so that no form of a web page is one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -18,7 +20,7 @@ from aiohttp import web
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.io.durable_files import open_lines, writing
-from palaestra.core.io.http_server import listening
+from palaestra.core.io.http_server import Handler, is_loopback, listening, read_body, refusal
 from palaestra.core.types import JSON
 from palaestra.trainers.atropos.exchange import AnyEvent, BatchTaken, DataReset, Exchange, TrainerStarted
 from palaestra.trainers.atropos.wire import (
@@ -45,8 +47,6 @@ NO_EXAMPLE: dict[str, JSON] = {
     )
 }
 """The answer of `/latest_example` before there is one."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EventStore:
@@ -89,14 +89,24 @@ class EventStore:
 
 
 class TrajectoryServer:
-    """The routes. `app` is the web application; without a store a restart forgets everything."""
+    """The routes. `app` is the web application; without a store a restart forgets everything.
 
-    def __init__(self, exchange: Exchange, store: EventStore | None = None, *, clock: Clock | None = None) -> None:
+    Callers must send `token`; without one, every program may call, but no web page.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        store: EventStore | None = None,
+        *,
+        token: str | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.exchange = exchange
         self.store = store
         self._clock = clock or SystemClock()
         self._taking = asyncio.Lock()
-        self.app = web.Application(client_max_size=MOST_REQUEST_BYTES, middlewares=[_refusing])
+        self.app = web.Application(client_max_size=MOST_REQUEST_BYTES, middlewares=[_refusing, _guard(token)])
         self.app.add_routes(
             [
                 web.get("/", self._root),
@@ -227,6 +237,23 @@ def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
+def _guard(token: str | None) -> Any:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refused = refusal(token, request.headers, local=True)
+        if refused is not None:
+            headers = {"WWW-Authenticate": "Bearer"} if refused[0] == 401 else {}
+            return web.json_response({"detail": refused[1], "field": None}, status=refused[0], headers=headers)
+        if request.can_read_body:
+            if request.content_type != "application/json":
+                detail = f"a body of type {request.content_type} is not taken: send application/json"
+                return web.json_response({"detail": detail, "field": None}, status=415)
+            await read_body(request)
+        return await handler(request)
+
+    return guard
+
+
 @web.middleware
 async def _refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn refusals into answers with the reason and the field at fault."""
@@ -253,16 +280,22 @@ async def serving(
     store: Path | None = None,
     most_groups: int = 10_000,
     most_bytes: int = 2 << 30,
+    token: str | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[str]:
-    """A running server; the value is its address. Port 0 takes a free one. Raises `ConfigError`."""
+    """A running server; the value is its address. Port 0 takes a free one.
+
+    Raises `ConfigError`, also for a host beyond the loopback without a token.
+    """
+    if token is None and not is_loopback(host):
+        raise ConfigError(f"a trajectory server on {host} needs a token: programs of other machines could call it")
     clock = clock or SystemClock()
     exchange = Exchange(most_groups=most_groups, most_bytes=most_bytes)
     kept = None if store is None else EventStore(store)
     try:
         if kept is not None:
             kept.restore(exchange, clock.monotonic())
-        async with listening(TrajectoryServer(exchange, kept, clock=clock).app, host, port) as url:
+        async with listening(TrajectoryServer(exchange, kept, token=token, clock=clock).app, host, port) as url:
             yield url
     finally:
         if kept is not None:

@@ -1,0 +1,179 @@
+"""Servers and their callers: the check comes before the body; connections and times are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io import http_server
+from palaestra.core.io.http_server import is_loopback, listening, refusal
+from palaestra.tools.serving.http_common import application
+from palaestra.trainers.atropos.trajectory_server import serving
+
+
+async def _ok(body: bytes) -> dict[str, int]:
+    return {"bytes": len(body)}
+
+
+def _raw(url: str, head: str, body: bytes = b"") -> Awaitable[bytes]:
+    """The first bytes of the answer to a request that is written by hand."""
+
+    async def ask() -> bytes:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode("latin-1") + b"\r\n\r\n" + body)
+        try:
+            async with asyncio.timeout(10):
+                return await reader.readline()
+        finally:
+            writer.close()
+
+    return ask()
+
+
+def with_tool_server(scenario: Callable[[str], Awaitable[None]], token: str | None) -> None:
+    async def run() -> None:
+        async with listening(application(token, {}, {"/execute": _ok}), "127.0.0.1", 0) as url:
+            await scenario(url)
+
+    asyncio.run(run())
+
+
+def with_trajectory_server(scenario: Callable[[str], Awaitable[None]], token: str | None) -> None:
+    async def run() -> None:
+        async with serving(token=token) as url:
+            await scenario(url)
+
+    asyncio.run(run())
+
+
+BOTH = pytest.mark.parametrize(
+    ("start", "path"), [(with_tool_server, "/execute"), (with_trajectory_server, "/scored_data")]
+)
+Start = Callable[[Callable[[str], Awaitable[None]], str | None], None]
+
+
+@BOTH
+def test_a_caller_is_refused_before_its_body_is_read(start: Start, path: str) -> None:
+    """The body of 300 MB is announced and never sent."""
+
+    async def scenario(url: str) -> None:
+        for sent in (
+            "",
+            "\r\nAuthorization: Bearer wrong",
+            "\r\nAuthorization: Bearer \xe4\xf6",
+            "\r\nAuthorization: Basic x",
+        ):
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 300000000{sent}"
+            )
+            assert b" 401 " in await _raw(url, head)
+
+    start(scenario, "right")
+
+
+@BOTH
+def test_a_token_that_is_not_ascii(start: Start, path: str) -> None:
+    async def scenario(url: str) -> None:
+        headers = {"Content-Type": "application/json"}
+        async with aiohttp.ClientSession() as session:
+            for token, refused in (("grün", False), ("gr\udcffn", True), ("blau", True)):
+                with contextlib.suppress(UnicodeEncodeError):
+                    sent = {**headers, "Authorization": f"Bearer {token}"}
+                    async with session.post(url + path, data=b"{}", headers=sent) as reply:
+                        assert (reply.status == 401) == refused
+
+    start(scenario, "grün")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "sent", [{"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}]
+)
+def test_a_page_may_not_ask_a_server_without_token(start: Start, path: str, sent: dict[str, str]) -> None:
+    async def scenario(url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            async with session.post(url + path, json={}, headers=sent) as reply:
+                assert reply.status == 403
+            async with session.get(f"{url}/reset_data", headers=sent) as reply:
+                assert reply.status in (403, 404)
+
+    start(scenario, None)
+
+
+def test_only_json_is_a_body_of_the_trajectory_server() -> None:
+    async def scenario(url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+                async with session.post(f"{url}/register", data=b"{}", headers={"Content-Type": kind}) as reply:
+                    assert reply.status == 415
+
+    with_trajectory_server(scenario, None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+def test_beyond_the_loopback_the_trajectory_server_wants_a_token(host: str) -> None:
+    async def run() -> None:
+        async with serving(host):
+            pass
+
+    assert not is_loopback(host)
+    with pytest.raises(ConfigError, match="needs a token"):
+        asyncio.run(run())
+
+
+def test_no_page_by_any_name() -> None:
+    assert refusal(None, {"Host": "localhost:1"}) is None
+    assert refusal(None, {"Host": "[::1]:1", "Sec-Fetch-Site": "none"}, local=True) is None
+    for host in ("localhost", "localhost:1", "127.0.0.1:1", "[::1]"):
+        assert refusal(None, {"Host": host}, local=True) is None
+    for host in ("evil.example", "evil.example:1", "192.0.2.1", "localhost.evil.example:1"):
+        assert (refusal(None, {"Host": host}, local=True) or (0,))[0] == 403
+    assert refusal("t", {"Authorization": "bearer t"}) is None
+    assert (refusal("t", {"Authorization": "Bearer  "}) or (0,))[0] == 401
+
+
+def test_connections_that_send_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
+
+    async def scenario(url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /execute HT")
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+
+    with_tool_server(scenario, None)
+
+
+def test_connections_beyond_the_bound_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 3)
+
+    async def scenario(url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        ended = sum(reader.at_eof() for reader, _ in opened)
+        for _, writer in opened:
+            writer.close()
+        assert ended == 5
+
+    with_tool_server(scenario, None)
+
+
+def test_a_body_that_trickles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BODY_S", 0.2)
+
+    async def scenario(url: str) -> None:
+        head = "POST /execute HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100"
+        assert b" 408 " in await _raw(url, head, b"x")
+
+    with_tool_server(scenario, None)
+    assert isinstance(web.HTTPRequestTimeout(), web.HTTPException)
