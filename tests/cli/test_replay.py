@@ -12,8 +12,10 @@ from recorded import sky, write_run
 
 from envs import agent_script, scripts
 from palaestra.cli.main import main
+from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded
+from palaestra.envs.run.run_folder import RunFolder, _groups_file, resumed_folder
+from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import read_journal
 
 NOISY = """
@@ -56,6 +58,7 @@ def palaestra(*argv: object) -> int:
     return main(list(map(str, argv)))
 
 
+HERE = ("--environment", "recorded_env.py")
 LOCAL = ["--env.tool_pool_mode", "local"]
 
 
@@ -87,7 +90,7 @@ def test_differences_are_found_and_explained(folder: Path, capsys: pytest.Captur
     run = record(folder, NOISY, "process", "--group", "2")
     before = sorted(folder.rglob("*"))
     capsys.readouterr()
-    assert palaestra("replay", run, "--json") == 0
+    assert palaestra("replay", run, *HERE, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["rollouts"], said["observations"], said["equal"], said["rewards_equal"]) == (8, 16, 12, 8)
     assert said["kinds"] == {"time": 2, "randomness": 2}
@@ -100,7 +103,7 @@ def test_differences_are_found_and_explained(folder: Path, capsys: pytest.Captur
             event.trajectory.reward = 0.5
 
     change(run, meddle)
-    assert palaestra("replay", run / "journal.jsonl", "--tasks", "1") == 1
+    assert palaestra("replay", run / "journal.jsonl", *HERE, "--tasks", "1") == 1
     said = capsys.readouterr().out
     assert '000000-task-0/1, turn 1: other\n  call      {"command":"cat a.txt"}\n  recorded  y\n  replayed  x' in said
     assert "000000-task-0/1: reward was 0.5, is 1" in said
@@ -114,7 +117,7 @@ def test_differences_are_found_and_explained(folder: Path, capsys: pytest.Captur
 def test_class_environments_play_too(text: str, command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = record(folder, text, *command)
     capsys.readouterr()
-    assert palaestra("replay", run, "--json") == 0
+    assert palaestra("replay", run, *HERE, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["rollouts"] == said["rewards_equal"] > 0
     assert said["observations"] == said["equal"] > 0
@@ -134,7 +137,7 @@ def test_a_rollout_that_was_cut_off_is_played_as_far_as_it_goes(
 
     change(run, cut)
     capsys.readouterr()
-    assert palaestra("replay", run, "--json") == 0
+    assert palaestra("replay", run, *HERE, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["rollouts"], said["not_recorded"], said["observations"], said["rewards"]) == (4, 4, 4, 0)
 
@@ -145,7 +148,7 @@ def test_what_cannot_be_played_says_why(folder: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     (folder / "recorded_env.py").rename(folder / "moved_env.py")
     assert palaestra("replay", run) == 2
-    assert "is gone: say where it is now with --environment" in capsys.readouterr().err
+    assert "name the file with --environment" in capsys.readouterr().err
     assert palaestra("replay", run, "--environment", "moved_env.py", "--tasks", "1") == 0
     (folder / "other_env.py").write_text(scripts.COUNT_LINES)
     assert palaestra("replay", run, "--environment", "other_env.py") == 2
@@ -153,6 +156,45 @@ def test_what_cannot_be_played_says_why(folder: Path, capsys: pytest.CaptureFixt
     (folder / "moved_env.py").write_text(NOISY.replace("task-{i}", "other-{i}"))
     assert palaestra("replay", run, "--environment", "moved_env.py") == 2
     assert "the environment gives other tasks than it did" in capsys.readouterr().err
+
+
+@pytest.mark.slots
+def test_a_recording_chooses_no_code_and_no_isolation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    evil = folder / "recorded_env.py"
+    evil.rename(folder / "mine_env.py")
+    for place in (run, folder):
+        (place / "recorded_env.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+
+    def forge(event: AnyJournalEvent) -> None:
+        if isinstance(event, RunStarted):
+            event.config["folder"] = str(run)
+            event.config["env"] |= {
+                "isolation": "none", "builder": "touch ran", "metrics_port": 1, "memory_dir": str(folder / "ran"),
+                "otel_endpoint": "http://127.0.0.1:1", "workspace_store": str(folder / "ran"),
+            }  # fmt: skip
+            event.config["sources"] |= dict.fromkeys((f"env.{name}" for name in event.config["env"]), "flag")
+
+    change(run, forge)
+    capsys.readouterr()
+    assert palaestra("replay", run) == 2
+    assert palaestra("replay", run, "--environment", "mine_env.py", "--tasks", "1") in (0, 1)
+    shown = capsys.readouterr().err
+    assert "isolation: 'none' in the recording, 'best' here" in shown
+    assert "isolation none" not in shown
+    assert not (folder / "ran").exists()
+
+
+def test_a_recording_chooses_no_file_to_write(folder: Path) -> None:
+    """`--resume` writes the groups file again."""
+    for name, wanted in ((".bashrc", None), ("other.jsonl", "groups.jsonl"), ("groups.jsonl/../x", "groups.jsonl")):
+        run = RunFolder(folder / "run", "id")
+        run.path.mkdir(exist_ok=True)
+        recorded = {"groups_file": str(folder / name), "run_folder": str(run.path)}
+        assert _groups_file(recorded, run, wanted) == run.groups
+    assert _groups_file({"groups_file": str(folder / "g_1.jsonl")}, run, "g.jsonl") == folder / "g_1.jsonl"
+    (folder / "g.jsonl").symlink_to("/etc/hostname")
+    assert _groups_file({"groups_file": str(folder / "g.jsonl")}, run, "g.jsonl") == run.groups
 
 
 @pytest.mark.slots
@@ -169,7 +211,7 @@ def test_a_workspace_that_cannot_be_prepared_any_more_is_no_equal_run(
 @pytest.mark.slots
 def test_an_environment_that_asks_the_model_itself_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = record(folder, COLLECTING)
-    assert palaestra("replay", run) == 2
+    assert palaestra("replay", run, *HERE) == 2
     assert "collecting collects its rollouts itself" in capsys.readouterr().err
 
 
@@ -184,3 +226,11 @@ def test_runs_without_the_records_are_refused(folder: Path, capsys: pytest.Captu
     assert "this version reads 'palaestra.journal/2'" in capsys.readouterr().err
     assert palaestra("replay", write_run(folder / "d")) == 2
     assert "no finished group" in capsys.readouterr().err
+
+
+def test_a_folder_with_links_is_not_resumed(folder: Path) -> None:
+    run = write_run(folder / "a", sky())
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    (run / "metrics.jsonl").symlink_to(folder / "victim")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        resumed_folder(run)

@@ -122,10 +122,10 @@ def test_with_fewer_items_nothing_that_was_finished_is_lost(capsys: pytest.Captu
 def test_an_extended_run_is_replayed_whole(capsys: pytest.CaptureFixture[str]) -> None:
     run = Extended(1, 1)
     assert run.go(3, 2) == 0
-    assert palaestra("replay", str(run.journal.parent)) == 0
+    assert palaestra("replay", str(run.journal.parent), "--environment", "plain_env.py") == 0
     assert "6 played" in capsys.readouterr().out
     assert run.go(1, 2) == 0
-    assert palaestra("replay", str(run.journal.parent)) == 1, "what it was is not what it would give now"
+    assert palaestra("replay", str(run.journal.parent), "--environment", "plain_env.py") == 1, "what it was is not what it would give now"
     assert "no task has its number now" in capsys.readouterr().out
 
 

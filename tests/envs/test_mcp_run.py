@@ -58,7 +58,7 @@ def test_every_agent_has_the_servers_tools_and_no_record_has_its_key(
     monkeypatch.delenv("ADDER_KEY")
     (tmp_path / "mcp.json").unlink()
     capsys.readouterr()
-    assert run("replay", str(journal.parent), "--json") == 0
+    assert run("replay", str(journal.parent), "--environment", "sums_env.py", "--json") == 0
     played = json.loads(capsys.readouterr().out)
     assert (played["observations"], played["rewards_equal"], played["differences"]) == (8, 4, [])
     assert run(*flags) == 2

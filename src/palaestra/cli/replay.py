@@ -24,19 +24,21 @@ _SHOWN = 20
     help="""Play a recorded run again, without a model and without a network.
 
     \b
-      palaestra replay runs/my_env--NAME/20260101T000000Z-0a1b
+      palaestra replay RUN                                       # an installed environment
+      palaestra replay RUN --environment my_env.py:my_env        # one in a file
       palaestra replay RUN --tasks 10 --json
-      palaestra replay RUN --environment moved/my_env.py:my_env
 
-    RUN is a run's folder or its journal. What the agent said is played through the same loop, tools and checks, in
-    fresh slots of the same environment, and every observation is compared with the recorded one. The first difference
-    of each rollout is shown and said to come from time, pids, order, randomness, or something other. Exit code 1 when
-    one comes from something other, or when a rollout has another reward or ending, or cannot be played; 2 when the
-    run cannot be.
+    RUN is a run's folder or its journal. It is data: the environment's file and the isolation come from this command
+    line, and what the recording says otherwise is printed. What the agent said is played through the same loop, tools
+    and checks, in fresh slots of the same environment, and every observation is compared with the recorded one. The
+    first difference of each rollout is shown and said to come from time, pids, order, randomness, or something other.
+    Exit code 1 when one comes from something other, or when a rollout has another reward or ending, or cannot be
+    played; 2 when the run cannot be.
     """,
 )
 @click.argument("run")
-@click.option("--environment", metavar="FILE.py:NAME", help="Where the environment is, if not where it was.")
+@click.option("--environment", metavar="FILE.py:NAME", help="The file of the environment.")
+@click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
 @click.option("--tasks", type=click.IntRange(min=1), help="Only the first so many tasks.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Groups at once.")
 @click.option("--network", is_flag=True, help="Let slots have the network that the tasks ask for.")
@@ -46,17 +48,21 @@ def command(
     context: click.Context,
     run: str,
     environment: str | None,
+    isolation: str,
     tasks: int | None,
     concurrency: int | None,
     network: bool,
     as_json: bool,
 ) -> None:
-    from palaestra.envs.run.replay_run import ReplaySettings, replay
+    from palaestra.core.printable import printable
+    from palaestra.envs.run.replay_run import ReplaySettings, differing, replay
     from palaestra.rollouts.journal.reader import find_run, open_recording
     from palaestra.rollouts.observe.console import make_console
 
     recording = open_recording(find_run(run).resolve())
-    settings = ReplaySettings(environment, tasks, concurrency, network)
+    settings = ReplaySettings(environment, tasks, concurrency, network, isolation)
+    for line in differing(recording, settings):
+        click.echo(f"note: {printable(line)}", err=True)
     with make_console(sys.stderr) as console:
         comparison = asyncio.run(replay(recording, settings, console))
     if as_json:

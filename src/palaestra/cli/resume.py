@@ -29,7 +29,8 @@ import click
 @click.pass_context
 def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None:
     from palaestra.envs.run.command import run_command
-    from palaestra.envs.run.replay_run import recorded_form, where_it_ran
+    from palaestra.envs.run.origin import is_ours
+    from palaestra.envs.run.replay_run import HOST_SETTINGS, recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.status import RunReader
 
@@ -42,7 +43,10 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
         err=True,
     )
     verb = str(recorded.get("command") or "process")
+    form = recorded_form(recording, None)
+    if not is_ours(recording):
+        env = {name: value for name, value in dict(recorded.get("env") or {}).items() if name not in HOST_SETTINGS}
+        recorded = {**recorded, "env": env}
     with where_it_ran(recorded):
-        form = recorded_form(recording, None)
         words = [verb, "--resume", str(folder), *settings]
         context.exit(run_command(form, words, prog=f"palaestra resume {run}", recorded=recorded))

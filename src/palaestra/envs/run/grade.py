@@ -57,8 +57,9 @@ async def grade_run(run: Run, env: str | None = None, *, network: bool = False) 
     """Grade the scored rollouts of a run, in the order of its groups. `env` is where the environment's file is now;
     None if it has not moved. With `network`, tasks get the network that they ask for. Raises `ConfigError`."""
     recording = run.recording
+    form = recorded_form(recording, env)
     with where_it_ran(recording.meta.config):
-        async with reopened(recording, recorded_form(recording, env), network=network) as again:
+        async with reopened(recording, form, network=network) as again:
             grader = _Grader(again)
             for group in run.groups:
                 wanted = [each for each in group.trajectories if each.outcome.scored]

@@ -1,12 +1,15 @@
 """Replays a recorded run: its environment and fresh slots, with the recorded replies in place of a model.
 
-The run's folder is only read; tools that reach outside answer from its recording, and slots have no network unless the
-caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a new one.)
+The run's folder is data and is only read. It chooses no isolation, no code, no program and no server: the environment
+is an installed one, the caller's file, or the recorded file of a run that this user recorded here, and the settings in
+`HOST_SETTINGS` are the caller's. Tools that reach outside answer from the recording, and slots have no network unless
+the caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a new one.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation
+from palaestra.envs.run.origin import is_ours
 from palaestra.envs.run.run import concurrency, opened
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
@@ -39,25 +43,48 @@ from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 
+HOST_SETTINGS = frozenset({
+    "isolation", "require_sandbox", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
+    "workspace_store_bytes", "terminal_backend", "browser_executable", "builder", "build_network", "force_build",
+    "cache_dir", "memory_dir", "sessions_dir", "timings_from", "metrics_port", "metrics_host", "otel_endpoint",
+    "otel_content", "use_wandb", "wandb_mode", "use_trackio", "rollout_server_url", "rollout_server_token",
+    "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",
+})  # fmt: skip
+"""Settings that act on this machine or reach other ones. No recording decides them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """Settings of a replay. `environment` is where its file is now, None if it has not moved; `groups` is how many of
-    the first tasks to replay, None for all."""
+    """Settings of a replay. `environment` is the reference of an environment, None for the installed one of the
+    recorded name; `groups` is how many of the first tasks to replay, None for all."""
 
     environment: str | None = None
     groups: int | None = None
     concurrency: int | None = None
     network: bool = False
+    isolation: str = "best"
 
 
 async def replay(recording: Recording, settings: ReplaySettings, console: Console) -> Comparison:
     """Replay the finished groups of a recording and compare. Raises `ConfigError` if that is impossible."""
     if recording.last < 0:
         raise ConfigError(f"{recording.path} has no finished group, so there is nothing to play")
+    form = recorded_form(recording, settings.environment)
     with where_it_ran(recording.meta.config):
-        form = recorded_form(recording, settings.environment)
         return await _Replay(recording, settings, form).run(console)
+
+
+def differing(recording: Recording, settings: ReplaySettings) -> list[str]:
+    """The settings that the recording has and a replay does not take from it, for the user to read."""
+    recorded = recording.meta.config
+    taken = {"isolation": settings.isolation}
+    lines = [
+        f"{name}: {value!r} in the recording, {taken.get(name, 'not set')!r} here"
+        for name, value in sorted(said_settings(recorded, "env", (DEFAULT,)).items())
+        if name in HOST_SETTINGS and taken.get(name) != value
+    ]
+    place, given = str(recorded.get("environment") or ""), settings.environment
+    return [*lines, f"environment: {place!r} in the recording, {given!r} here"] if given not in (None, place) else lines
 
 
 class _Replay:
@@ -74,7 +101,10 @@ class _Replay:
     async def run(self, console: Console) -> Comparison:
         limit = self.recording.last + 1 if self.settings.groups is None else self.settings.groups
         middleware = Middleware(chat=(self.playback.chat,))
-        async with reopened(self.recording, self.form, console, middleware, network=self.settings.network) as run:
+        settings = self.settings
+        async with reopened(
+            self.recording, self.form, console, middleware, network=settings.network, isolation=settings.isolation
+        ) as run:
             environment, context = _playable(run.environment), run.context
             workers = self.settings.concurrency or concurrency(run.config)
             console.in_flight = context.events.in_flight
@@ -116,12 +146,17 @@ async def reopened(
     middleware: Middleware | None = None,
     *,
     network: bool = False,
+    isolation: str = "best",
 ) -> AsyncIterator[ReopenedRun]:
-    """The environment of a recording with the recorded settings and fresh slots, which have no network unless `network`
-    allows it. Tools that reach outside answer from the recording, and no model is asked."""
+    """The environment of a recording with the recorded settings, those of `HOST_SETTINGS` excepted, and fresh slots,
+    which have no network unless `network` allows it. Tools that reach outside answer from the recording, and no model
+    is asked."""
     bound = form.bound if isinstance(form, FunctionForm) else None
-    said = said_settings(recording.meta.config, "env", (DEFAULT,)) | (set_fields(bound) if bound is not None else {})
-    config = form.config_type()(**(said | {"world": "replay", "world_file": str(recording.path.parent)}))
+    said = said_settings(recording.meta.config, "env", (DEFAULT,))
+    said = {name: value for name, value in said.items() if name not in HOST_SETTINGS}
+    said |= set_fields(bound) if bound is not None else {}
+    said |= {"isolation": isolation, "world": "replay", "world_file": str(recording.path.parent)}
+    config = form.config_type()(**said)
     config.data_dir_to_save_evals = None
     server = APIServerConfig(server_type="scripted", model_name="noop")
     engine = ServerGroup(server)
@@ -164,23 +199,23 @@ class OfflinePool(SlotPool):
 
 
 def recorded_form(recording: Recording, given: str | None) -> Form:
-    """The environment of the recording, from its recorded or its given place."""
-    recorded = recording.meta.config.get("environment") or ""
-    reference = given or recorded
-    if not reference:
+    """The environment that the caller names, else the recorded one. Raises `ConfigError` for a file that only the
+    record names, unless this user recorded it here."""
+    recorded = str(recording.meta.config.get("environment") or "")
+    if given is None and not recorded:
         raise ConfigError(
-            f"{recording.path} does not say which file its environment '{recording.meta.env}' is in: say it with "
+            f"{recording.path} does not say which file its environment '{recording.meta.env}' is in: name it with "
             "--environment FILE.py:NAME"
         )
-    path = Path(reference.partition(":")[0])
-    if given is None and path.suffix == ".py" and not path.is_file():
+    if given is None and (".py" in recorded or "/" in recorded) and not is_ours(recording):
         raise ConfigError(
-            f"the environment of this run was {reference}, and {path} is gone: say where it is now with "
-            "--environment FILE.py:NAME"
+            f"the environment of this run was the file {recorded}. The run was not recorded here by you, so its code "
+            f"is not run on its word: name the file with --environment {shlex.quote(recorded)}"
         )
-    form = load_environment(reference, Path.cwd())
+    with where_it_ran(recording.meta.config) if given is None else contextlib.nullcontext():
+        form = load_environment(given or recorded, Path.cwd())
     if form.name != recording.meta.env:
-        raise ConfigError(f"the run was one of '{recording.meta.env}', and {reference} is '{form.name}'")
+        raise ConfigError(f"the run was one of '{recording.meta.env}', and {given or recorded} is '{form.name}'")
     return form
 
 

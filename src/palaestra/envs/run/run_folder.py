@@ -21,6 +21,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.envs.run.origin import mark_origin
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.events import JOURNAL_SCHEMA, GroupFinished, Handlers, RunEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.atropos import GroupsFile
@@ -95,6 +96,9 @@ def resumed_folder(run: Path) -> RunFolder:
     folder = RunFolder(path, path.name)
     if not folder.journal.is_file():
         raise ConfigError(f"{path} is not a run folder: it has no {folder.journal.name}")
+    links = sorted(entry.name for entry in os.scandir(path) if entry.is_symlink())
+    if links:
+        raise ConfigError(f"{path} holds links ({', '.join(links)}): a resumed run would write where they lead")
     return folder
 
 
@@ -175,6 +179,7 @@ def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: st
     groups = GroupsFile(path, env=env, model=model, messages=config.include_messages)
     settings |= {"groups_file": str(groups.path.resolve()), "run_folder": str(folder.path.resolve())}
     folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
+    mark_origin(folder.path)
     output = RunOutput(folder, journal, settings, env=env, model=model, groups=groups)
     started = RunStarted(
         at=output._started_at, run_id=folder.run_id, env=env, model=model, seed=config.seed, config=settings
@@ -201,7 +206,10 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
                     f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: resume it with the same {name}"
                 )
         messages = parsed.env_config.include_messages
-        groups = GroupsFile(_groups_file(was.config, folder), env=env, model=model, messages=messages, again=True)
+        place = _groups_file(was.config, folder, parsed.env_config.data_path_to_save_groups)
+        groups = GroupsFile(place, env=env, model=model, messages=messages, again=True)
+        for line in _differing(was.config, settings):
+            logger.warning("resumed with another setting: %s", line)
         folder = replace(folder, run_id=was.run_id)
         output = RunOutput(folder, journal, was.config, env=env, model=model, groups=groups, earlier=earlier)
     except BaseException:
@@ -212,12 +220,37 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
     return output
 
 
-def _groups_file(recorded: Mapping[str, JSON], folder: RunFolder) -> Path:
-    """The groups file of a resumed run: the recorded one; in the run's folder if that place is gone, or if the run is a
-    copy."""
+def _groups_file(recorded: Mapping[str, JSON], folder: RunFolder, wanted: str | None) -> Path:
+    """The groups file of a resumed run, which is written again: the recorded one if it lies in the run's folder or
+    where the settings of this command line put it, else the one in the run's folder.
+
+    The recording alone must not choose a file of the machine.
+    """
     path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
     copied = first.exists() and not first.samefile(folder.path)
-    return path if path.is_absolute() and path.parent.is_dir() and not copied else folder.groups
+    if not path.is_absolute() or not path.parent.is_dir() or copied or path.is_symlink():
+        return folder.groups
+    named = None if wanted is None else Path(wanted).resolve()
+    asked = named is not None and path.parent.resolve() == named.parent and _is_numbered(path.name, named.name)
+    return path if asked or path.parent.resolve() == folder.path.resolve() else folder.groups
+
+
+def _is_numbered(name: str, wanted: str) -> bool:
+    """Whether it is the wanted name, perhaps with the number that a new file gets."""
+    stem, suffix = Path(wanted).stem, Path(wanted).suffix
+    return re.fullmatch(rf"{re.escape(stem)}([._-]\d+)?{re.escape(suffix)}", name) is not None
+
+
+def _differing(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
+    """How the settings of a resumed run differ from the recorded ones."""
+    old, new = recorded.get("env") or {}, now.get("env") or {}
+    lines = [
+        f"{name} was {old.get(name)!r}, is {new.get(name)!r}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+    places = (recorded.get("environment"), now.get("environment"))
+    return [*lines, f"the environment's file was {places[0]!r}, is {places[1]!r}"] if places[0] != places[1] else lines
 
 
 def _settings(parsed: RunLine) -> dict[str, JSON]:
