@@ -125,7 +125,9 @@ def test_an_extended_run_is_replayed_whole(capsys: pytest.CaptureFixture[str]) -
     assert palaestra("replay", str(run.journal.parent), "--environment", "plain_env.py") == 0
     assert "6 played" in capsys.readouterr().out
     assert run.go(1, 2) == 0
-    assert palaestra("replay", str(run.journal.parent), "--environment", "plain_env.py") == 1, "what it was is not what it would give now"
+    assert palaestra("replay", str(run.journal.parent), "--environment", "plain_env.py") == 1, (
+        "what it was is not what it would give now"
+    )
     assert "no task has its number now" in capsys.readouterr().out
 
 

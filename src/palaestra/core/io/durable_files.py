@@ -35,6 +35,11 @@ def not_written(path: Path, error: OSError) -> DiskError:
     return DiskError(f"cannot write {path}: {error.strerror or error}. What was written before is kept")
 
 
+def private(path: str, flags: int) -> int:
+    """An opener for `open`: a new file is for its owner alone."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 class AppendedFile:
     """Owns `fd`, which is open for appending to `path`. Used by one event loop."""
 
@@ -93,7 +98,7 @@ class AppendedFile:
             os.close(fd)
 
 
-def open_lines(path: Path, schema: str, *, mode: int = 0o644, exclusive: bool = False) -> AppendedFile:
+def open_lines(path: Path, schema: str, *, mode: int = 0o600, exclusive: bool = False) -> AppendedFile:
     """The file of JSON lines at `path`, created if it is missing; its first line names the schema. A torn last line is
     cut off. `exclusive` locks the file for this process. Raises `DiskError`, and `ConfigError` if the file is not
     regular, has another schema or is locked."""
@@ -146,7 +151,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     else. Raises `OSError`."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with unfinished.open("wb") as file:
+        with open(unfinished, "wb", opener=private) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -7,6 +7,7 @@ alternatives.
 
 from __future__ import annotations
 
+import logging
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from palaestra.core.config import DEFAULT, ConfigLayer, Merged, has_effect, is_secret, merge, nearest
 from palaestra.core.errors import ConfigError
+from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import (
@@ -67,6 +69,12 @@ ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_
 ARGUMENT = "argument"
 """The source of a setting that a Python caller gave."""
 
+logger = logging.getLogger(__name__)
+
+_ON_COMMAND_LINE = (
+    "%s is on the command line, where other users of this machine can read it: put it in a --config file that only you "
+    "can read, or in an environment variable"
+)
 _OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
 RECORDED = "the recorded run"
 """The source of a setting that a resumed run was given when it began."""
@@ -242,6 +250,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             case "--resume":
                 given.resume = Path(self._read(str, written, words))
             case _:
+                if is_secret(written) and words:
+                    logger.warning(_ON_COMMAND_LINE, written)
                 self._set(given, written, words)
 
     def _set(self, given: _Given, written: str, words: list[str]) -> None:
@@ -463,7 +473,7 @@ def _rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:
 def _shown(name: str, value: JSON) -> str:
     if value and is_secret(name):
         return "(hidden)"
-    return str(getattr(value, "value", value)) if not isinstance(value, str) else value or '""'
+    return redacted(str(getattr(value, "value", value))) if value != "" else '""'
 
 
 def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iterator[tuple[str, list[str]]]:

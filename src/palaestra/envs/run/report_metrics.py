@@ -14,6 +14,7 @@ import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.config import DEFAULT
+from palaestra.core.io.durable_files import private
 from palaestra.core.types import JSON
 from palaestra.core.user_code import place, told
 from palaestra.envs.config.command_line import Parsed
@@ -51,7 +52,7 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._clock = clock or SystemClock()
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - closed in `close`
         self._torn = _torn(path)
 
     def log(self, step: int, numbers: Mapping[str, float | str]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.io.durable_files import private
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
@@ -76,7 +77,7 @@ def claim_folder(root: Path, env: str, model: str) -> RunFolder:
         path = above / run_id
         try:
             above.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
+            path.mkdir(mode=0o700)
         except OSError as error:
             if isinstance(error, FileExistsError) and path.exists():  # a run that began in the same second has the id
                 continue
@@ -178,7 +179,8 @@ def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: st
     path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else folder.groups
     groups = GroupsFile(path, env=env, model=model, messages=config.include_messages)
     settings |= {"groups_file": str(groups.path.resolve()), "run_folder": str(folder.path.resolve())}
-    folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
+    with open(folder.config, "wb", opener=private) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
     mark_origin(folder.path)
     output = RunOutput(folder, journal, settings, env=env, model=model, groups=groups)
     started = RunStarted(

@@ -23,6 +23,7 @@ from yarl import URL
 from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.config import sent_secret
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra.core.redaction import HIDDEN, redacted
 from palaestra.core.retry import AT_START, RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
@@ -210,9 +211,18 @@ class Transport:
                     status, content = reply.status, await (read(reply) if read else reply.read())
                 except FailedWithin as failed:
                     status, content = failed.status, failed.body
+                if status >= 300 and isinstance(content, bytes):
+                    content = self._without_key(content)
                 return Response(status, content, reply.headers.get("Retry-After"))
         finally:
             self.in_flight -= 1
+
+    def _without_key(self, body: bytes) -> bytes:
+        """An error body without the key, which some servers repeat."""
+        secrets = [self._headers.get("Authorization", "").partition(" ")[2], *(self._query or {}).values()]
+        for secret in (each.encode() for each in secrets if len(each) > 7):
+            body = body.replace(secret, HIDDEN.encode())
+        return body
 
     def _open(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
@@ -312,7 +322,7 @@ def server_says(body: bytes) -> str:
     except NOT_JSON:
         found = None
     text = found if found is not None else body.decode(errors="replace")
-    text = " ".join(text.split())
+    text = redacted(" ".join(text.split()))
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
 
 

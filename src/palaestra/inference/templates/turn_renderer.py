@@ -11,13 +11,16 @@ whenever a conversation is twice as long as the last on which they did, both are
 depends on more than kinds of steps, and is rendered in full from then on. The short one is rendered only until there is
 an outline of it (`outlines`), into which the texts of the next step of its kind are written.
 
-Invariant: only text that the template puts after the last sampled token is encoded.
+Invariants: only text that the template puts after the last sampled token is encoded. A control token in the text of a
+user, a tool or a system prompt is encoded as text: a mark is put into it before the template is rendered, and the text
+is encoded in the parts between the marks.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import re
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +44,9 @@ from palaestra.inference.templates.probe import (
 from palaestra.inference.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_APART = "\ufdd0"  # a character that no text holds
+_BRACKETED = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 
 _STAND_IN = "."
 _MAX_HEAD = 4
@@ -110,6 +116,7 @@ class TurnRenderer:
         self._outlines: Outlines | None = None
         self._proved: dict[object, int] = {}
         self._opened: dict[str, array[int]] = {}
+        self._control = _control_texts(tokenizer)
         self._orders: dict[StepKind, bool] = {}
 
     @property
@@ -153,7 +160,12 @@ class TurnRenderer:
         return TurnStep(ids, kinds, rewrites)
 
     def _encoded(self, text: str) -> array[int]:
-        return array("i", self._tokenizer.encode(text, add_special_tokens=False))
+        if _APART not in text:
+            return array("i", self._tokenizer.encode(text, add_special_tokens=False))
+        ids = array("i")
+        for part in filter(None, text.split(_APART)):
+            ids.extend(self._tokenizer.encode(part, add_special_tokens=False))
+        return ids
 
     def _measure(self, history: History, new: Sequence[Message], latest: StepKind) -> Measured:
         if not self._in_order(latest):
@@ -251,7 +263,18 @@ class TurnRenderer:
         return name
 
     def _ready(self, messages: Sequence[Message]) -> list[Message]:
-        return for_template(messages, self.traits.reasoning_field, joined=self.traits.joined)
+        ready = for_template(messages, self.traits.reasoning_field, joined=self.traits.joined)
+        return [self._apart(message) for message in ready]
+
+    def _apart(self, message: Message) -> Message:
+        """The message with a mark in each control token of its content, unless an assistant wrote it."""
+        content = message.get("content")
+        if message.get("role") == "assistant" or not isinstance(content, str) or self._control is None:
+            return message
+        if _APART in content:
+            content = content.replace(_APART, "\ufffd")
+        apart = self._control.sub(lambda found: f"{found[0][0]}{_APART}{found[0][1:]}", content)
+        return message if apart is message.get("content") else {**message, "content": apart}
 
     def _render(
         self,
@@ -264,6 +287,17 @@ class TurnRenderer:
         return (template or self._template).render(
             messages, tools=tools or self._written, add_generation_prompt=add_generation_prompt, **self.variables
         )
+
+
+def _control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Matches the tokens that no ordinary text makes: the special ones, and other added ones in brackets."""
+    special = set(getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ())
+    vocabulary = getattr(tokenizer, "get_added_vocab", None)
+    added = getattr(tokenizer, "added_ids", None) or (vocabulary().values() if vocabulary is not None else ())
+    texts = {number: tokenizer.decode([number], skip_special_tokens=False).strip() for number in {*special, *added}}
+    control = {text for number, text in texts.items() if number in special or _BRACKETED.fullmatch(text)}
+    longest_first = sorted((re.escape(text) for text in control if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(longest_first)) if longest_first else None
 
 
 def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:

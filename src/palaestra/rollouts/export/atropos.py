@@ -181,7 +181,7 @@ def claim_path(path: Path) -> Path:
     candidate, count = path, 0
     while True:
         try:
-            candidate.touch(exist_ok=False)
+            candidate.touch(mode=0o600, exist_ok=False)
             return candidate
         except FileExistsError:
             count += 1
@@ -203,7 +203,7 @@ class GroupsFile:
         with writing(path):
             self.path = path if again else claim_path(path)
             self._aside = tempfile.TemporaryFile(dir=self.path.parent, buffering=0)  # noqa: SIM115 - closed in `close`
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._file: IO[bytes] | None = os.fdopen(fd, "wb")
         self._replaced = False
         self._env = env

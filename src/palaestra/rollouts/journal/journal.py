@@ -22,6 +22,7 @@ import msgspec
 from palaestra.core.config import is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import AppendedFile
+from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.events import (
     FIRST_SCHEMA,
@@ -111,7 +112,7 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; a run needs its journal") from error
         try:
@@ -242,11 +243,13 @@ def check_schema(schema: str, path: Path) -> None:
 
 
 def without_secrets(values: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The configuration with the values of secrets replaced by `***`, at any depth."""
+    """The configuration with the values of secrets replaced by `***`, and secrets in texts hidden, at any depth."""
     return {key: "***" if value and is_secret(key) else _cleaned(value) for key, value in values.items()}
 
 
 def _cleaned(value: JSON) -> JSON:
     if isinstance(value, Mapping):
         return without_secrets(value)
-    return [_cleaned(entry) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_cleaned(entry) for entry in value]
+    return redacted(value) if isinstance(value, str) else value

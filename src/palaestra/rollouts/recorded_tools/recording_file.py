@@ -187,7 +187,7 @@ def _opened(path: Path) -> AppendedFile:
     """The file, opened for appending. A line torn by a kill is terminated, so that the next line is separate."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"cannot write the recording {path}: {error.strerror}") from None
     size = os.fstat(fd).st_size

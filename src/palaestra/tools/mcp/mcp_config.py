@@ -20,12 +20,12 @@ from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
 from palaestra.core.config import Settings, read_yaml
 from palaestra.core.errors import ConfigError
+from palaestra.core.redaction import HIDDEN, redacted, redacted_arguments
 from palaestra.core.types import JSON
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 _HEADINGS = ("mcpServers", "mcp_servers")
-_HIDDEN = "(hidden)"
 
 
 class MCPToolChoice(Settings):
@@ -81,10 +81,19 @@ class MCPServerConfig(Settings):
                 raise ConfigError(f"{name} means nothing for a server with {'command' if self.command else 'url'}")
         return self
 
+    @field_serializer("args")
+    def _without_keys(self, values: list[str]) -> list[str]:
+        shown = redacted_arguments(values)
+        return [value if _VARIABLE.search(value) else each for value, each in zip(values, shown, strict=True)]
+
+    @field_serializer("url")
+    def _without_user(self, value: str | None) -> str | None:
+        return None if value is None else redacted(value)
+
     @field_serializer("env", "headers")
     def _without_values(self, values: dict[str, str]) -> dict[str, str]:
         """For records: names, and values that only name a variable."""
-        return {name: value if _VARIABLE.search(value) else _HIDDEN for name, value in values.items()}
+        return {name: value if _VARIABLE.search(value) else HIDDEN for name, value in values.items()}
 
     def __repr_args__(self) -> Iterable[tuple[str | None, JSON]]:
         return self.model_dump(exclude_unset=True).items()

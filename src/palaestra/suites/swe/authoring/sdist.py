@@ -32,6 +32,7 @@ import aiohttp
 
 from palaestra.core.errors import ConfigError, PrepareError
 from palaestra.core.io.durable_files import replaced
+from palaestra.core.redaction import redacted
 from palaestra.suites.host_process import check_process, run_process
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
@@ -96,9 +97,11 @@ class PackageIndex:
                 while not reply.content.at_eof() and len(data) <= MAX_SDIST_BYTES:
                     data += await reply.content.read(MAX_SDIST_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as problem:
-            raise PrepareError(f"the package index cannot be read: {type(problem).__name__}: {problem}") from problem
+            raise PrepareError(
+                f"the package index cannot be read: {redacted(f'{type(problem).__name__}: {problem}')}"
+            ) from problem
         if len(data) > MAX_SDIST_BYTES:
-            raise PrepareError(f"{url} is larger than {MAX_SDIST_BYTES >> 20} MiB")
+            raise PrepareError(f"{redacted(url)} is larger than {MAX_SDIST_BYTES >> 20} MiB")
         return data, reply.content_type
 
 

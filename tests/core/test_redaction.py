@@ -1,0 +1,71 @@
+"""Secrets by their place and by their shape; other text stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from palaestra.core.redaction import redacted, redacted_arguments
+from palaestra.rollouts.journal.journal import without_secrets
+from palaestra.tools.mcp.mcp_config import MCPServerConfig
+
+SECRET = "Zx81-hunter2-longenough"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://user:{SECRET}@example.org/simple/",
+        f"https://{SECRET}@example.org",
+        f"http://example.org/v1?api_key={SECRET}&n=1",
+        f"postgres://u:{SECRET}@db:5432/x",
+        f"https://example.org/f?X-Amz-Signature={SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"--api-key={SECRET}",
+        f"GITHUB_TOKEN={SECRET} make",
+        f"the password: {SECRET} is wrong",
+        f'{{"api_key": "{SECRET}"}}'.replace('": "', "="),
+    ],
+)
+def test_secrets_by_their_place(text: str) -> None:
+    assert SECRET not in redacted(text)
+
+
+@pytest.mark.parametrize(
+    "key", ["sk-proj-abcdefghij0123456789", "hf_" + "a" * 34, "ghp_" + "b" * 36, "AKIA" + "C" * 16]
+)
+def test_secrets_by_their_shape(key: str) -> None:
+    assert redacted(f"Incorrect API key provided: {key}. You can") == "Incorrect API key provided: (hidden). You can"
+
+
+def test_known_secrets_are_hidden_wherever_they_are() -> None:
+    assert redacted("no key swordfish here", "swordfish", None, "") == "no key (hidden) here"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens=4096 top_k=50",
+        "the tokenizer: meta-llama/Llama-3.1-8B",
+        "http://127.0.0.1:8000/v1?beta=true",
+        "ask the author of key ideas",
+        "runs/my_env--model/20260101T000000Z-0a1b",
+    ],
+)
+def test_other_text_stays(text: str) -> None:
+    assert redacted(text) == text
+
+
+def test_arguments_and_addresses_of_servers_are_recorded_without_secrets() -> None:
+    server = MCPServerConfig(command="tool", args=["--api-key", SECRET, f"--token={SECRET}", "--port", "80", "${KEY}"])
+    recorded = server.model_dump()["args"]
+    assert SECRET not in str(recorded)
+    assert [recorded[0], *recorded[3:]] == ["--api-key", "--port", "80", "${KEY}"]
+    assert server.args[1] == SECRET
+    assert SECRET not in repr(server)
+    assert SECRET not in str(MCPServerConfig(url=f"https://x:{SECRET}@h/mcp?key={SECRET}").model_dump())
+    assert redacted_arguments(["-p", "80", "--password", "--verbose"]) == ["-p", "80", "--password", "--verbose"]
+
+
+def test_settings_are_recorded_without_secrets() -> None:
+    settings = {"openai": [{"base_url": f"http://u:{SECRET}@h/v1", "api_key": SECRET}], "list": [f"https://{SECRET}@h"]}
+    assert SECRET not in str(without_secrets(settings))
