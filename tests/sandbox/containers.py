@@ -51,6 +51,7 @@ class Docker:
     """A running daemon."""
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self._docker = ["docker", "-H", address]
 
     @property

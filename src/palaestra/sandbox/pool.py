@@ -23,7 +23,18 @@ from palaestra.core.errors import AcquireTimeout, ConfigError, InfraError, Sandb
 from palaestra.core.types import JSON
 from palaestra.sandbox import admission
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Change, ExecutionResult, Rung, Shell, Slot, SlotSpec, SlotState, Snapshot, View
+from palaestra.sandbox.slot import (
+    Backend,
+    Change,
+    ExecutionResult,
+    Rung,
+    Shell,
+    Slot,
+    SlotSpec,
+    SlotState,
+    Snapshot,
+    View,
+)
 from palaestra.sandbox.slot_tools import run_slot_tool, tool_result
 
 _log = logging.getLogger(__name__)
@@ -106,7 +117,7 @@ class SlotPool:
     def __init__(
         self,
         config: SlotPoolConfig | None = None,
-        backend: LocalBackend | None = None,
+        backend: Backend | None = None,
         *,
         clock: Clock | None = None,
         memory: Callable[[], int] = admission.available_memory,
@@ -143,7 +154,9 @@ class SlotPool:
             files = admission.open_more_files()
             self.limit = admission.slot_limit(self.config.max_slots, memory=self._memory(), files=files)
             if (capacity := self.backend.capacity) is not None and capacity < self.limit.slots:
-                self.limit = admission.SlotLimit(capacity, f"isolation {self.rung.label} has no more without root")
+                self.limit = admission.SlotLimit(
+                    capacity, f"the {self.backend.name} backend has no more at {self.rung.label}"
+                )
             self._free = self._places = self.limit.slots
         self._started = True
 
@@ -345,11 +358,16 @@ class SlotPool:
 
     async def save(self, snapshot: Snapshot, folder: Path) -> int:
         """Copy a snapshot with its layers to an empty folder of this machine; returns the bytes of its files."""
-        return await self.backend.save(snapshot, str(folder))
+        return await self._local().save(snapshot, str(folder))
 
     async def load(self, folder: Path, spec: SlotSpec) -> Snapshot:
         """A saved snapshot, used in place. Raises FileNotFoundError if it is gone."""
-        return await self.backend.load(str(folder), spec)
+        return await self._local().load(str(folder), spec)
+
+    def _local(self) -> LocalBackend:
+        if not isinstance(self.backend, LocalBackend):
+            raise ConfigError(f"workspaces cannot be kept with the {self.backend.name} backend, only with local slots")
+        return self.backend
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """A snapshot that shows only a part of the topmost layer's change."""

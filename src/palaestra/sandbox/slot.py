@@ -417,6 +417,54 @@ class RungStatus:
     covers: tuple[str, ...] = ()
 
 
+class Backend(Protocol):
+    """Where slots are made. One pool owns it; `palaestra.testing.backend_conformance` tests an implementation.
+
+    Raises `ConfigError` for what it does not offer, `SandboxError` when the place fails. A change of a slot costs
+    nothing until it is asked for; `rung` is the level that `start` has proved.
+    """
+
+    name: str
+
+    @property
+    def rung(self) -> Rung:
+        """The isolation level in force; before `start`, the requested or best one."""
+
+    @property
+    def capacity(self) -> int | None:
+        """The number of slots there can be; None if memory alone sets it."""
+
+    async def start(self) -> None:
+        """Prove the isolation in a throw-away slot. Idempotent. Raises `ConfigError` or `IsolationUnavailable`."""
+
+    async def aclose(self) -> None:
+        """End every slot and snapshot. Idempotent."""
+
+    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
+        """A new slot, from a snapshot of the same image if one is given."""
+
+    async def destroy(self, slot: Slot) -> None:
+        """End the slot, its processes and files. Does nothing if it is gone already."""
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        """End the slot; its change, cut to `view`, becomes an immutable layer of a snapshot."""
+
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        """The slot's present files; it continues. Raises `SandboxError` at levels without layers."""
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        """A second, cut snapshot of the same files."""
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        """The changes in the topmost layer, sorted by path."""
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drop the topmost layer once no slot uses it. Does nothing if it is gone already."""
+
+    def stats(self) -> Mapping[str, JSON]:
+        """The present counts: `backend`, `rung`, `slots`, `lost`, and `containers` where there are some."""
+
+
 class SlotSource(Protocol):
     """Hands out slots to the layers above: the pool."""
 

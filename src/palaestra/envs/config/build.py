@@ -17,6 +17,7 @@ from palaestra.rollouts.recorded_tools.recording_policy import open_world
 from palaestra.rollouts.spec import AgentSettings, Kit, RecordedTools
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import Backend
 from palaestra.sandbox.snapshots.cache import Prepared
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.tools.mcp.mcp_server import toolset_of
@@ -153,12 +154,12 @@ def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
     return recorded_tools
 
 
-def make_prepared(config: BaseEnvConfig, backend: LocalBackend) -> Prepared | None:
+def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
     """The prepared workspaces of this machine; None if the settings do not keep any.
 
     Raises `ConfigError` for a `workspace_store` that cannot be used.
     """
-    if not config.keep_workspaces:
+    if not config.keep_workspaces or not isinstance(backend, LocalBackend):
         return None
     named, max_bytes = config.workspace_store, config.workspace_store_bytes
     if named is None:

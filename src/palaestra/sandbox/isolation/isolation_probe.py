@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from palaestra.sandbox.backends.local import BUILT, LocalBackend
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.backends.server_backend import BUILT
 from palaestra.sandbox.slot import Rung, RungStatus
 
 _COVERS = {

@@ -9,7 +9,6 @@ and not a program.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
@@ -80,7 +79,7 @@ _HINTS: Sequence[tuple[str, str]] = (
 )  # fmt: skip
 
 
-async def prove(slot: Slot) -> None:
+async def prove(slot: Slot, *, server_is_root: bool) -> None:
     """Raise `IsolationUnavailable`, naming the failed checks, unless the slot keeps the promises of its level."""
     confined = slot.rung < Rung.USERNS
     result = await slot.execute(CONFINED_SCRIPT if confined else _SCRIPT, timeout_s=10.0)
@@ -88,7 +87,7 @@ async def prove(slot: Slot) -> None:
     for line in result.output.splitlines():
         name, _, value = line.partition(" ")
         facts.setdefault(name, []).append(value.strip())
-    claims = confined_claims(facts, server_is_root=os.geteuid() == 0) if confined else _claims(facts, slot.rung)
+    claims = confined_claims(facts, server_is_root=server_is_root) if confined else _claims(facts, slot.rung)
     if slot.rung is Rung.NONE:
         claims = {"commands do not run": claims["commands do not run"]}
     failures = [name for name, held in claims.items() if not held]

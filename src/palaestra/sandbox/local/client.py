@@ -241,17 +241,21 @@ class SlotClient(Requests):
     async def start(cls, rung: str, settings: Fields, on_lost: OnLost) -> Self:
         """Start a server for a rung. Raises `IsolationUnavailable` if it refuses."""
         client = cls(on_lost)
+        await client._launch(rung, settings)
+        return client
+
+    async def _launch(self, rung: str, settings: Fields) -> None:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                await client._spawn(theirs, rung)
-            client._connect(ours)
-            await client._greet(settings)
+                await self._spawn(theirs, rung)
+            await self._deliver(ours)
+            self._connect(ours)
+            await self._greet(settings)
         except BaseException:
-            await client.aclose()
+            await self.aclose()
             ours.close()
             raise
-        return client
 
     async def _spawn(self, stream: socket.socket, rung: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -267,6 +271,9 @@ class SlotClient(Requests):
                 pass_fds=[stream.fileno(), *others],
                 start_new_session=True,
             )
+
+    async def _deliver(self, stream: socket.socket) -> None:
+        """Send what the process needs before it is a server. This machine's needs nothing."""
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
         """More sockets that the server inherits; they are closed here."""

@@ -152,7 +152,9 @@ class SlotServer:
         except OSError as error:
             raise RequestError("isolation", str(error)) from error
         self._epochs = itertools.count(frame.fields["first_epoch"])
-        self._connection.send(FrameKind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid()})
+        self._connection.send(
+            FrameKind.HELLO, frame.request, {"version": frames.VERSION, "pid": os.getpid(), "uid": os.geteuid()}
+        )
 
     # Slots
 

@@ -1,0 +1,337 @@
+"""Slots in other places: containers, other machines. Each place runs a slot server that has many slots.
+
+A place is started by a local command whose standard input and output are the stream to its server (`docker run -i`,
+`ssh`). It ends when that stream ends, so nothing of it stays when this process is killed. A slot is isolated from the
+other slots of its place as the level says that the server reaches there (`backends/local.py` describes the levels);
+what isolates the place itself is the platform's.
+
+Slots that start from a snapshot start in the place that made it. If a place dies, its slots and snapshots are lost, and
+the next slot starts a new one; a host whose places do not start is left out for a while if there is another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from palaestra.core.errors import ConfigError, SandboxError, SlotLost
+from palaestra.core.types import JSON, Network
+from palaestra.sandbox.backends.server_backend import ServerBackend, allowed_hosts, environment
+from palaestra.sandbox.remote.client import RemoteClient
+from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
+
+_LEFT_OUT_S = 30.0
+"""How long a host is left out after a failure."""
+
+_EPOCHS = 1 << 32
+"""Leases of one place; epochs are unique in a pool."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceSpec:
+    """What a place is started with. `image` and `host` are names of the platform, `host` empty for its default."""
+
+    host: str = ""
+    image: str | None = None
+    network: bool = False
+    mounts: tuple[Mount, ...] = ()
+
+
+class Place(ServerBackend):
+    """One place, and the slot server in it."""
+
+    def __init__(
+        self, backend: RemoteBackend, spec: PlaceSpec, number: int, *, rung: Rung | None, require: Rung | None
+    ) -> None:
+        super().__init__(rung=rung, require=require)
+        self.name, self.spec = backend.name, spec
+        self.slots: set[int] = set()
+        """The epochs of its leased slots."""
+        self.snapshots: set[str] = set()
+        self.starting = 0
+        """How many slots are being made."""
+        self._backend = backend
+        self._last_epoch = number * _EPOCHS
+        self._starting = asyncio.Lock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing needs it."""
+        return not self.slots and not self.snapshots and not self.starting
+
+    @property
+    def load(self) -> int:
+        """How many slots it has or will have."""
+        return len(self.slots) + self.starting
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its server runs."""
+        return self._server is not None and not self._server.ended
+
+    async def start(self) -> None:
+        async with self._starting:
+            await super().start()
+
+    async def _start_server(self, rung: Rung) -> None:
+        settings = {"prefix": "", "first_epoch": self._last_epoch + 1}
+        self._server = await RemoteClient.start_by(
+            lambda call: self._backend.command(self.spec, call), rung.label, settings, self._on_lost
+        )
+
+    async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
+        mounts = [[mount.target, mount.target] for mount in spec.mounts]
+        return {"image": None, "allow": allowed_hosts(spec), "mounts": mounts, "env": environment(spec)}
+
+
+class RemoteBackend(ABC):
+    """Slots in places that are started as they are needed, on one host or several.
+
+    `places` is how many are kept when they are idle, and times `slots_per_place` the number of slots. There are more
+    places while slots need different images. `rung` and `require` are those of `ServerBackend`.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        *,
+        hosts: Sequence[str] = ("",),
+        image: str | None = None,
+        places: int = 1,
+        slots_per_place: int = 10,
+        rung: Rung | None = None,
+        require: Rung | None = None,
+    ) -> None:
+        if not hosts or places < 1 or slots_per_place < 1:
+            raise ConfigError(f"{self.name}: hosts, places and slots per place must be at least one each")
+        if rung is Rung.NONE and slots_per_place > 1:
+            raise ConfigError(f"{self.name}: slots that share a place need isolation; with none, give each a place")
+        self._hosts, self._image, self._most, self._per_place = tuple(hosts), image, places, slots_per_place
+        self._wanted, self._required = rung, require
+        self._places: dict[int, Place] = {}
+        self._numbers = itertools.count()
+        self._failed_at: dict[str, float] = {}
+        self._rung: Rung | None = None
+        self._lost = 0
+        self._started = False
+
+    @abstractmethod
+    def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
+        """The local command that starts a place, runs `call` there, and ends the place with its standard input."""
+
+    @abstractmethod
+    async def check(self, host: str) -> None:
+        """Raise `ConfigError`, with the remedy, if no place can be started on the host."""
+
+    def place_spec(self, spec: SlotSpec) -> PlaceSpec:
+        """The place that a slot needs, without its host. Raises `ConfigError` for what the platform does not offer."""
+        image = spec.image or self._image
+        return PlaceSpec(image=image, network=spec.network is not Network.OFF, mounts=spec.mounts)
+
+    async def start(self) -> None:
+        """Check every host, and prove the level in a first place. Idempotent.
+
+        Raises `ConfigError` or `IsolationUnavailable` before any slot exists; a host that fails is only left out, if
+        another one works.
+        """
+        if self._started:
+            return
+        errors = []
+        for host in self._hosts:
+            try:
+                await self.check(host)
+            except ConfigError as error:
+                self._leave_out(host, error)
+                errors.append(error)
+        if len(errors) == len(self._hosts):
+            raise errors[0]
+        try:
+            await self.destroy(await self.create(SlotSpec(), "start"))
+        except BaseException:
+            await self.aclose()
+            raise
+        self._started = True
+
+    async def aclose(self) -> None:
+        """End every place with its slots and snapshots. Idempotent."""
+        self._started = False
+        places, self._places = self._places, {}
+        await asyncio.gather(*(place.aclose() for place in places.values()))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    @property
+    def rung(self) -> Rung:
+        """The isolation level in force; before `start`, the requested or best one."""
+        known = self._rung if self._rung is not None else self._wanted
+        return Rung.FULL if known is None else known
+
+    @property
+    def capacity(self) -> int | None:
+        """The number of slots there can be."""
+        return self._most * self._per_place
+
+    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
+        """A new slot, in the place of the snapshot if one is given."""
+        tried: set[str] = set()
+        while True:
+            place = self._choose(spec, tried) if snapshot is None else self._place_of(snapshot)
+            place.starting += 1
+            try:
+                await place.start()
+                slot = await place.create(spec, trajectory_id, snapshot)
+            except (SandboxError, ConfigError) as error:
+                if place.is_up:
+                    raise
+                self._leave_out(place.spec.host, error)
+                tried.add(place.spec.host)
+                if snapshot is not None or tried >= set(self._hosts):
+                    raise
+            else:
+                place.slots.add(slot.epoch)
+                self._rung = place.rung if self._rung is None else min(self._rung, place.rung)
+                return slot
+            finally:
+                place.starting -= 1
+                await self._tidy()
+
+    async def destroy(self, slot: Slot) -> None:
+        """End the slot and drop its files. Does nothing if it is gone already."""
+        place = self._places.get(slot.epoch // _EPOCHS)
+        if place is not None and slot.epoch in place.slots:
+            await place.destroy(slot)
+            place.slots.discard(slot.epoch)
+            await self._tidy()
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        """End the slot; its change, cut to `view`, becomes an immutable layer."""
+        place = self._holder(slot)
+        try:
+            return self._kept(place, await place.seal(slot, view))
+        finally:
+            place.slots.discard(slot.epoch)
+
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        """The slot's present files. Raises `SandboxError` at levels without layers."""
+        place = self._holder(slot)
+        return self._kept(place, await place.checkpoint(slot))
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        """A second, cut snapshot of the same files."""
+        place = self._place_of(snapshot)
+        return self._kept(place, await place.view(snapshot, view))
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        """The changes in the topmost layer, sorted by path."""
+        return await self._place_of(snapshot).changes(snapshot)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is gone already."""
+        place = next((each for each in self._places.values() if snapshot.snapshot_id in each.snapshots), None)
+        if place is not None:
+            place.snapshots.discard(snapshot.snapshot_id)
+            await place.forget(snapshot)
+            await self._tidy()
+
+    def stats(self) -> Mapping[str, JSON]:
+        """The present counts."""
+        places = list(self._places.values())
+        lost = self._lost + sum(int(place.stats()["lost"]) for place in places)
+        return {
+            "backend": self.name,
+            "rung": self.rung.label,
+            "slots": sum(len(place.slots) for place in places),
+            "lost": lost,
+            "containers": len(places),
+        }
+
+    def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
+        """The place for a new slot: one that runs and has room, or a new one on the host with the fewest slots."""
+        wanted = self.place_spec(spec)
+        fitting = [
+            place
+            for place in self._places.values()
+            if replace(place.spec, host="") == wanted
+            and place.spec.host not in without
+            and place.load < self._per_place
+        ]
+        if fitting:
+            return max(fitting, key=lambda place: place.load)  # so that others become idle
+        hosts = [host for host in self._hosts if host not in without]
+        now = time.monotonic()
+        usable = [host for host in hosts if now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S] or hosts
+        loads = dict.fromkeys(usable, 0)
+        for place in self._places.values():
+            if place.spec.host in loads:
+                loads[place.spec.host] += self._per_place
+        number = next(self._numbers)
+        rung = self._wanted if self._rung is None else self._rung
+        place = Place(
+            self, replace(wanted, host=min(usable, key=loads.__getitem__)), number, rung=rung, require=self._required
+        )
+        self._places[number] = place
+        return place
+
+    def _holder(self, slot: Slot) -> Place:
+        place = self._places.get(slot.epoch // _EPOCHS)
+        if place is None:
+            raise SlotLost(f"{slot.slot_id} has ended with its place")
+        return place
+
+    def _place_of(self, snapshot: Snapshot) -> Place:
+        for place in self._places.values():
+            if snapshot.snapshot_id in place.snapshots:
+                return place
+        raise SandboxError(f"the snapshot {snapshot.snapshot_id} is gone, with the place that had it")
+
+    def _kept(self, place: Place, snapshot: Snapshot) -> Snapshot:
+        place.snapshots.add(snapshot.snapshot_id)
+        return snapshot
+
+    async def _tidy(self) -> None:
+        """End idle places beyond those that are kept, and idle ones whose server has ended."""
+        for number, place in list(self._places.items()):
+            if place.idle and (len(self._places) > self._most or not place.is_up):
+                del self._places[number]
+                self._lost += int(place.stats()["lost"])
+                await place.aclose()
+
+    def _leave_out(self, host: str, error: Exception) -> None:
+        if len(self._hosts) > 1:
+            _log.warning("%s host %s is left out for %g s: %s", self.name, host, _LEFT_OUT_S, error)
+        self._failed_at[host] = time.monotonic()
+
+
+async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
+    """The exit status of a command of this machine, and the end of its output; 127 if there is no such program."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+    except FileNotFoundError:
+        return 127, f"{command[0]} is not installed"
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return 124, f"no answer in {timeout_s:g} s"
+    return process.returncode or 0, output.decode(errors="replace").strip()[-1000:]

@@ -1,0 +1,300 @@
+"""The slots of one slot server: what every backend does with a server, wherever it runs.
+
+A backend says how the server starts and what of a `SlotSpec` its place offers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Self
+
+from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
+from palaestra.core.types import JSON, AllowList, Network
+from palaestra.sandbox.isolation.self_test import explain, prove
+from palaestra.sandbox.local.client import Requests, SlotClient
+from palaestra.sandbox.local.local_slot import LocalSlot
+from palaestra.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slotd.network import allowlist
+
+BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; the last only if asked for by name
+
+_TO_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+_TO_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
+
+_NARROWER = "give a list of hosts instead, or run as root"
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+class ServerBackend(ABC):
+    """One slot server and its slots. `rung` asks for exactly that isolation level, `require` for that one or better.
+
+    The default is the best available level. A server that has died is started again by the next slot; its slots are
+    lost.
+    """
+
+    name: str
+
+    def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
+        self._wanted, self._required = rung, require
+        self._server: SlotClient | None = None
+        self._rung: Rung | None = None
+        self._slots: dict[int, LocalSlot] = {}
+        self._lost = 0
+        self._last_epoch = 0
+        self._restarting = asyncio.Lock()
+
+    @abstractmethod
+    async def _start_server(self, rung: Rung) -> None:
+        """Start the server at an isolation level. Raises `SandboxError` or `OSError`."""
+
+    @abstractmethod
+    async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
+        """`image`, `mounts`, `env` and `allow` of a request for a slot. Raises `ConfigError` for what the place does
+        not offer."""
+
+    async def start(self) -> None:
+        """Start the server at the best allowed level and prove it in a throw-away slot. Idempotent.
+
+        Raises `IsolationUnavailable`, with the reasons, before any other slot exists.
+        """
+        if self._server is not None:
+            return
+        reasons = []
+        for rung in self._candidates():
+            reason = await self.attempt(rung)
+            if reason is None:
+                return
+            reasons.append(f"{rung.label}: {reason}")
+        raise IsolationUnavailable(f"no isolation is available here ({'; '.join(reasons)}). To fix it: {_TO_FIX}.")
+
+    def _candidates(self) -> list[Rung]:
+        wanted = [rung for rung in BUILT if rung > Rung.NONE] if self._wanted is None else [self._wanted]
+        allowed = [rung for rung in wanted if rung >= (self._required or rung)]
+        if not allowed:
+            raise ConfigError(
+                f"{_name(self._wanted)} isolation is asked for, but {_name(self._required)} or better is required"
+            )
+        return allowed
+
+    async def attempt(self, rung: Rung) -> str | None:
+        """Start at one level and prove it; returns the reason for a failure, after which nothing is left running."""
+        try:
+            await self._start(rung)
+            hello = self._running().hello
+            if not hello.get("leases"):  # a service with leases was proved when it was started
+                slot = await self.create(SlotSpec(), "proof")
+                await prove(slot, server_is_root=hello.get("uid", os.geteuid()) == 0)
+                await self.destroy(slot)
+        except (SandboxError, OSError) as error:
+            await self.aclose()
+            return explain(str(error))
+        except BaseException:
+            await self.aclose()
+            raise
+        return None
+
+    async def _start(self, rung: Rung) -> None:
+        self._rung = rung
+        await self._start_server(rung)
+
+    async def aclose(self) -> None:
+        """End the server, every slot and every layer. Idempotent."""
+        server, self._server = self._server, None
+        for slot in self._slots.values():
+            slot.release()
+        self._slots.clear()
+        if server is not None:
+            await server.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    @property
+    def rung(self) -> Rung:
+        """The isolation level in force; before `start`, the requested or best one."""
+        chosen = self._wanted if self._rung is None else self._rung
+        return Rung.FULL if chosen is None else chosen  # not `or`: `none` is 0
+
+    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
+        """A new slot. `spec.image` must be that of the snapshot."""
+        if snapshot is not None and snapshot.spec.image != spec.image:
+            raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
+        fields: dict[str, JSON] = {
+            **await self._place(spec),
+            "layers": [] if snapshot is None else list(snapshot.layers),
+            "network": spec.network is Network.ON,
+            "limits": asdict(spec.limits),
+            **self._about(trajectory_id, spec),
+        }
+        server = await self._living()
+        made, requests = await server.create(fields)
+        if made["exposed"]:
+            _warn_once(f"slots with the network on reach cloud metadata addresses here: {made['exposed']}; {_NARROWER}")
+        return self._add(server, requests, made, spec, trajectory_id)
+
+    def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
+        """What a server that outlives its client keeps of a slot."""
+        return {}
+
+    def _add(
+        self, server: SlotClient, requests: Requests, lease: Mapping[str, JSON], spec: SlotSpec, trajectory_id: str
+    ) -> LocalSlot:
+        name, epoch = lease["slot"], lease["epoch"]
+        slot = LocalSlot(requests, name, epoch, self.rung, spec, trajectory_id, self._forked, server.loop)
+        self._last_epoch = max(self._last_epoch, epoch)
+        return self._slots.setdefault(epoch, slot)
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        """End the slot and its processes (proved by pidfd); its change, cut to `view`, becomes an immutable layer."""
+        ours = self._own(slot)
+        fields = {**ours.lease(), "view": _view(view)}
+        ours.release()
+        self._slots.pop(ours.epoch, None)
+        return snapshot_of(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
+
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        """The slot's present files; its processes are stopped meanwhile, then continue.
+
+        Files are shared with the slot's last checkpoint; the cost grows with the change since then. Raises
+        `SandboxError` for a process that does not stop, and at isolation levels without layers.
+        """
+        ours = self._own(slot)
+        return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
+
+    @contextlib.asynccontextmanager
+    async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
+        snapshot = await self.checkpoint(slot)
+        try:
+            fork = await self.create(slot.spec, f"{slot.trajectory_id} fork", snapshot)
+            try:
+                yield fork
+            finally:
+                await self.destroy(fork)
+        finally:
+            await self.forget(snapshot)
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        """A second, cut snapshot of the same files. It costs a link per changed file, `seal(slot, view)` does not."""
+        fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
+        return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        """The changes in the topmost layer, sorted by path."""
+        found = await self._running().listing("layer_changes", {"layers": list(snapshot.layers)})
+        return [Change(**change) for change in found]
+
+    async def destroy(self, slot: Slot) -> None:
+        """End the slot and drop its files. Does nothing if it is gone already."""
+        ours = self._own(slot)
+        if ours.released:
+            return
+        fields = ours.lease()
+        ours.release()
+        self._slots.pop(ours.epoch, None)
+        with contextlib.suppress(SlotLost):  # then it has ended with its server
+            await ours.requests.call("destroy", fields)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is gone already."""
+        await self._forget(snapshot.layers[:1])
+
+    async def _forget(self, layers: Sequence[str]) -> None:
+        if self._server is not None:
+            await self._running().call("forget", {"layers": list(layers)})
+
+    def stats(self) -> Mapping[str, JSON]:
+        """The present counts."""
+        return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
+
+    async def _living(self) -> SlotClient:
+        """The server, started again if it has died. Its slots and snapshots are lost then."""
+        async with self._restarting:
+            server, rung = self._running(), self.rung
+            if server.ended:
+                self._slots.clear()
+                await server.aclose()
+                await self._start(rung)
+            return self._running()
+
+    def _running(self) -> SlotClient:
+        if self._server is None:
+            raise SandboxError(f"the {self.name} backend is not running; call start() first")
+        return self._server
+
+    def _own(self, slot: Slot) -> LocalSlot:
+        if not isinstance(slot, LocalSlot):
+            raise TypeError(f"{slot!r} is not a slot of the {self.name} backend")
+        return slot
+
+    def _on_lost(self, name: str, epoch: int) -> None:
+        if not name:  # the whole server, which every call will report
+            for slot in self._slots.values():
+                slot.requests.slot_ended()
+            return
+        if epoch in self._slots:
+            self._slots[epoch].requests.slot_ended()
+        self._lost += 1
+
+
+def _warn_once(note: str) -> None:
+    if note not in _warned:
+        _warned.add(note)
+        _log.warning("%s", note)
+
+
+def _name(rung: Rung | None) -> str:
+    return "any" if rung is None else rung.label
+
+
+def allowed_hosts(spec: SlotSpec) -> JSON:
+    """The hosts that the slot may reach; None without a list. Raises `ConfigError` for a host that is none."""
+    if not isinstance(spec.network, AllowList):
+        return None
+    for host in spec.network.hosts:
+        try:
+            allowlist.parse(host)
+        except ValueError as error:
+            raise ConfigError(f"a slot's list of hosts: {error}") from None
+    return list(spec.network.hosts)
+
+
+def environment(spec: SlotSpec, path: str = SYSTEM_PATH) -> dict[str, JSON]:
+    """The variables of all commands of a slot."""
+    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
+
+
+def _proxies(spec: SlotSpec) -> dict[str, str]:
+    """The proxy variables of a slot with a list of hosts."""
+    if not isinstance(spec.network, AllowList):
+        return {}
+    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
+    return {**dict.fromkeys(names, f"http://127.0.0.1:{allowlist.PROXY_PORT}"), **own}
+
+
+def _view(view: View | None) -> JSON:
+    return None if view is None else {"only": list(view.only), "without": list(view.without)}
+
+
+def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
+    """The request that drops a new snapshot; the layers below its topmost one belong to others."""
+    return "forget", {"layers": made["layers"][:1]}
+
+
+def snapshot_of(fields: Mapping[str, JSON], spec: SlotSpec) -> Snapshot:
+    layers = tuple(fields["layers"])
+    return Snapshot(layers[0], layers, spec)

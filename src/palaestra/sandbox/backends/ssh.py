@@ -1,0 +1,55 @@
+"""Slots on other machines, reached by OpenSSH.
+
+Each host runs one slot server for as long as the connection lasts. Its slots are isolated as on this machine: at `full`
+when the user of the connection is root, otherwise at `userns` or `confined`, as the host's kernel allows.
+
+A host needs Python 3.11 as `python3` and a login without a question: a key, or an agent. Everything else (user, port,
+key, jump host) is set in `~/.ssh/config`. A connection that is silent for a minute counts as dead.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from palaestra.core.errors import ConfigError
+from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.slot import Rung, SlotSpec
+
+_CHECK_S = 30.0
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+
+
+class SSHBackend(RemoteBackend):
+    """Slots on the hosts given, each as `ssh` takes it (`user@host`, or a name of `~/.ssh/config`). `options` are
+    further words for `ssh`."""
+
+    name = "ssh"
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        slots_per_host: int = 64,
+        options: Sequence[str] = (),
+        rung: Rung | None = None,
+        require: Rung | None = None,
+    ) -> None:
+        places = max(1, len(hosts))
+        super().__init__(hosts=hosts, places=places, slots_per_place=slots_per_host, rung=rung, require=require)
+        self._ssh = ["ssh", "-T", *(word for each in _OPTIONS for word in ("-o", each)), *options]
+
+    async def check(self, host: str) -> None:
+        status, text = await run_command([*self._ssh, host, "python3 -V"], _CHECK_S)
+        if status != 0:
+            raise ConfigError(f"ssh {host} does not run python3: {text}. Try it: ssh {host} python3 -V")
+
+    def place_spec(self, spec: SlotSpec) -> PlaceSpec:
+        if spec.image is not None:
+            raise ConfigError(f"the ssh backend takes no images, and the task needs {spec.image}; use docker")
+        if spec.mounts:
+            raise ConfigError(f"the ssh backend cannot mount {spec.mounts[0].source}, which is on this machine")
+        return PlaceSpec()
+
+    def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
+        return [*self._ssh, place.host, shlex.join(call)]

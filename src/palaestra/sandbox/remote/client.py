@@ -1,0 +1,75 @@
+"""A slot server behind a command's standard input and output: `docker run -i`, `ssh`, `apptainer exec`.
+
+The server's files travel over the stream, so the place needs only Python 3.11. The server ends when the command does,
+and the command when its standard input ends: so nothing stays after this process, however it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import io
+import socket
+import tarfile
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+from palaestra.sandbox.local.client import OnLost, SlotClient
+from palaestra.sandbox.remote import launch
+from palaestra.sandbox.slotd.protocol.frames import Fields
+
+Command = Callable[[Sequence[str]], Sequence[str]]
+"""Makes the local command that runs the given one elsewhere, with its standard input and output."""
+
+_SLOTD = Path(__file__).parents[1] / "slotd"
+
+
+class RemoteClient(SlotClient):
+    """A server started by a command that runs Python elsewhere and passes its streams on."""
+
+    def __init__(self, on_lost: OnLost, command: Command) -> None:
+        super().__init__(on_lost)
+        self._command = command
+
+    @classmethod
+    async def start_by(cls, command: Command, rung: str, settings: Fields, on_lost: OnLost) -> Self:
+        """Start a server by a command. Raises `SlotLost` with the end of its standard error if it ends instead."""
+        client = cls(on_lost, command)
+        await client._launch(rung, settings)
+        return client
+
+    async def _spawn(self, stream: socket.socket, rung: str) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        call = ["python3", "-I", "-S", "-c", program(), rung]
+        fd = stream.fileno()
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command(call), stdin=fd, stdout=fd, stderr=self._log, start_new_session=True
+        )
+
+    async def _deliver(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        with contextlib.suppress(OSError):  # the command has ended, which reading finds, with its log
+            await self.loop.sock_sendall(stream, archive())
+
+
+@functools.cache
+def program() -> str:
+    """The source of `launch`, without its docstring."""
+    return Path(launch.__file__).read_text()
+
+
+@functools.cache
+def archive() -> bytes:
+    """The slot server's files as `launch` takes them."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as files:
+        for path in sorted(_SLOTD.rglob("*")):
+            if path.is_file() and (path.suffix in (".py", ".c", ".h") or path.name.startswith("init-")):
+                entry = tarfile.TarInfo(f"slotd/{path.relative_to(_SLOTD)}")
+                entry.size, entry.mode = path.stat().st_size, 0o755 if path.suffix == "" else 0o644
+                with path.open("rb") as content:
+                    files.addfile(entry, content)
+    return b"%d\n%s" % (packed.tell(), packed.getvalue())

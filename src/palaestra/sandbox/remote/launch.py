@@ -1,0 +1,110 @@
+"""Unpacks and starts the slot server where its standard input and output lead: in a container, on another machine.
+
+The client sends this file as the argument of `python3 -I -S -c`, then the server's files over standard input: a line
+with the size of a compressed tar archive, and the archive. From then on this process passes bytes on between its
+standard streams and the server's socket, and ends the server when either side ends. Runs on Python 3.9 and later with
+nothing but the standard library; the server itself needs 3.11.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+
+PIECE = 256 << 10
+NEEDED = (3, 11)
+
+
+def receive(size: int) -> bytes:
+    """So many bytes of standard input. Raises EOFError when there are fewer."""
+    pieces = []
+    while size:
+        piece = os.read(0, min(size, PIECE))
+        if not piece:
+            raise EOFError("the stream ended before the slot server had arrived")
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+def receive_line() -> bytes:
+    """The bytes up to a line's end, without it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        line += receive(1)
+    return line[:-1]
+
+
+def relay(server: socket.socket) -> None:
+    """Pass bytes on in both directions until one side ends."""
+    server_fd = server.fileno()
+    to_server, to_client = bytearray(), bytearray()
+    for fd in (0, 1, server_fd):
+        os.set_blocking(fd, False)
+    while True:
+        readable = [fd for fd, waiting in ((0, to_server), (server_fd, to_client)) if len(waiting) < 4 * PIECE]
+        writable = [fd for fd, waiting in ((server_fd, to_server), (1, to_client)) if waiting]
+        readable, writable, _ = select.select(readable, writable, [])
+        for fd in readable:
+            try:
+                piece = os.read(fd, PIECE)
+            except BlockingIOError:
+                continue
+            except OSError:
+                piece = b""
+            if not piece:
+                if fd == server_fd:
+                    os.set_blocking(1, True)
+                    while to_client:
+                        del to_client[: os.write(1, to_client)]
+                return
+            (to_server if fd == 0 else to_client).extend(piece)
+        for fd in writable:
+            waiting = to_server if fd == server_fd else to_client
+            try:
+                del waiting[: os.write(fd, waiting)]
+            except BlockingIOError:
+                continue
+            except OSError:
+                return
+
+
+def main(rung: str) -> int:
+    """Receive the server, run it at an isolation level, and remove it."""
+    if sys.version_info < NEEDED:
+        here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
+        sys.stderr.write(f"python3 is {here} there, and the slot server needs {needed}")
+        return 1
+    archive = receive(int(receive_line()))
+    folder = tempfile.mkdtemp(prefix="palaestra-slotd-")
+    try:
+        os.chmod(folder, 0o755)  # noqa: S103 - users of slots run the init
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder)  # noqa: S202 - our own archive
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-I", "-S", folder + "/slotd", str(theirs.fileno()), rung]
+        with theirs:
+            server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={},
+                cwd="/",
+            )
+        relay(ours)
+        ours.close()
+        return server.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
