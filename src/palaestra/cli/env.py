@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.command_plugins import PluginGroup
+from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 
@@ -109,6 +112,18 @@ def show(as_json: bool, example_config: bool, environment: str) -> None:
         click.echo(f"  --env.{each['name']:<{width}}  {each['value']!r}  {each['about']}".rstrip())
     if not settings:
         click.echo("  no settings of its own")
+    if about["without_effect"]:
+        click.echo("\nAccepted for existing scripts, without effect in this version:")
+        for reason, names in _by_reason(about["without_effect"]).items():
+            click.echo(f"  {reason}")
+            click.echo(textwrap.fill(", ".join(names), 118, initial_indent="    ", subsequent_indent="    "))
+
+
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        found.setdefault(reason, []).append(name)
+    return found
 
 
 def _example_config(name: str) -> str:
@@ -122,7 +137,8 @@ def _example_config(name: str) -> str:
 
 
 def _about(reference: str) -> dict[str, JSON]:
-    """The environment's name, form and docstring, its own settings, and common settings with defaults of its own."""
+    """The environment's name, form and docstring, its own settings, common settings with defaults of its own, and the
+    settings without effect with their reasons."""
     from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -147,6 +163,9 @@ def _about(reference: str) -> dict[str, JSON]:
             for name, field in form.config_type().model_fields.items()
             if name not in common or name in changed
         ],
+        "without_effect": {
+            name: why for name in form.config_type().model_fields if (why := why_no_effect(form.config_type(), name))
+        },
     }
 
 

@@ -63,15 +63,21 @@ def setting(default: T, description: str, **options: Any) -> T:
     return declared
 
 
-def later(default: T, description: str) -> T:
-    """A field that existing scripts may set but that has no effect in this version, as its help says."""
-    return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": True})
+def later(default: T, description: str, why: str = "") -> T:
+    """A field that existing scripts may set but that has no effect in this version, as its help says. `why` is the
+    reason; without one, it is the description."""
+    return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": why or description})
 
 
 def has_effect(model_type: type[BaseModel], name: str) -> bool:
     """Whether setting the field changes anything in this version."""
+    return not why_no_effect(model_type, name)
+
+
+def why_no_effect(model_type: type[BaseModel], name: str) -> str:
+    """Why setting the field changes nothing in this version; empty if it does."""
     extra = model_type.model_fields[name].json_schema_extra
-    return not (isinstance(extra, dict) and extra.get("no_effect"))
+    return str(extra.get("no_effect") or "") if isinstance(extra, dict) else ""
 
 
 def local_path(text: str | Path) -> Path:

@@ -27,7 +27,9 @@ class ServerBaseline(Settings, use_attribute_docstrings=True):
     model_name: str = "default"
     """The model's name at the server; for a scripted server: oracle, noop, patch:FILE or replay:FILE."""
 
-    rolling_buffer_length: int = later(1000, "How many of the latest requests the latency statistics cover.")
+    rolling_buffer_length: int = later(
+        1000, "How many of the latest requests the latency statistics cover.", "No latency statistics are kept."
+    )
 
     server_type: ServerType = "openai"
     """openai: any server that speaks chat completions. sglang, vllm: token-exact. transformers: token-exact, in this

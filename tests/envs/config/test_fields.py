@@ -1,13 +1,17 @@
 """The contract's fields and defaults, and what this version refuses."""
 
 import pytest
+from pydantic import BaseModel
 
 from palaestra.agent.budget import Budget
-from palaestra.core.config import ConfigLayer, has_effect, merge
+from palaestra.core.config import ConfigLayer, has_effect, merge, why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Prices
+from palaestra.envs.api.agent_env import AgentEnvConfig
 from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
+from palaestra.envs.run.run import concurrency, eval_workers
+from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.watchdog import IDLE_LIMITS
 
 CONTRACT = {
@@ -182,3 +186,35 @@ def test_what_a_rollout_may_use_comes_from_the_settings() -> None:
     assert agent_settings(HermesAgentEnvConfig()).budget == Budget(wall_s=600)
     with pytest.raises(ConfigError, match="max_rollout_cost needs prompt_price"):
         HermesAgentEnvConfig(max_rollout_cost=1)
+
+
+def test_reasoning_settings_reach_the_agent() -> None:
+    config = HermesAgentEnvConfig(
+        reasoning_effort="low", max_reasoning_tokens=500, extra_body={"provider": {"order": ["a"]}}, system_prompt="Go."
+    )
+    assert agent_settings(config).extra_body == {
+        "reasoning_effort": "low",
+        "reasoning": {"max_tokens": 500},
+        "provider": {"order": ["a"]},
+    }
+    assert agent_settings(config).system_prompt == "Go."
+    thinking = agent_settings(HermesAgentEnvConfig(thinking_mode=True, system_prompt="Go.")).system_prompt
+    assert thinking is not None
+    assert "<think>" in thinking
+    assert thinking.endswith("Go.")
+    own = agent_settings(HermesAgentEnvConfig(custom_thinking_prompt="Ponder.", thinking_mode=True))
+    assert own.system_prompt == "Ponder."
+
+
+def test_workers_per_model_server_and_of_evaluations() -> None:
+    assert concurrency(BaseEnvConfig(max_num_workers_per_node=3), 2) == 6
+    assert concurrency(BaseEnvConfig(max_num_workers_per_node=3, max_num_workers=5), 2) == 5
+    assert eval_workers(BaseEnvConfig(max_eval_workers=2), 8) == 2
+    assert eval_workers(BaseEnvConfig(), 64) == 64
+
+
+@pytest.mark.parametrize("model_type", [HermesAgentEnvConfig, AgentEnvConfig, APIServerConfig])
+def test_every_setting_without_effect_says_why(model_type: type[BaseModel]) -> None:
+    for name, field in model_type.model_fields.items():
+        if not has_effect(model_type, name):
+            assert why_no_effect(model_type, name) != str(field.description), name

@@ -27,8 +27,8 @@ from palaestra.core.user_code import called, run_hook, settled
 from palaestra.envs.api.base_env import PLAYER, Attempt, ClassEnvironment, Item, own_names, scored_item
 from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv, accepts
 from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem, grouped
-from palaestra.envs.config.build import tools_with
-from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.envs.config.build import system_prompt, tools_with
+from palaestra.envs.config.fields import NO_NOMAD, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
@@ -42,6 +42,9 @@ from palaestra.tools.serving.tool_server_client import ToolServerLink
 
 NEVER_CALLED = frozenset({"_run_agent_loop", "_collect_trajectory_local", "_collect_trajectory_sandbox"})
 """Methods of a `HermesAgentBaseEnv` that an `AgentEnv` does not have."""
+
+
+NO_BATCHES = "Each tool call is sent immediately."
 
 
 class AgentEnvConfig(HermesAgentEnvConfig):
@@ -59,11 +62,11 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     )
     tool_server_token: str | None = setting(None, "The bearer token of the tool server.")
 
-    max_agent_turns: int = later(50, "Use agent_max_steps.")
-    max_token_length: int = later(2048, "Use agent_max_tokens.")
-    tool_batch_window_ms: int = later(20, "Milliseconds to wait for a batch; calls are sent one by one, at once.")
-    tool_max_batch_size: int = later(200, "Calls in one batch.")
-    sandbox_job_id: str = later("atropos-sandbox-agent-env", "Nomad: the job's name.")
+    max_agent_turns: int = later(50, "Model calls per rollout.", "An AgentEnv uses agent_max_steps.")
+    max_token_length: int = later(2048, "Tokens per model call.", "An AgentEnv uses agent_max_tokens.")
+    tool_batch_window_ms: int = later(20, "Milliseconds to wait for a batch.", NO_BATCHES)
+    tool_max_batch_size: int = later(200, "Calls in one batch.", NO_BATCHES)
+    sandbox_job_id: str = later("atropos-sandbox-agent-env", "Nomad: the job's name.", NO_NOMAD)
 
     @model_validator(mode="after")
     def _stateful_tools_are_isolated_too(self) -> Self:
@@ -148,7 +151,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
             temperature=self.config.agent_temperature,
             max_tokens=self.config.agent_max_tokens,
             max_steps=self.config.agent_max_steps,
-            system_prompt=self.config.system_prompt,
+            system_prompt=system_prompt(self.config),
             tool_delay_s=self.config.agent_tool_delay_s,
         )
 

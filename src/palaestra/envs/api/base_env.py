@@ -412,7 +412,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         self._items: Sequence[Item] | None = None
         self._first = 0
         self._evaluated = 0
-        self._is_set_up = False
+        self._awaits_setup = self._managed = False
 
     @property
     def name(self) -> str:
@@ -431,20 +431,22 @@ class ClassEnvironment(EvaluatedEnvironment):
         self.inner.mcp = mcp_servers(self.inner.config)
         if self.inner.mcp is not None:
             await self.inner.mcp.open()
+        self._awaits_setup = True
         if own_names(type(self.inner)).isdisjoint(MANAGERS.values()):
             await self.set_up()
 
     async def set_up(self) -> None:
-        """Call `setup`, once. A class that surrounds its run with a manager gets the call inside of it."""
-        if not self._is_set_up:
-            self._is_set_up = True
+        """Call `setup` if that is left to do. A class that surrounds its run with a manager gets the call inside of it,
+        with the first task."""
+        if self._awaits_setup:
+            self._awaits_setup = False
             await run_hook(ConfigError, called(self.inner.setup), f"{self.name} cannot begin: setup")
 
     def trainer_takes(self, most_tokens: int | None) -> None:
         self.inner.max_token_len = -1 if most_tokens is None else most_tokens
 
     async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
-        method, totals = MANAGERS[command], None
+        method, totals, self._managed = MANAGERS[command], None, True
         if method not in own_names(type(self.inner)):
             return await roll_out()
 
@@ -514,6 +516,7 @@ class ClassEnvironment(EvaluatedEnvironment):
             return trajectories
 
         await self.set_up()
+        self._evaluated = 0
         self.inner._run_items, self.inner._evaluation = run_items, {}
         await run_hook(ConfigError, called(self.inner.evaluate), f"{self.name} is not evaluated: evaluate")
         return self.inner._evaluation
@@ -530,6 +533,8 @@ class ClassEnvironment(EvaluatedEnvironment):
         """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
 
     async def ended(self, task: Task, group: Group) -> None:
+        if self._managed and self._items is not None:  # an evaluation while the run goes on
+            return
         self.inner.curr_step += 1
         try:
             line = group_line(group, env=self.name, model="")

@@ -44,7 +44,7 @@ from palaestra.envs.api.base_env import (
     row_and_backlog,
 )
 from palaestra.envs.api.scored_data import PLACEHOLDER, Row, ScoredDataItem, ScoredRow, checked_row, placeholder_tokens
-from palaestra.envs.config.build import agent_settings, kit, make_pool, network_policy
+from palaestra.envs.config.build import agent_settings, extra_body, kit, make_pool, network_policy, system_prompt
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
@@ -201,8 +201,8 @@ class HermesAgentBaseEnv(BaseEnv):
         """
         tools, names = self._current_group_tools or self._resolve_tools_for_group()
         messages: list[Message] = []
-        if self.config.system_prompt:
-            messages.append({"role": "system", "content": self.config.system_prompt})
+        if prompt := system_prompt(self.config):
+            messages.append({"role": "system", "content": prompt})
         messages.append({"role": "user", "content": self.format_prompt(item)})
         rollout = CURRENT.get()
         task_id = str(uuid.uuid4()) if rollout is None else rollout.rollout_id
@@ -249,7 +249,7 @@ class HermesAgentBaseEnv(BaseEnv):
             task_id=task_id,
             temperature=self.config.agent_temperature,
             max_tokens=self.config.max_token_length,
-            extra_body=self.config.extra_body,
+            extra_body=extra_body(self.config),
             tool_handler=tool_handler,
         )
         return await loop.run(messages)

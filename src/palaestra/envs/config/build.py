@@ -9,7 +9,7 @@ from pathlib import Path
 
 from palaestra.agent.budget import Budget
 from palaestra.core.config import local_path
-from palaestra.core.types import Network, NetworkPolicy, Prices
+from palaestra.core.types import JSON, Network, NetworkPolicy, Prices
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.reader import open_recording
@@ -34,8 +34,8 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         max_turns=config.max_agent_turns,
         temperature=config.agent_temperature,
         max_tokens=config.max_token_length,
-        system_prompt=config.system_prompt,
-        extra_body=config.extra_body,
+        system_prompt=system_prompt(config),
+        extra_body=extra_body(config),
         tool_timeout_s=float(config.terminal_timeout),
         budget=budget(config),
         prices=prices(config),
@@ -43,6 +43,26 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         sessions=Path(config.sessions_dir) if config.sessions_dir else None,
         freeze=config.freeze_slots,
     )
+
+
+THINKING_PROMPT = """\
+Before you answer or call a tool, think step by step inside <think> and </think> tags. Put only your thoughts there."""
+
+
+def system_prompt(config: HermesAgentEnvConfig) -> str | None:
+    """The system message of the agent, after the text that asks for thinking, if there is one."""
+    thinking = config.custom_thinking_prompt or (THINKING_PROMPT if config.thinking_mode else None)
+    return "\n\n".join(filter(None, (thinking, config.system_prompt))) or None
+
+
+def extra_body(config: HermesAgentEnvConfig) -> dict[str, JSON] | None:
+    """Further fields of every model request: those of the reasoning settings, and the configured ones."""
+    body: dict[str, JSON] = {}
+    if config.reasoning_effort is not None:
+        body["reasoning_effort"] = config.reasoning_effort
+    if config.max_reasoning_tokens is not None:
+        body["reasoning"] = {"max_tokens": config.max_reasoning_tokens}
+    return {**body, **(config.extra_body or {})} or None
 
 
 def budget(config: HermesAgentEnvConfig) -> Budget:

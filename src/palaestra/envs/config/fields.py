@@ -30,6 +30,11 @@ TERMINAL_BACKENDS = (*AVAILABLE_BACKENDS, "daytona", "docker", "modal", "singula
 """What existing scripts name as the source of slots. A run refuses those that are not available."""
 
 
+NO_NOMAD = "This version has no Nomad backend."
+NO_MODAL = "This version has no Modal backend."
+"""Why the settings of these backends have no effect."""
+
+
 class EvalHandlingEnum(Enum):
     """The contract's modes of training during an evaluation."""
 
@@ -126,13 +131,26 @@ class BaseEnvConfig(Settings):
     )
     otel_content: bool = setting(False, "Put prompts, replies, arguments and results on the spans.")
 
-    max_eval_workers: int = later(16, "Evaluation rollouts in flight at once.")
-    max_num_workers_per_node: int = later(8, "Groups in flight per model server.")
-    steps_per_eval: int = later(100, "Training steps between evaluations.")
-    eval_handling: EvalHandlingEnum = later(EvalHandlingEnum.STOP_TRAIN, "What training does during an evaluation.")
-    eval_limit_ratio: float = later(0.5, "Share of the workers an evaluation may take.")
+    max_eval_workers: int = setting(
+        16, "Groups of an evaluation in flight, if this is set; otherwise as many as of a run.", ge=1
+    )
+    max_num_workers_per_node: int = setting(
+        8, "Groups in flight per model server, if this is set and max_num_workers is not.", ge=1
+    )
+    steps_per_eval: int = setting(
+        100,
+        "Steps between two evaluations on held-out items while a run goes on; 0: none. `serve` counts the trainer's "
+        "steps. `process` evaluates only if a user sets this, and counts finished groups.",
+        ge=0,
+    )
+    eval_handling: EvalHandlingEnum = setting(
+        EvalHandlingEnum.STOP_TRAIN,
+        "What the run does during such an evaluation: STOP_TRAIN begins no group, LIMIT_TRAIN leaves eval_limit_ratio "
+        "of the workers to the evaluation, NONE changes nothing.",
+    )
+    eval_limit_ratio: float = setting(0.5, "The share of the workers that LIMIT_TRAIN takes from the run.", ge=0, le=1)
     inference_weight: float = setting(1.0, "Weight among the environments that feed the same trainer.", ge=0)
-    batch_size: int = later(-1, "Rollouts per trainer batch; -1 leaves it to the trainer.")
+    batch_size: int = later(-1, "Rollouts per trainer batch.", "The trainer's server decides the size of its batches.")
     max_batches_offpolicy: int = setting(3, "Batches in progress or waiting for the trainer; at least one may.", ge=0)
     min_batch_allocation: float | None = setting(None, "Least share of a trainer's batch, 0 to 1.", ge=0, le=1)
     use_wandb: bool = setting(
@@ -154,10 +172,12 @@ class BaseEnvConfig(Settings):
     num_rollouts_to_keep: int = setting(32, "Groups whose rollouts are kept to be shown.", ge=1)
     num_rollouts_per_group_for_logging: int = setting(1, "Rollouts kept of each group; -1 means all.", ge=-1)
     min_items_sent_before_logging: int = setting(2, "Finished groups between two logs of the metrics.", ge=1)
-    thinking_mode: bool = later(False, "Ask the model to think in its own tags.")
-    reasoning_effort: str | None = later(None, "How hard a reasoning model should think.")
-    max_reasoning_tokens: int | None = later(None, "Most tokens of reasoning per model call.")
-    custom_thinking_prompt: str | None = later(None, "The text that asks for thinking.")
+    thinking_mode: bool = setting(False, "Ask the agent, in its system message, to think inside <think> tags.")
+    reasoning_effort: str | None = setting(None, "Sent with every request of an agent as reasoning_effort.")
+    max_reasoning_tokens: int | None = setting(
+        None, "Sent with every request of an agent as reasoning.max_tokens, which OpenRouter reads.", gt=0
+    )
+    custom_thinking_prompt: str | None = setting(None, "Put before the system message instead of thinking_mode's text.")
 
     @field_validator("data_path_to_save_groups")
     @classmethod
@@ -275,33 +295,33 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     dataset_split: str = setting("train", "The split of a named data set.")
     prompt_field: str = setting("prompt", "The column that holds the prompt.")
 
-    terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.")
-    nomad_address: str = later("http://localhost:4646", "Nomad: its API.")
-    sandbox_job_id: str = later("atropos-sandbox", "Nomad: the job's name.")
-    sandbox_image: str = later("atropos-sandbox:local", "Nomad: the container image.")
-    slots_per_container: int = later(10, "Nomad: slots in one container.")
-    min_containers: int = later(1, "Nomad: containers kept running.")
-    max_containers: int = later(10, "Nomad: containers at most.")
-    privileged: bool = later(False, "Nomad: privileged containers.")
-    purge_job_on_start: bool = later(False, "Nomad: remove an old job first.")
-    purge_job_on_shutdown: bool = later(True, "Nomad: remove the job at the end.")
-    driver: str = later("docker", "Nomad: the task driver, `docker` or `singularity`.")
-    singularity_image: str | None = later(None, "Nomad: the image file for singularity.")
-    modal_app_name: str = later("atropos-sandbox", "Modal: the app.")
-    modal_image: str = later("python:3.11", "Modal: the image.")
-    modal_gpu: str | None = later(None, "Modal: the GPU type.")
-    modal_cpu: float = later(1.0, "Modal: cores per sandbox.")
-    modal_memory: int = later(2048, "Modal: megabytes per sandbox.")
-    modal_slots_per_sandbox: int = later(10, "Modal: slots in one sandbox.")
-    modal_min_sandboxes: int = later(1, "Modal: sandboxes kept running.")
-    modal_max_sandboxes: int = later(5, "Modal: sandboxes at most.")
-    modal_idle_timeout: int = later(120, "Modal: seconds until an idle sandbox ends.")
-    modal_max_lifetime: int = later(3600, "Modal: seconds a sandbox lives.")
-    modal_acquire_timeout: float = later(60, "Modal: seconds to wait for a slot.")
-    modal_execution_timeout: float = later(30, "Modal: seconds a command may take.")
-    modal_secrets: str = later("", "Modal: names of its secrets, separated by commas.")
-    modal_env_vars: str = later("", "Modal: variables, K=V;K=V.")
-    modal_workspace_base: str = later("/data", "Modal: where workspaces lie.")
+    terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.", "A slot lives as long as its rollout.")
+    nomad_address: str = later("http://localhost:4646", "Nomad: its API.", NO_NOMAD)
+    sandbox_job_id: str = later("atropos-sandbox", "Nomad: the job's name.", NO_NOMAD)
+    sandbox_image: str = later("atropos-sandbox:local", "Nomad: the container image.", NO_NOMAD)
+    slots_per_container: int = later(10, "Nomad: slots in one container.", NO_NOMAD)
+    min_containers: int = later(1, "Nomad: containers kept running.", NO_NOMAD)
+    max_containers: int = later(10, "Nomad: containers at most.", NO_NOMAD)
+    privileged: bool = later(False, "Nomad: privileged containers.", NO_NOMAD)
+    purge_job_on_start: bool = later(False, "Nomad: remove an old job first.", NO_NOMAD)
+    purge_job_on_shutdown: bool = later(True, "Nomad: remove the job at the end.", NO_NOMAD)
+    driver: str = later("docker", "Nomad: the task driver, `docker` or `singularity`.", NO_NOMAD)
+    singularity_image: str | None = later(None, "Nomad: the image file for singularity.", NO_NOMAD)
+    modal_app_name: str = later("atropos-sandbox", "Modal: the app.", NO_MODAL)
+    modal_image: str = later("python:3.11", "Modal: the image.", NO_MODAL)
+    modal_gpu: str | None = later(None, "Modal: the GPU type.", NO_MODAL)
+    modal_cpu: float = later(1.0, "Modal: cores per sandbox.", NO_MODAL)
+    modal_memory: int = later(2048, "Modal: megabytes per sandbox.", NO_MODAL)
+    modal_slots_per_sandbox: int = later(10, "Modal: slots in one sandbox.", NO_MODAL)
+    modal_min_sandboxes: int = later(1, "Modal: sandboxes kept running.", NO_MODAL)
+    modal_max_sandboxes: int = later(5, "Modal: sandboxes at most.", NO_MODAL)
+    modal_idle_timeout: int = later(120, "Modal: seconds until an idle sandbox ends.", NO_MODAL)
+    modal_max_lifetime: int = later(3600, "Modal: seconds a sandbox lives.", NO_MODAL)
+    modal_acquire_timeout: float = later(60, "Modal: seconds to wait for a slot.", NO_MODAL)
+    modal_execution_timeout: float = later(30, "Modal: seconds a command may take.", NO_MODAL)
+    modal_secrets: str = later("", "Modal: names of its secrets, separated by commas.", NO_MODAL)
+    modal_env_vars: str = later("", "Modal: variables, K=V;K=V.", NO_MODAL)
+    modal_workspace_base: str = later("/data", "Modal: where workspaces lie.", NO_MODAL)
 
     @field_validator("distribution")
     @classmethod

@@ -15,6 +15,7 @@ import msgspec
 
 from palaestra.core.io.durable_files import writing
 from palaestra.core.types import JSON
+from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.records import Group
@@ -29,6 +30,10 @@ class EvaluatedEnvironment(Environment):
 
     chooses_evaluation = False
     """Whether only the environment knows how many tasks it evaluates."""
+
+    def has_evaluation(self, config: BaseEnvConfig) -> bool:
+        """Whether it can be evaluated while it trains: on tasks that training does not use."""
+        return bool(getattr(config, "held_out", self.chooses_evaluation))
 
     def trainer_takes(self, most_tokens: int | None) -> None:
         """A trainer's server said how many tokens of a rollout it takes, at most."""

@@ -15,7 +15,7 @@ from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.run_folder import RunOutput
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Totals
-from palaestra.trainers.atropos.connection import FeedSettings, TrajectoryClient
+from palaestra.trainers.atropos.connection import FeedSettings, TrainerConnection, TrajectoryClient
 from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.groups import Deliveries, fitting, longest_row, scored_data
 
@@ -69,6 +69,7 @@ class Serving:
         on_limit: Callable[[int | None], None] = lambda most_tokens: None,
     ) -> None:
         self._on_limit = on_limit
+        self._connection: TrainerConnection | None = None
         self._config = config
         self._output = output
         self._note = note
@@ -83,6 +84,7 @@ class Serving:
             async with feeding(settings, url, deliveries, token=token, note=self._note) as feed:
                 most_tokens = (await feed.connection.standing()).most_tokens
                 self._on_limit(most_tokens)
+                self._connection = feed.connection
 
                 def hand_on(group: Group) -> None:
                     keep(group)
@@ -94,6 +96,11 @@ class Serving:
             left = "".join(f"; {count} {why}" for why, count in self._unsent.items())
             self._note(f"{len(deliveries)} groups delivered to {config.rollout_server_url}{left}")
             deliveries.close()
+
+    def step(self) -> int:
+        """The trainer's step, as far as it has said."""
+        standing = self._connection.current if self._connection is not None else None
+        return 0 if standing is None else standing.step
 
     def _delivery_id(self, group: Group) -> str:
         return f"{self._output.folder.run_id}/{group.group_id}"

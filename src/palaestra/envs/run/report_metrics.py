@@ -170,6 +170,10 @@ class Reporting:
             tracker.show(self._step, self._prefix + ROLLOUTS, shown)
         await asyncio.gather(*(tracker.aclose() for tracker in self._trackers))
 
+    def log(self, numbers: Mapping[str, float]) -> None:
+        """Send metrics to the trackers now."""
+        self._log(numbers)
+
     def _log(self, numbers: Mapping[str, float | str]) -> None:
         for tracker in self._trackers:
             tracker.log(self._step, numbers)

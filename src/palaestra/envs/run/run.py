@@ -17,13 +17,14 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES
 from palaestra.core.types import numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
+from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_short, save_evaluation
@@ -47,6 +48,9 @@ from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra.sandbox.slot import Rung
+
+if TYPE_CHECKING:
+    from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +183,18 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     )
 
 
-def concurrency(config: BaseEnvConfig) -> int:
-    """Groups in flight: as asked, or enough to keep this machine's cores busy."""
+def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
+    """Groups in flight: as asked, in total or per model server, or enough to keep this machine's cores busy."""
     if config.max_num_workers > 0:
         return config.max_num_workers
+    if "max_num_workers_per_node" in config.model_fields_set:
+        return config.max_num_workers_per_node * max(1, servers)
     return max(2, 2 * (os.cpu_count() or 1))
+
+
+def eval_workers(config: BaseEnvConfig, workers: int) -> int:
+    """Groups of an evaluation in flight: as many as of the run, fewer if `max_eval_workers` is set."""
+    return min(workers, config.max_eval_workers) if "max_eval_workers" in config.model_fields_set else workers
 
 
 def _writing_on(stream: TextIO) -> Callable[[str], None]:
@@ -204,6 +215,7 @@ class CommandRun:
     reporting: Reporting
     status: StatusFile
     gate: Gate | None = None
+    evaluations: PeriodicEvaluation | None = None
     begun: bool = False
     """Whether a group may be in flight."""
 
@@ -299,11 +311,12 @@ class CommandRun:
             if command == "evaluate":
                 totals = await self._evaluate(limit)
             else:
-                roll_out = partial(self._run_groups, limit, self._keep)
+                serving, roll_out = None, partial(self._run_groups, limit, self._keep)
                 if command == "serve":
                     serving = Serving(config, self.output, context.events.note, environment.trainer_takes)
-                    serve = partial(self._run_groups, limit)
-                    roll_out = partial(serving.run, serve, self._keep)
+                    roll_out = partial(serving.run, partial(self._run_groups, limit), self._keep)
+                if (evaluations := self._make_evaluations(serving)) is not None:
+                    self.evaluations, roll_out = evaluations, partial(evaluations.during, roll_out)
                 totals = await environment.managed(command, roll_out)
             self.output.own.update(numbers(await self.reporting.own(environment)))
             return totals
@@ -315,13 +328,14 @@ class CommandRun:
         limits = self.context.limits
 
         async def open_gate() -> bool:
-            asked = [each for each in (gate, self.gate) if each is not None]
+            evaluated = None if self.evaluations is None else self.evaluations.gate
+            asked = [each for each in (evaluated, gate, self.gate) if each is not None]
             return await limits.gate() and all([await limits.unless_stopped(each()) for each in asked])
 
         runner = Runner(
             self.environment,
             self.context,
-            concurrency=concurrency(self.parsed.env_config),
+            concurrency=concurrency(self.parsed.env_config, len(self.parsed.server_configs)),
             limit=limit,
             on_group=on_group,
             gate=open_gate,
@@ -329,11 +343,37 @@ class CommandRun:
         )
         return await runner.run()
 
+    def _make_evaluations(self, serving: Serving | None) -> PeriodicEvaluation | None:
+        """The evaluations during the run, None without any: `serve` has them as its settings say, `process` only if a
+        user set `steps_per_eval`."""
+        config, user_set = self.parsed.env_config, self.parsed.sources.get("env.steps_per_eval", DEFAULT) not in UNSAID
+        if config.steps_per_eval == 0 or (serving is None and not user_set):
+            return None
+        if not self.environment.has_evaluation(config):
+            if user_set:
+                self.context.events.note("steps_per_eval: no task is held out to evaluate (set --env.held_out)")
+            return None
+        from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation  # here, because most runs have none
+
+        workers = concurrency(config, len(self.parsed.server_configs))
+        return PeriodicEvaluation(
+            self.environment,
+            self.context,
+            config,
+            self.output.folder.path,
+            workers,
+            eval_workers(config, workers),
+            self.reporting.log,
+            recorded_tools=partial(make_recorded_tools, config),
+            step=None if serving is None else serving.step,
+        )
+
     async def _evaluate(self, limit: int | None) -> Totals:
         """Evaluate, and save the result in the configured folder, or else in the run's own."""
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
-        workers = concurrency(self.parsed.env_config)
+        config = self.parsed.env_config
+        workers = eval_workers(config, concurrency(config, len(self.parsed.server_configs)))
         evaluation = Evaluation(self.environment, context, workers, self._keep, context.limits.gate, limit)
         totals = await evaluation.run()
         note = context.events.note

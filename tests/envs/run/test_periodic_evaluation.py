@@ -1,0 +1,139 @@
+"""Evaluations on held-out items while a run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.main import main
+from palaestra.core.types import JSON
+from palaestra.rollouts.journal.reader import Recording
+
+pytestmark = pytest.mark.slots
+
+FUNCTION = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def words(n: int = 12):
+    for i in range(n):
+        yield Task(id=f"word-{i}", prompt="Write a word.", solution="echo word > word.txt")
+
+@words.score
+async def right(sandbox):
+    return await sandbox.stat("word.txt") is not None
+"""
+
+CLASS = """
+import asyncio
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+
+class WordsEnv(HermesAgentBaseEnv):
+    name = "words"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(
+            enabled_toolsets=["terminal"], group_size=1, total_steps=6, max_num_workers=WORKERS, steps_per_eval=3
+        )
+        return config, [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.iter = 0
+
+    async def get_next_item(self):
+        self.iter += 1
+        return {"id": f"train-{self.iter}", "solution": "sleep 0.1; echo word > word.txt"}
+
+    def format_prompt(self, item):
+        return "Write a word."
+
+    async def compute_reward(self, item, result, ctx):
+        return float(ctx.terminal("cat word.txt")["exit_code"] == 0)
+
+    async def evaluate(self, *args, **kwargs):
+        steps = self.curr_step
+        done = await self.evaluate_items([{"id": "held", "solution": "sleep 1; echo word > word.txt"}])
+        await self.evaluate_log({"eval/percent_correct": sum(each.reward for each in done), "eval/at": steps})
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def folder() -> Path:
+    (journal,) = Path().glob("runs/*/*/journal.jsonl")
+    return journal.parent
+
+
+def events(path: Path) -> list[dict[str, JSON]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("here")
+def test_held_out_tasks_are_evaluated_and_not_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("words_env.py").write_text(FUNCTION)
+    line = ["run", "words_env.py", "--policy", "oracle", "--group", "1", "--concurrency", "2"]
+    assert main([*line, "--env.held_out", "0.4", "--env.steps_per_eval", "3"]) == 0
+    trained = {group.task_id for group in Recording(folder() / "journal.jsonl")}
+    evaluations = sorted((folder() / "evaluations").iterdir())
+    assert [each.name for each in evaluations] == ["step-000003", "step-000006", "step-000009"]
+    for each in evaluations:
+        held = {group.task_id for group in Recording(each / "journal.jsonl")}
+        assert held
+        assert not held & trained
+        assert "pass@1" in (each / "metrics.json").read_text()
+    assert "eval/pass@1" in (folder() / "metrics.jsonl").read_text()
+    assert "evaluation at step 3" in capsys.readouterr().err
+    assert {line["rollouts"][0]["outcome"] for line in events(Path("data/words.jsonl"))} == {"natural"}
+    assert len(events(Path("data/words.jsonl"))) == len(trained)
+
+
+@pytest.mark.usefixtures("here")
+def test_without_held_out_tasks_nothing_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("words_env.py").write_text(FUNCTION)
+    assert main(["run", "words_env.py", "--policy", "oracle", "--tasks", "2", "--env.steps_per_eval", "1"]) == 0
+    assert "no task is held out" in capsys.readouterr().err
+    assert not (folder() / "evaluations").exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_process_does_not_evaluate_for_a_setting_of_the_script_alone() -> None:
+    Path("words_env.py").write_text(CLASS.replace("WORKERS", "2"))
+    assert main(["run", "words_env.py", "--policy", "oracle", "--tasks", "3"]) == 0
+    assert not (folder() / "evaluations").exists()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("handling", "most"), [("STOP_TRAIN", 0), ("LIMIT_TRAIN", 1), ("NONE", 2)])
+def test_how_much_goes_on_during_an_evaluation(handling: str, most: int) -> None:
+    Path("words_env.py").write_text(CLASS.replace("WORKERS", "2"))
+    flags = ["--env.steps_per_eval", "3", "--env.eval_handling", handling, "--env.total_steps", "9"]
+    assert main(["run", "words_env.py", "--policy", "oracle", *flags]) == 0
+    evaluated = events(folder() / "evaluations/step-000003/journal.jsonl")
+    began, ended = evaluated[0]["at"], evaluated[-1]["at"]
+    marks = [
+        (event["at"], 1 if event["event"] == "group" else -1)
+        for event in events(folder() / "journal.jsonl")
+        if event["event"] in ("group", "group_end")
+    ]
+    started = [at for at, change in marks if change == 1 and began < at < ended]
+    assert bool(started) == bool(most)
+    assert max(sum(change for at, change in marks if at <= moment) for moment in started or [0]) <= most
+    assert "eval/percent_correct" in (folder() / "metrics.jsonl").read_text()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_failed_evaluation_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = CLASS.replace("WORKERS", "2").replace("steps = self.curr_step", "raise RuntimeError('no data')")
+    Path("words_env.py").write_text(broken)
+    assert main(["run", "words_env.py", "--policy", "oracle", "--env.steps_per_eval", "3"]) == 0
+    said = capsys.readouterr().err
+    assert "the evaluation at step 3 failed" in said
+    assert "no data" in said
+    assert "Traceback" not in said
