@@ -91,6 +91,22 @@ class OwnLoop(Greeting):
             return await loop.run(messages)
 
 
+class Renamed(Greeting):
+    """Asks for a parser that there is not, in the contract's form of its own loop."""
+
+    async def _run_agent_loop(
+        self,
+        task_id: str,
+        tools: list[JSON],
+        valid_names: set[str],
+        messages: list[Message],
+        tool_handler: JSON = None,
+    ) -> AgentResult:
+        async with self.server.managed_server(tokenizer=self.tokenizer, tool_call_parser="hermmes") as managed:
+            loop = HermesAgentLoop(managed, tools, valid_names, max_turns=4, task_id=task_id)
+            return await loop.run(messages)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("model")
@@ -143,6 +159,14 @@ def lines_of(env: type[HermesAgentBaseEnv], folder: Path, out: Path, *argv: str,
 def journal_of(out: Path) -> Path:
     (found,) = out.glob("runs/*/*/journal.jsonl")
     return found
+
+
+@pytest.mark.slots
+def test_a_parser_that_there_is_not_is_hermes(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (line, _) = lines_of(Renamed, folder, tmp_path, "--openai.tokenizer_name", str(folder))
+    assert "'hermmes'" in caplog.text
+    assert [message["role"] for message in line["messages"][0]] == ["user", "assistant", "tool", "assistant"]
+    assert line["inference_logprobs"]
 
 
 @pytest.mark.slots

@@ -21,7 +21,7 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ContextExceeded, EngineError, InfraError
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.chat_server import ChatServer, chat_server
-from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra.tools.runtime.runtime import ToolRuntime, tools_of_task
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
 """Called after every turn with the turn and the messages that it added. Not called for a turn that cancellation cut."""
@@ -40,7 +40,9 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """The default handler: the tools of the package, in a slot of the task's own."""
+    """The default handler: the tools of the package, in a slot of the task's own; in a rollout of this name, its."""
+    if (found := tools_of_task(task_id)) is not None:
+        return await found.tools().handle(name, arguments)
     from palaestra.tools.runtime.function_calls import handle_function_call_async  # imports the sandbox
 
     return await handle_function_call_async(name, arguments, task_id)

@@ -5,6 +5,7 @@ The scripts of `tests/envs/contract` are run as they are, from their own command
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from talking import Talk, trainer
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
+from palaestra.trainers.atropos.trajectory_server import serving
 
 pytestmark = pytest.mark.slots
 
@@ -86,7 +89,7 @@ def logged(done: Done) -> bool:
 
 HOOKS: dict[str, tuple[str, tuple[str, ...], Callable[[Done], bool]]] = {
     "_resolve_tools_for_group": ("resolve_tools", (), offered),
-    "_run_agent_loop": ("agent_loop", (), lambda done: done.rewards == [[1.0], [1.0]]),
+    "_run_agent_loop": ("agent_loop", (), lambda done: done.rewards == [[1.0]] * 3),
     "_build_scored_item": ("scored_item", (), built),
     "_format_trajectory_for_display": (
         "display",
@@ -129,3 +132,20 @@ def test_a_hook_of_the_contract_is_called(hook: str, tmp_path: Path) -> None:
 def test_there_is_a_script_for_every_hook() -> None:
     used = {f"{script}_env.py" for script, _, _ in HOOKS.values()} | {"env_manager_env.py"}
     assert {path.name for path in SCRIPTS.glob("*_env.py")} == used
+
+
+def test_env_manager_surrounds_serve(tmp_path: Path) -> None:
+    async def scenario() -> Done:
+        async with serving() as url, Talk(url) as api:
+            await api.post("/register", trainer(starting_step=0, max_token_len=1 << 16, num_steps=1, batch_size=2))
+            flags = ["--env.rollout_server_url", url, "--env.allow_placeholder_tokens", "true", "--tasks", "1"]
+            script = SCRIPTS / "env_manager_env.py"
+            running = asyncio.to_thread(run_script, script, tmp_path, *flags, command="serve")
+            done = asyncio.create_task(running)
+            while not done.done() and (await api.get("/batch"))["batch"] is None:  # noqa: ASYNC110 - the wire has only this
+                await asyncio.sleep(0.05)
+            return await done
+
+    done = asyncio.run(scenario())
+    assert done.code == 0, done.stderr
+    assert kept_alive(done)

@@ -11,6 +11,7 @@ from palaestra import (
     HermesAgentLoop,
     Item,
     ToolContext,
+    handle_function_call,
 )
 
 CLOCK = {
@@ -30,21 +31,22 @@ class AgentLoopEnv(HermesAgentBaseEnv):
     @classmethod
     def config_init(cls) -> tuple[HermesAgentEnvConfig, list[APIServerConfig]]:
         env_config = HermesAgentEnvConfig(
-            enabled_toolsets=["terminal"], group_size=1, total_steps=2, max_agent_turns=5, include_messages=True
+            enabled_toolsets=["terminal"], group_size=1, total_steps=3, max_agent_turns=5, include_messages=True
         )
         return env_config, [APIServerConfig(model_name="m", base_url="http://localhost:8000/v1", api_key="x")]
 
     async def setup(self):
         self.items = [
-            {"id": "own", "own": True, "solution": "echo yes > done.txt"},
-            {"id": "base", "own": False, "solution": "echo yes > done.txt"},
+            {"id": "own", "kind": "own", "solution": "echo yes > done.txt"},
+            {"id": "base", "kind": "base", "solution": "echo yes > done.txt"},
+            {"id": "bare", "kind": "bare", "solution": "echo yes > done.txt"},
         ]
 
     async def get_next_item(self) -> Item:
         return self.items.pop(0) if self.items else None
 
     def format_prompt(self, item: Item) -> str:
-        return "own" if item["own"] else "base"
+        return item["kind"]
 
     async def _run_agent_loop(
         self,
@@ -75,6 +77,11 @@ class AgentLoopEnv(HermesAgentBaseEnv):
                 tool_handler=counting_handler,
             )
             result = await agent.run(messages)
+        elif messages[-1]["content"] == "bare":
+            agent = HermesAgentLoop(self.server, tools, valid_names, max_turns=5, task_id=task_id)
+            result = await agent.run(messages)
+            seen = json.loads(handle_function_call("terminal", {"command": "cat done.txt"}, task_id=task_id))
+            calls = [seen["output"].strip()]
         else:
             result = await super()._run_agent_loop(task_id, tools, valid_names, messages, tool_handler=counting_handler)
         result.metadata["calls"] = calls

@@ -63,6 +63,7 @@ from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.spec import Kit, Projection, RecordedTools
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.runtime import TASK_TOOLS, TaskTools
 
 logger = logging.getLogger(__name__)
 
@@ -377,6 +378,15 @@ class BaseEnv(ABC):
         }
 
 
+@contextmanager
+def in_rollout(rollout: Rollout) -> Iterator[None]:
+    """Run code of a class in the block that may run the agent itself: calls of tools under the rollout's name, or under
+    none, are in its slot."""
+    tools = TaskTools(rollout.rollout_id, lambda: rollout.tools, asyncio.get_running_loop())
+    with assigned(CURRENT, rollout), assigned(TASK_TOOLS, tools):
+        yield
+
+
 class RolloutServer(ChatServer):
     """The model server as the code of one rollout sees it: chats are those of the rollout, which a scripted policy
     plays; everything else is the run's."""
@@ -670,7 +680,7 @@ class CollectedEnvironment(ClassEnvironment):
             try:
                 with (
                     assigned(PLAYER, play),
-                    assigned(CURRENT, rollout),
+                    in_rollout(rollout),
                     self.group_tools(rollout.kit),
                     ended_loops() as ended,
                 ):

@@ -40,6 +40,7 @@ from palaestra.envs.api.base_env import (
     RolloutFailed,
     Tools,
     assigned,
+    in_rollout,
     own_names,
     row_and_backlog,
 )
@@ -483,7 +484,7 @@ class ContractEnvironment(CollectedEnvironment):
         else:
             handled = partial(hook, tool_handler=rollout.tools.handle) if accepts(hook, "tool_handler") else hook
             loop = called(handled, rollout.rollout_id, *tools_of(rollout.kit), messages)
-        with assigned(CURRENT, rollout):
+        with in_rollout(rollout):
             result: AgentResult = await run_hook(
                 TaskError, bridged(loop), f"{self.name}._run_agent_loop on {rollout.rollout_id}"
             )

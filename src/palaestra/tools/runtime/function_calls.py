@@ -28,6 +28,7 @@ from pydantic import Field
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, ImageError, SandboxError
+from palaestra.core.sync_bridge import wait_for_sync
 from palaestra.core.types import JSON
 from palaestra.processes.notifications import Notifications
 from palaestra.processes.registry import ProcessRegistry
@@ -41,7 +42,7 @@ from palaestra.tools.mcp.run_servers import ServersOnDemand
 from palaestra.tools.registry.build import chosen_tools, unrestricted
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, ToolExecutorConfig
-from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime
+from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime, tools_of_task
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import ToolOutcome
@@ -360,6 +361,9 @@ def handle_function_call(
     user_task: str | None = None,
 ) -> str:
     """Run one tool call in the task's slot and return the JSON text for the model. No tool reads `user_task`."""
+    if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
+        call = found.tools().handle(function_name, function_args)
+        return wait_for_sync(call, loop=found.loop, twin="handle_function_call_async")
     return default_session().handle(function_name, function_args, task_id, user_task)
 
 
@@ -370,6 +374,8 @@ async def handle_function_call_async(
     user_task: str | None = None,
 ) -> str:
     """`handle_function_call`, to be awaited; `HermesAgentLoop` calls it by default."""
+    if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
+        return await found.tools().handle(function_name, function_args)
     return await default_session().handle_async(function_name, function_args, task_id, user_task)
 
 

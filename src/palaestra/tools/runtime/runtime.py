@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -159,6 +160,25 @@ class ToolRuntime(ToolRun):
         limited = copy.copy(self)
         limited.timeout_s = timeout_s
         return limited
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTools:
+    """The tools of the rollout whose environment's code runs here, under the name of its task."""
+
+    task_id: str
+    tools: Callable[[], ToolRuntime]
+    loop: asyncio.AbstractEventLoop
+
+
+TASK_TOOLS: ContextVar[TaskTools | None] = ContextVar("task_tools", default=None)
+
+
+def tools_of_task(task_id: str | None) -> TaskTools | None:
+    """The tools of the current rollout if that is the task or none is named; otherwise the task has a slot of its
+    own."""
+    found = TASK_TOOLS.get()
+    return found if found is not None and task_id in (None, found.task_id) else None
 
 
 def _surrounded(middleware: ToolMiddleware, then: Next) -> Next:
