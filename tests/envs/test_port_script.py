@@ -109,13 +109,14 @@ config = APIServerConfig()
 CANNOT_START = """from atroposlib.envs.base import *
 from ..backends.docker_direct_backend import DockerDirectBackend
 from tools.registry import registry
-import no_such_package.part
+import no_such_package.part; from typing import Generic
+from typing import AnyStr as Kind
 try:
     import optional_package
 except ImportError:
     optional_package = None
 
-class Theirs(BaseEnv):
+class Theirs(BaseEnv, Generic[Kind]):
     async def setup(self):
         self.items = unknown_everywhere
 
@@ -139,15 +140,15 @@ def test_what_cannot_start_or_is_not_called_is_listed() -> None:
         (2, "from ..backends.docker_direct_backend import DockerDirectBackend"),
         (3, "from tools.registry import registry"),
         (4, "import no_such_package"),
-        (14, "Theirs.handle_env"),
-        (15, "super().handle_env"),
-        (17, "Theirs.get_next_item"),
-        (21, "self.of_nobody"),
-        (22, "self.evaluate_log(…)"),
-        (23, "ToolContext(…)"),
+        (15, "Theirs.handle_env"),
+        (16, "super().handle_env"),
+        (18, "Theirs.get_next_item"),
+        (22, "self.of_nobody"),
+        (23, "self.evaluate_log(…)"),
+        (24, "ToolContext(…)"),
     ]
     assert "@tool" in found[3, "from tools.registry import registry"]
-    assert "colour" in found[22, "self.evaluate_log(…)"]
+    assert "colour" in found[23, "self.evaluate_log(…)"]
 
 
 @pytest.mark.parametrize(

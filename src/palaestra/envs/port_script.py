@@ -347,13 +347,13 @@ class _Script:
         relatives, base = [kind], None
         for each in relatives:
             for parent in each.bases:
-                name = _dotted(parent) or ""
+                name = _dotted(parent.value if isinstance(parent, ast.Subscript) else parent) or ""
                 name = self._ours.get(name, name.rpartition(".")[2])
                 if name in CLASSES:
                     base = getattr(palaestra, name)
                 elif name in local and local[name] not in relatives:
                     relatives.append(local[name])
-                elif name not in ("ABC", "object"):
+                elif name not in ("ABC", "Generic", "object"):
                     return None
         return None if base is None else (base, relatives)
 
