@@ -277,7 +277,9 @@ def test_in_real_slots_trajectories_are_apart_and_a_release_ends_what_runs() -> 
         config = ToolExecutorConfig(allow_network=False)
         async with (
             SlotPool(SlotPoolConfig(max_slots=2), LocalBackend()) as pool,
-            ToolExecutor(pool=pool, tools=build_tool_registry(), config=config) as executor,
+            ToolExecutor(
+                pool=pool, tools=build_tool_registry(["default", "terminal_stateful"]), config=config
+            ) as executor,
         ):
             await executor.execute("t1", shell("echo one > mark"))
             assert (await executor.execute("t1", shell("cat mark"))).output == "one\n"
@@ -286,7 +288,9 @@ def test_in_real_slots_trajectories_are_apart_and_a_release_ends_what_runs() -> 
             assert failed.output == f"out\n\n[stderr]\n{failed.metadata['stderr']}"
             assert "mark" in failed.metadata["stderr"]
             assert failed.metadata["stdout"] == "out\n"
-            assert failed.metadata["network_isolated"] is True
+            assert (failed.metadata["network_isolated"], failed.metadata["stateful"]) == (True, False)
+            kept = await executor.execute("t2", ToolCall("bash_stateful", {"command": "exit_code() { return 3; }"}))
+            assert (kept.metadata["stateful"], kept.metadata["returncode"]) == (True, 0)
             read = await executor.read_artifact(ArtifactReadRequestPayload(trajectory_id="t1", path="mark"))
             assert (read.success, read.content) == (True, "one\n")
             absent = await executor.read_artifact(ArtifactReadRequestPayload(trajectory_id="t3", path="mark"))

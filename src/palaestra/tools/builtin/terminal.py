@@ -34,7 +34,7 @@ MIN_CHECK_INTERVAL_S = 30.0
 
 
 class ContractReplies:
-    """Shared with a task's tools, it makes `terminal` reply as the contract's sandbox server does: standard error after
+    """Shared with a task's tools, it makes terminals reply as the contract's sandbox server does: standard error after
     standard output and a line `[stderr]`, and also apart, with the facts of the sandbox."""
 
 
@@ -138,10 +138,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     except OSError as error:
         return _reply("", 1, f"workdir {workdir} cannot be used: {reason(error)}; nothing was run")
     reply = await reply_to(slot, result, timeout_s)
-    if apart:
-        reply |= {name: result.metadata[name] for name in _FACTS}
-        reply |= {name: _short(str(result.metadata[name])) for name in ("stdout", "stderr")}
-    return reply
+    return reply | contract_facts(result) if apart else reply
 
 
 async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -203,8 +200,14 @@ async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tup
     return cut(text, f"{len(text)} characters"), totals
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_OUTPUT_CHARS else cut(text, f"{len(text)} characters")
+def contract_facts(result: ExecutionResult) -> dict[str, JSON]:
+    """What `ContractReplies` adds to a reply."""
+    facts = {name: result.metadata[name] for name in _FACTS}
+    streams = {name: str(result.metadata[name]) for name in ("stdout", "stderr") if name in result.metadata}
+    return facts | {
+        name: text if len(text) <= MAX_OUTPUT_CHARS else cut(text, f"{len(text)} characters")
+        for name, text in streams.items()
+    }
 
 
 def cut(text: str, total: str) -> str:

@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Shell, Slot
 from palaestra.tools import parameters
-from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, check_command, clamp_timeout, reply_to
+from palaestra.tools.builtin.terminal import (
+    MAX_KEPT_BYTES,
+    ContractReplies,
+    check_command,
+    clamp_timeout,
+    contract_facts,
+    reply_to,
+)
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -68,7 +75,8 @@ async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> 
             "Make it again, by writing a file into it or in another kind of terminal"
         ) from None
     restarted = {"shell_restarted": True} if result.metadata.get("shell_restarted") else {}
-    return {**await reply_to(slot, result, timeout_s), **restarted}
+    facts = contract_facts(result) if run.found_state(ContractReplies) is not None else {}
+    return {**await reply_to(slot, result, timeout_s), **restarted, **facts}
 
 
 TERMINAL_STATEFUL = FunctionTool(schema=SCHEMA, run=run_terminal_stateful, toolset="terminal_stateful")
