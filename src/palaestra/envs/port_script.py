@@ -27,6 +27,7 @@ ROOTS = frozenset(
 ELSEWHERE: Mapping[str, str] = {
     "EvalHandlingEnum": "palaestra.envs.config.fields",
     "ProcessSession": "palaestra.processes.session",
+    "SlotState": "palaestra.sandbox.slot",
 }
 """Names of the contract that are not public here, and their modules."""
 
