@@ -23,6 +23,8 @@ HELP = [
     ["tasks", "build"],
     ["tasks", "build", "swe"],
     ["tasks", "build", "terminal"],
+    ["images", "make"],
+    ["images", "list"],
 ]
 
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "resume": "Continue a run that was killed or interrupted.",
     "env": "List environments.",
     "tasks": "Make verifiable tasks.",
+    "images": "Make and list root file systems for slots.",
     "model": "Make a tiny real model.",
     "tools": "List the tools and toolsets an agent can have.",
     "export": "Write a run's rollouts in the form that another program reads.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -12,10 +13,16 @@ import pytest
 
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
+from palaestra.core.types import Network, Task
 from palaestra.envs.cheats.proof import check_environment
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Mount, SlotSpec
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
+from palaestra.suites.endless_terminals.endless_terminals import (
+    EndlessEnvironment,
+    EndlessTerminalsEnv,
+    EndlessTerminalsEnvConfig,
+)
 from palaestra.suites.endless_terminals.generated_task import to_line
 from palaestra.suites.endless_terminals.task_folders import (
     GRADED,
@@ -285,3 +292,28 @@ def test_task_folders_are_played(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="other users of a slot need root")
 def test_a_folder_with_a_dockerfile_is_built_and_played(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     assert checked(tmp_path, installed_pytest, image="host").holds
+
+
+@pytest.mark.parametrize(("build", "prepare"), [(True, Network.ON), (False, Network.OFF)])
+def test_only_building_over_an_image_reaches_the_network(
+    installed_pytest: DependencyCache, tmp_path: Path, build: bool, prepare: Network
+) -> None:
+    folder = tmp_path / "tasks" / "built"
+    for name in ("environment", "tests"):
+        (folder / name).mkdir(parents=True)
+    (folder / "instruction.md").write_text("# Task\nWrite the sum.\n")
+    (folder / "tests" / "test_final_state.py").write_text(FINAL)
+    (folder / "environment" / "Dockerfile").write_text("FROM ubuntu:22.04\nRUN true\n")
+    config = EndlessTerminalsEnvConfig(
+        dataset_name=str(tmp_path / "tasks"), image="host", build_network=build, cache_dir=str(tmp_path / "cache")
+    )
+    inner = EndlessTerminalsEnv(config, [])
+
+    async def main() -> Task:
+        await inner.sort_out()
+        assert inner.items, inner.left_out
+        environment = EndlessEnvironment(inner, installed_pytest)
+        return await environment.resolve(environment.task(inner.items[0], 0))
+
+    network = asyncio.run(main()).network
+    assert (network.prepare, network.agent) == (prepare, Network.OFF)
