@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+import palaestra
 from palaestra import open_run
 from palaestra.cli.main import main
+from palaestra.envs.run.provenance import provenance
 
 ENV = """
 from palaestra import Task, environment
@@ -82,3 +86,67 @@ def test_a_resumed_run_can_be_extended() -> None:
 def test_an_unknown_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", "nothing"]) == 2
     assert "no run folder nothing" in capsys.readouterr().err
+
+
+def test_a_runs_record_says_what_it_was_made_with() -> None:
+    run = open_run()
+    facts = run.recording.meta.config["provenance"]
+    assert facts["environment_sha256"] == hashlib.sha256(Path("my_env.py").read_bytes()).hexdigest()
+    assert facts["palaestra"] == palaestra.__version__
+    assert {"python", "platform", "host", "cpus"} <= facts.keys()
+    assert "git_commit" not in facts
+    assert json.loads((run.path / "config.json").read_text())["provenance"] == facts
+
+
+def test_the_commit_of_an_environments_file_is_recorded() -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "my_env.py"], ["commit", "-qm", "Add it"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert provenance("my_env.py:words") | {"git_commit": commit, "git_changed": False} == provenance("my_env.py:words")
+    Path("my_env.py").write_text(ENV + "\n")
+    assert provenance("my_env.py:words")["git_changed"] is True
+
+
+def test_a_run_that_never_began_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path().rglob("*"))
+    Path("my_env.py").write_text(ENV.replace("solution=", "answr="))
+    assert main(["run", "my_env.py", "--policy", "oracle"]) == 2
+    assert sorted(Path().rglob("*")) == before
+    said = capsys.readouterr().err
+    assert "'answr'" in said
+    assert "--resume" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "unnamed"),
+    [
+        (["--env.bogus", "1"], "unknown flag --env.bogus", "Did you mean"),
+        (["--json"], "unknown flag --json", "Did you mean"),
+        (["--env.grp", "2"], "--group", "--env.n"),
+        (["--policy", "oracle", "-n", "3"], "unknown flag -n", "--policy"),
+        (["--policy", "orcale"], "Did you mean oracle?", "--"),
+        ([], "--policy oracle", "Traceback"),
+    ],
+)
+def test_a_mistake_names_what_is_wrong(
+    words: list[str], named: str, unnamed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "my_env.py", *words]) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert unnamed not in said
+
+
+def test_a_mistyped_file_is_shown_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "my_envs.py"]) == 2
+    assert "Did you mean my_env.py?" in capsys.readouterr().err
+
+
+def test_only_rollouts_of_a_reward_are_exported(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my_env.py").write_text(ENV.replace("def right(task): return 1", "def right(rollout): return rollout.index"))
+    assert main(["run", "my_env.py", "--policy", "noop", "--group", "3"]) == 0
+    capsys.readouterr()
+    assert main(["export", "last", "--to", "openai", "--min-reward", "2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["rollouts"], facts["left_out"]) == (2, {"reward below 2, or none": 4})

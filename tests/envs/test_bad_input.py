@@ -77,7 +77,7 @@ def test_a_name_of_the_hub_without_the_extra(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told(name, "somebody/something")
-    assert "'somebody/something' is no local file" in capsys.readouterr().err
+    assert "no file or folder 'somebody/something'" in capsys.readouterr().err
 
 
 def test_a_column_that_is_not_there_is_named(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +40,10 @@ class _Help(click.Command):
     \b
       palaestra export RUN --to openai
       palaestra export RUN --to rows --out rows.jsonl     # exact tokens, for a trainer
+      palaestra export last --to openai --min-reward 1    # solved tasks only, for fine-tuning
       palaestra export RUN --to table --out - | column -ts,
 
-    RUN is the folder that the run printed. Only its journal is read, also during the run. The file lies in
+    RUN is a run's folder, an id or `last`. Only its journal is read, also during the run. The file lies in
     RUN/exports unless --out says otherwise; one that is there already is kept and the new one numbered. The path goes
     to stdout; what is not in the file, and why, to stderr.
     """,
@@ -57,9 +59,18 @@ class _Help(click.Command):
     default=None,
     help="Rollouts with a reward, or also those without. [default: scored only where the format is for training]",
 )
+@click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @click.option("--placeholders", is_flag=True, help="rows: also tokens that no engine sampled; they train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Say what came of it as JSON.")
-def command(run: str, name: str, out: Path | None, scored_only: bool | None, placeholders: bool, as_json: bool) -> None:
+def command(
+    run: str,
+    name: str,
+    out: Path | None,
+    scored_only: bool | None,
+    min_reward: float | None,
+    placeholders: bool,
+    as_json: bool,
+) -> None:
     from palaestra.rollouts.export.exporter import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
 
@@ -73,11 +84,24 @@ def command(run: str, name: str, out: Path | None, scored_only: bool | None, pla
         path = path / f"{exporter.name}{exporter.ending}"
 
     def write(file: IO[bytes]) -> ExportReport:
+        below = Counter[str]()
         with _progress(recording) as groups:
-            return exporter.export(groups, file, meta)
+            report = exporter.export(_from(groups, min_reward, below), file, meta)
+        report.left_out += below
+        return report
 
     target, report = _written(path, write)
     _say(exporter, report, target, recording, as_json)
+
+
+def _from(groups: Iterable[Group], min_reward: float | None, below: Counter[str]) -> Iterator[Group]:
+    """The groups with the rollouts of at least this reward; the others are counted."""
+    for group in groups:
+        if min_reward is not None:
+            wanted = [each for each in group.trajectories if each.reward is not None and each.reward >= min_reward]
+            below[f"reward below {min_reward:g}, or none"] += len(group.trajectories) - len(wanted)
+            group.trajectories = wanted
+        yield group
 
 
 def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path | None, ExportReport]:

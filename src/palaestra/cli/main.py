@@ -19,25 +19,25 @@ from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.exits import report_failure
 
 COMMANDS = {
-    "run": "Roll out an environment and write its groups.",
-    "eval": "Say how many of an environment's tasks are solved, and how sure that is.",
+    "run": "Roll out an environment.",
+    "eval": "Evaluate a model on an environment, with pass@k and intervals.",
     "feed": "Serve an environment's rollouts to a trainer.",
     "runs": "List the runs of this folder, the latest first.",
     "resume": "Continue a run that was killed or interrupted.",
-    "env": "List environments.",
+    "status": "Show the state of a run: what is in flight, failures, cost.",
+    "export": "Write a run's rollouts in another program's format.",
+    "compare": "Compare two runs of the same tasks.",
+    "verify": "Prove that a run's rows train exactly what was sampled.",
+    "grade": "Score the kept workspaces of a run again, without an agent.",
+    "replay": "Replay a run without a model, and compare every observation.",
+    "env": "List, write, port and check environments.",
     "tasks": "Make verifiable tasks.",
     "images": "Make and list root file systems for slots.",
     "model": "Make a tiny real model.",
-    "tools": "List the tools and toolsets an agent can have.",
-    "export": "Write a run's rollouts in the form that another program reads.",
-    "compare": "Say which of two runs of the same tasks did better, and how sure that is.",
-    "verify": "Prove from what is stored that a run trains exactly what was sampled.",
-    "status": "Show how a run stands: what is in flight, blame, tokens, cost, disk.",
-    "grade": "Score the kept workspaces of a run again, without an agent.",
-    "replay": "Play a recorded run again, without a model, and compare every observation.",
-    "serve": "Run servers: between environments and a trainer, for slots, tools and models.",
-    "slots": "Show slots, services and prepared workspaces of this machine, and clean up.",
-    "doctor": "Show what this machine can isolate, or what a model server can do, and why not more.",
+    "tools": "List the tools and toolsets of agents.",
+    "serve": "Run servers for trainers, slots, tools and models.",
+    "slots": "List and clean up slots and workspaces on this machine.",
+    "doctor": "Report what this machine can isolate, or check a model server.",
 }
 """Each subcommand is `palaestra.cli.<name>.command`."""
 

@@ -143,10 +143,19 @@ def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[Mod
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean NAME?` for the closest of `known`, or an empty string: the end of a message."""
+    """` Did you mean NAME?` for the closest of `known`, or an empty string: the end of a message. Flags are compared by
+    their last part: what all of them begin with makes none nearer."""
+    if word.startswith("--"):
+        flags = {_last_part(flag): flag for flag in known}
+        near = difflib.get_close_matches(_last_part(word), flags, n=1, cutoff=0.7)
+        return f" Did you mean {flags[near[0]]}?" if near else ""
     candidates = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {candidates[found[0]]}?" if found else ""
+
+
+def _last_part(flag: str) -> str:
+    return flag.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
 
 
 def _assigned(old: JSON, path: str, value: JSON) -> JSON:
@@ -186,7 +195,7 @@ def _short(name: str, value: JSON) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-_FLAG = re.compile(r"--(?:env|openai)\.(?=\w)")
+_FLAG = re.compile(r"--(?:(?:env|openai)\.(?=\w)|(?=policy\b))")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ blame."""
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib.util
 import inspect
 import logging
@@ -191,7 +192,10 @@ def is_loaded(module_name: str) -> bool:
 def load_file(path: Path) -> ModuleType:
     """Import a Python file; modules next to it can be imported, too. Raises `ConfigError`."""
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=1)
+        hint = f". Did you mean {path.with_name(near[0])}?" if near else ""
+        raise ConfigError(f"there is no file {path}{hint}")
     module_name = f"{_MODULE}{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None

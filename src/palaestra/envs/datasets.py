@@ -157,7 +157,8 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{name!r} is no local file, and data sets by hub name need the 'hub' extra: pip install 'palaestra[hub]'"
+            f"there is no file or folder {name!r}; if it is the name of a data set on the hub, reading that needs the "
+            "'hub' extra: pip install 'palaestra[hub]'"
         ) from None
     try:
         yield from datasets.load_dataset(name, split=split, streaming=True)

@@ -272,6 +272,9 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         try:
             return read_words(annotation, words)
         except ValueError as error:
+            meant = next((word for word in words[1:] if re.fullmatch(r"-[A-Za-z]\w*", word)), None)
+            if meant is not None:
+                raise ConfigError(f"unknown flag {meant}: flags begin with two dashes") from None
             raise ConfigError(f"{written}: {error}") from None
 
     def known_flags(self) -> Iterator[str]:

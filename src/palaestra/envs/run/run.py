@@ -238,13 +238,16 @@ class CommandRun:
             try:
                 figures = output.close(reason)
             finally:
-                if figures:
+                began = output.begun or reason == "done"
+                if figures and began:
                     _print_summary(output, figures, reason, stream)
-                if reason != "done" or not figures:
+                if began and (reason != "done" or not figures):
                     why = f"{limits.reason}: {limits.message}" if limits.reason else "the run is not finished"
                     stream.write(f"{why}; continue with --resume {output.folder.path}\n")
                 self.reporting.note = _writing_on(stream)
                 await self.reporting.finish(self.environment, figures)
+                if not began:
+                    output.discard()
 
     @asynccontextmanager
     async def _watched(self, console: Console) -> AsyncIterator[None]:

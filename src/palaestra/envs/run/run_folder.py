@@ -7,9 +7,11 @@ numbered rather than overwritten.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,8 +25,17 @@ from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.origin import mark_origin
+from palaestra.envs.run.provenance import provenance
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.events import JOURNAL_SCHEMA, GroupFinished, Handlers, RunEnded, RunResumed, RunStarted
+from palaestra.rollouts.events import (
+    JOURNAL_SCHEMA,
+    GroupBegun,
+    GroupFinished,
+    Handlers,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+)
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.html import write_report
 from palaestra.rollouts.journal.journal import Journal, without_secrets
@@ -125,6 +136,8 @@ class RunOutput:
         self.groups = groups
         self.own: dict[str, float] = {}
         self.resumes = earlier is not None
+        self.begun = self.resumes
+        """Whether any group began, so that there is something to keep."""
         self.earlier = earlier or EarlierWork()
         self.resumed = ""
         self.settings = settings
@@ -137,7 +150,18 @@ class RunOutput:
         return self.groups.path.with_suffix(".html")
 
     def handlers(self) -> Handlers:
-        return {GroupFinished: lambda event: self._figures.add(event.group)}
+        return {GroupBegun: self._on_begun, GroupFinished: lambda event: self._figures.add(event.group)}
+
+    def _on_begun(self, _: GroupBegun) -> None:
+        self.begun = True
+
+    def discard(self) -> None:
+        """Remove the files of a run that never began."""
+        for path in (self.groups.path, self.report):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.folder.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other runs are there
+            self.folder.path.parent.rmdir()
 
     def close(self, reason: str) -> dict[str, float]:
         """Write the journal's last line, close everything and write the report. Returns the run's metrics. Raises
@@ -172,6 +196,7 @@ def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: st
     """The output of a new run, or of the one to resume. `reference` names the environment for a later replay."""
     config = parsed.env_config
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
+    settings["provenance"] = provenance(reference)
     if parsed.resume is not None:
         return _reopen_output(env, parsed, model, parsed.resume, settings)
     folder = claim_folder(root, env, model)

@@ -192,7 +192,10 @@ def _call_as(hook: DeltaHook, index: int, delta: Delta) -> None:
 def parse_base_url(base_url: str | None) -> URL:
     """The address of the API: a bare host gets `/v1`, a path is kept. Raises `ConfigError`."""
     if not base_url:
-        raise ConfigError("No model server is configured. Set --openai.base_url, for example http://127.0.0.1:8000/v1.")
+        raise ConfigError(
+            "No model server is configured. Set --openai.base_url, for example http://127.0.0.1:8000/v1, or try the "
+            "environment without a model: --policy oracle."
+        )
     try:
         url = URL(base_url.rstrip("/"))
     except ValueError as error:

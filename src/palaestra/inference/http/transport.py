@@ -346,6 +346,8 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     way_out = _WAYS_OUT.get(status, "")
     if 300 <= status < 400:
         way_out = "The address redirects; set --openai.base_url to where it leads (https instead of http?)."
+    if "--enable-auto-tool-choice" in said:
+        way_out = "Start vLLM with these two options, or take exact tokens from it: --openai.server_type vllm."
     words = said.rstrip(".") or "no text"
     text = f"The model server at {shown(url)} refused the request (HTTP {status}, model '{model}'): {words}."
     return EngineRefused(f"{text} {way_out}".rstrip())

@@ -1,0 +1,47 @@
+"""What a run was made with: versions, the environment's file, its commit, and the machine. For the run's record."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import subprocess
+from pathlib import Path
+
+from palaestra import __version__
+from palaestra.core.types import JSON
+
+_GIT_S = 5.0
+
+
+def provenance(reference: str) -> dict[str, JSON]:
+    """The facts for the environment of this reference; those that cannot be had are left out. `git_changed` is whether
+    the environment's file differs from its commit."""
+    facts: dict[str, JSON] = {
+        "palaestra": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+    }
+    path = Path(reference.partition(":")[0])
+    if path.suffix != ".py" or not path.is_file():
+        return facts
+    facts["environment_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    commit = _git(path.parent, "rev-parse", "HEAD")
+    if commit:
+        facts["git_commit"] = commit
+        facts["git_changed"] = bool(_git(path.parent, "status", "--porcelain", "--", path.name))
+    return facts
+
+
+def _git(folder: Path, *words: str) -> str:
+    """The output of a git command in the folder; empty if there is no git or no repository."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", folder, *words], capture_output=True, text=True, timeout=_GIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
