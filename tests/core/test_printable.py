@@ -1,4 +1,10 @@
+import contextlib
+import os
+import pty
+import subprocess
+import sys
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -68,3 +74,40 @@ def test_nothing_that_acts_survives(raw):
 def test_a_megabyte_of_unfinished_sequences_takes_no_time():
     assert printable("\x1b]" * 500_000) == ""
     assert printable("\x1b[" * 500_000).count("\u241b") < 500_001
+
+
+def on_a_terminal(tmp_path: Path, *argv: str) -> bytes:
+    """What the command writes to a terminal of its own."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen([sys.executable, *argv], stdin=slave, stdout=slave, stderr=slave, cwd=tmp_path)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while data := os.read(master, 4096):
+            shown += data
+    process.wait()
+    os.close(master)
+    return shown
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2Jtext\x9b31m"
+PRINTING = f"""
+import sys, logging
+from palaestra.core.printable import guard_terminals
+guard_terminals()
+print({EVIL!r}); sys.stderr.write({EVIL!r}); logging.warning({EVIL!r})
+sys.stdout.writelines([{EVIL!r}])
+raise RuntimeError({EVIL!r})
+"""
+
+
+def test_no_escape_sequence_reaches_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "evil_env.py").write_text(f"raise ValueError({EVIL!r})")
+    shown = on_a_terminal(tmp_path, "-c", PRINTING)
+    shown += on_a_terminal(tmp_path, "-m", "palaestra.cli.main", f"no{EVIL}command")
+    shown += on_a_terminal(tmp_path, "-m", "palaestra.cli.main", "run", "evil_env.py")
+    shown += on_a_terminal(tmp_path, "-m", "palaestra.cli.main", "status", f"no{EVIL}folder")
+    assert shown.count(b"text") >= 7
+    assert b"\x1b" not in shown
+    assert b"\x07" not in shown
+    assert "\x9b".encode() not in shown

@@ -23,6 +23,7 @@ import click
 
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.exits import FAILED, report
+from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Rung, RungStatus
 
@@ -173,13 +174,13 @@ def _show_table(facts: dict[str, str], ladder: Sequence[RungStatus]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    console = Console(file=getattr(sys.stdout, "raw", None))
     for name, value in facts.items():
-        console.print(f"[dim]{name:>7}[/]  {escape(value)}", highlight=False)
+        console.print(f"[dim]{name:>7}[/]  {escape(printable(value))}", highlight=False)
     table = Table(title="Isolation, best first", title_justify="left")
     for heading in ("rung", "here", "why", "covers"):
         table.add_column(heading, overflow="fold")
     for step in ladder:
         here = "[green]yes[/]" if step.available else "[red]no[/]"
-        table.add_row(step.rung.label, here, escape(step.reason), escape(", ".join(step.covers)))
+        table.add_row(step.rung.label, here, escape(printable(step.reason)), escape(", ".join(step.covers)))
     console.print(table)

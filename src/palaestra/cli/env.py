@@ -15,6 +15,7 @@ import click
 from palaestra.cli.command_plugins import PluginGroup
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
+from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
@@ -274,13 +275,15 @@ def _show_proof(proof: Proof) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(title=f"{proof.environment}: {', '.join(proof.tasks)}")
+    shown = Table(title=printable(f"{proof.environment}: {', '.join(proof.tasks)}"))
     for column in ("policy", "what it does", "reward", "must be", ""):
         shown.add_column(column)
     for line in proof.lines:
         rewards = " ".join("unscored" if reward is None else f"{reward:g}" for reward in line.rewards)
-        shown.add_row(line.policy, line.what, rewards or "-", line.wanted, "ok" if line.ok else "FAILED")
-    Console(width=None if sys.stdout.isatty() else 130).print(shown)
+        texts = (line.policy, line.what, rewards or "-", line.wanted, "ok" if line.ok else "FAILED")
+        shown.add_row(*map(printable, texts))
+    terminal = getattr(sys.stdout, "raw", None)
+    Console(file=terminal, width=None if sys.stdout.isatty() else 130).print(shown)
     failed = [line.policy for line in proof.lines if not line.ok]
     click.echo(f"{len(proof.lines)} policies, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}")
     if not proof.proven:

@@ -17,6 +17,7 @@ import click
 from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.exits import report_failure
+from palaestra.core.printable import guard_terminals
 
 COMMANDS = {
     "run": "Roll out an environment.",
@@ -93,6 +94,7 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Reports failures and returns an exit code of `palaestra.core.exits`."""
+    guard_terminals()
     try:
         return cli.main(argv, standalone_mode=False) or 0
     except click.ClickException as error:

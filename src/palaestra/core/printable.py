@@ -8,9 +8,10 @@ template engine. Sources of the sequences: ECMA-48, and xterm's control sequence
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 _ESCAPE = re.compile(
     r"\x1b(?:\[(?P<params>[0-?]*)[ -/]*(?P<final>[@-~])"  # CSI: colours, cursor movement
@@ -72,6 +73,34 @@ _SWITCHES: dict[int, dict[str, bool | int | None]] = {
 def printable(text: str) -> str:
     """The text without escape sequences and with its control characters made visible."""
     return _visible(_ESCAPE.sub("", text))
+
+
+class TerminalText:
+    """A stream to a terminal on which every text is made `printable`. `raw` is the stream for our own colours."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        """Write the text as `printable` shows it."""
+        self.raw.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        """Write each of the texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def guard_terminals() -> None:
+    """Let no escape sequence reach standard output or standard error where those are a terminal. Idempotent."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream.isatty() and not isinstance(stream, TerminalText):
+            setattr(sys, name, TerminalText(stream))
 
 
 def spans(text: str) -> Iterator[StyledText]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.exits import report_failure
+from palaestra.core.printable import guard_terminals
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -22,6 +23,7 @@ from palaestra.inference.config import APIServerConfig, ServerBaseline
 
 def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Run an environment as the command line of its script says. Reports failures and returns the exit code."""
+    guard_terminals()
     try:
         return run_command(form, sys.argv[1:] if argv is None else argv, prog=prog)
     except BaseException as error:

@@ -176,7 +176,7 @@ class LiveConsole(Console):
         from rich.live import Live
 
         super().__init__(clock)
-        self._console = RichConsole(file=stream, force_terminal=True)
+        self._console = RichConsole(file=getattr(stream, "raw", stream), force_terminal=True)
         self._live: Live = Live(
             console=self._console,
             get_renderable=self._view,
