@@ -172,3 +172,22 @@ def test_files_get_their_content_back_when_the_disk_is_full() -> None:
             assert await slot.read_text("/tmp/a.txt") == "one\n"
 
     asyncio.run(main())
+
+
+def test_a_long_call_leaves_the_loop_to_others(at_desk: AtDesk) -> None:
+    """Blocks that begin and end as the wanted one, each of which is compared."""
+    text = "".join(f"start\nmid {number} {number * 7 % 13} words and words\nmid b\nend\n" for number in range(60_000))
+    wanted = {"path": "a.txt", "old_string": "start\nmiddle x words and wordz\nmiddle q\nend\n", "new_string": "x"}
+
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.write_text("a.txt", text)
+        longest, call = 0.0, asyncio.ensure_future(desk.call("patch", mode="replace", **wanted))
+        loop = asyncio.get_running_loop()
+        while not call.done():
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            longest = max(longest, loop.time() - before)
+        await asyncio.gather(call, return_exceptions=True)
+        assert longest < 0.6
+
+    at_desk(scenario)

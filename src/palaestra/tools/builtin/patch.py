@@ -8,10 +8,12 @@ and if a write fails or is cancelled, the files written before it get their old 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
+from typing import TypeVar
 
+from palaestra.core.io.threads import in_own_thread
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools import parameters
@@ -55,6 +57,11 @@ SCHEMA = ToolSchema(
 )
 
 
+T = TypeVar("T")
+
+_SHORT_CHARS = 20_000
+
+
 @dataclass(frozen=True, slots=True)
 class FileEdit:
     """One path before and after; None stands for a missing file."""
@@ -95,15 +102,16 @@ async def _replace(slot: Slot, path: str, old: str, new: str, replace_all: bool)
     before = await read_text_file(slot, path)
     if before.crlf:
         old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
+    size = len(before.text) + len(old) + len(new)
     try:
-        done = replace(before.text, old, new, replace_all=replace_all)
+        done = await _computed(size, lambda: replace(before.text, old, new, replace_all=replace_all))
     except (NoMatch, Ambiguous) as mistake:
         raise ToolMistake(f"{path}: {mistake}") from None
     if done.text == before.text:
         raise ToolMistake(f"{path}: the replacement leaves the file as it is (match: {done.strategy})")
     edit = FileEdit(path, before, before.with_text(done.text))
     await _write_all(slot, [edit])
-    return {**_report([edit]), "match": done.strategy, "replacements": done.count}
+    return {**await _computed(size, lambda: _report([edit])), "match": done.strategy, "replacements": done.count}
 
 
 async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
@@ -114,11 +122,12 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
                 path=await in_full(slot, change.path),
                 target=None if change.target is None else await in_full(slot, change.target),
             )
-            for change in parse_patch(patch)
+            for change in await _computed(len(patch), lambda: parse_patch(patch))
         ]
         before = {path: await _content(slot, path) for path in _paths(changes)}
         texts = {path: None if file is None else file.text for path, file in before.items()}
-        results = apply_patch(changes, texts)
+        size = len(patch) + sum(len(text or "") for text in texts.values())
+        results = await _computed(size, lambda: apply_patch(changes, texts))
     except PatchError as mistake:
         raise ToolMistake(f"{mistake}. Nothing was changed.") from None
     sources = {change.target or change.path: change.path for change in changes}
@@ -131,7 +140,13 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
         for path, text in results.items()
     ]
     await _write_all(slot, edits)
-    return _report(edits)
+    return await _computed(size, lambda: _report(edits))
+
+
+async def _computed(size: int, function: Callable[[], T]) -> T:
+    """The result of a function of texts with this many characters. Other rollouts do not wait for a long one: it is
+    computed in a thread, and abandoned when the call is cancelled."""
+    return function() if size <= _SHORT_CHARS else await in_own_thread(function)
 
 
 def _paths(changes: list[FileChange]) -> list[str]:
