@@ -14,7 +14,7 @@ SECRET = "Zx81-hunter2-longenough"
 @pytest.mark.parametrize(
     "text",
     [
-        f"https://user:{SECRET}@example.org/simple/",
+        f"https://user:{SECRET}@example.org/packages/",
         f"https://{SECRET}@example.org",
         f"http://example.org/v1?api_key={SECRET}&n=1",
         f"postgres://u:{SECRET}@db:5432/x",
