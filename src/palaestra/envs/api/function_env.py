@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Self
+from types import TracebackType
+from typing import Any, Self, cast
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.threads import OneThread
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
-from palaestra.core.user_code import run_hook, score_of
+from palaestra.core.user_code import run_hook, score_of, settled
 from palaestra.envs import cache_key
-from palaestra.envs.api.function_form import FunctionEnvConfig, FunctionForm, Source, TaskSource
+from palaestra.envs.api.function_form import FunctionEnvConfig, FunctionForm, Hook, Source, TaskSource
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.run import pass_at_k
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
@@ -115,7 +117,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         if self.form.preparation is not None:
             rng = random.Random(f"{self.config.seed}:{task.id}:prepare")
-            await self.form.preparation({"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
+            await _call(self.form.preparation, {"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
 
     def recipe(self, task: Task) -> JSON:
         """The task's declaration and, with a prepare hook, the arguments and the code of the hook."""
@@ -138,7 +140,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
             "rng": _known(rollout.rng),
         }
         parts = [
-            (each.hook.name, each.weight, score_of(await each.hook(sources), f"the score {each.hook.name}"))
+            (each.hook.name, each.weight, score_of(await _call(each.hook, sources), f"the score {each.hook.name}"))
             for each in self.form.scores
         ]
         if len(parts) == 1:
@@ -178,3 +180,59 @@ def _known(value: object) -> Source:
         return value
 
     return source
+
+
+async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:
+    """Call a hook's function with the arguments that it names. Raises `NotAwaited`."""
+    arguments = {name: await sources[name]() for name in hook.wants}
+    slot = arguments.get("sandbox")
+    if slot is None:
+        return await settled(hook.function(**arguments))
+    with AwaitedSlot(cast("Slot", slot)) as arguments["sandbox"]:
+        return await settled(hook.function(**arguments))
+
+
+class NotAwaited(RuntimeError):
+    """A hook did not await a call of its slot."""
+
+
+class AwaitedSlot:
+    """A slot for a hook: a `with` block at whose end every call of the slot must have been awaited.
+
+    A call that is not awaited is never made and leaves a coroutine, which is true and equal to nothing: a score that
+    compares it gives every rollout the same reward. Shells, processes and forks of the slot are not checked. Raises
+    `NotAwaited`.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._calls: list[tuple[str, Coroutine[object, object, object]]] = []
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._slot, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **named: Any) -> Coroutine[object, object, object]:
+            work: Coroutine[object, object, object] = found(*args, **named)
+            self._calls.append((name, work))
+            return work
+
+        return call
+
+    def __repr__(self) -> str:
+        return repr(self._slot)
+
+    def __enter__(self) -> Slot:
+        return cast("Slot", self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        forgotten = [(name, work) for name, work in self._calls if inspect.getcoroutinestate(work) == "CORO_CREATED"]
+        for _, work in forgotten:
+            work.close()
+        if error is None and forgotten:
+            named = ", ".join(dict.fromkeys(f"sandbox.{name}" for name, _ in forgotten))
+            raise NotAwaited(f"{named} was called and not awaited: write await sandbox.{forgotten[0][0]}(…)")

@@ -15,14 +15,12 @@ Hooks may take `task, rollout, sandbox, rng`. A `tool` hook gives the agent a to
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
 
 from pydantic import Field, create_model
@@ -30,10 +28,8 @@ from pydantic import Field, create_model
 from palaestra.core.config import nearest, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Task, number
-from palaestra.core.user_code import settled
 from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.decorator import TypedTool, UserFunction
 from palaestra.tools.decorator import declare as declare_tool
 
@@ -68,19 +64,7 @@ class Hook:
 
     function: HookFunction
     wants: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return getattr(self.function, "__name__", "hook")
-
-    async def __call__(self, sources: Mapping[str, Source]) -> JSON:
-        """Call the function with the arguments that it names. Raises `NotAwaited`."""
-        arguments = {name: await sources[name]() for name in self.wants}
-        slot = arguments.get("sandbox")
-        if slot is None:
-            return await settled(self.function(**arguments))
-        with AwaitedSlot(cast("Slot", slot)) as arguments["sandbox"]:
-            return await settled(self.function(**arguments))
+    name: str
 
 
 def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
@@ -97,53 +81,7 @@ def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> H
                 f"the {kind} hook {where} asks for {parameter.name!r}, which it cannot have: "
                 f"it may ask for {', '.join(known)}.{nearest(parameter.name, known)}"
             )
-    return Hook(function, tuple(wants))
-
-
-class NotAwaited(RuntimeError):
-    """A hook did not await a call of its slot."""
-
-
-class AwaitedSlot:
-    """A slot for a hook: a `with` block at whose end every call of the slot must have been awaited.
-
-    A call that is not awaited is never made and leaves a coroutine, which is true and equal to nothing: a score that
-    compares it gives every rollout the same reward. Shells, processes and forks of the slot are not checked. Raises
-    `NotAwaited`.
-    """
-
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-        self._calls: list[tuple[str, Coroutine[object, object, object]]] = []
-
-    def __getattr__(self, name: str) -> object:
-        found = getattr(self._slot, name)
-        if not inspect.iscoroutinefunction(found):
-            return found
-
-        @functools.wraps(found)
-        def call(*args: Any, **named: Any) -> Coroutine[object, object, object]:
-            work: Coroutine[object, object, object] = found(*args, **named)
-            self._calls.append((name, work))
-            return work
-
-        return call
-
-    def __repr__(self) -> str:
-        return repr(self._slot)
-
-    def __enter__(self) -> Slot:
-        return cast("Slot", self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        forgotten = [(name, work) for name, work in self._calls if inspect.getcoroutinestate(work) == "CORO_CREATED"]
-        for _, work in forgotten:
-            work.close()
-        if error is None and forgotten:
-            named = ", ".join(dict.fromkeys(f"sandbox.{name}" for name, _ in forgotten))
-            raise NotAwaited(f"{named} was called and not awaited: write await sandbox.{forgotten[0][0]}(…)")
+    return Hook(function, tuple(wants), str(getattr(function, "__name__", "hook")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from palaestra.sandbox.slotd.protocol.frames import (
     new,
     received,
 )
-from palaestra.sandbox.slotd.protocol.init_messages import env_block
+from palaestra.sandbox.slotd.protocol.init_messages import EnvBlock, env_block
 from palaestra.sandbox.slotd.rung import Place
 
 _MOMENT_S = 0.01  # most commands have ended by then
@@ -122,7 +122,7 @@ class DirectSlot(Requests):
         line, self.pid = socket.socket(fileno=fds[1]), _pid_behind(fds[2])
         line.setblocking(False)
         shelf = Shelf(lambda path: Place(self.root, path, owner))
-        supervisor = Supervisor(self, line, loop, self._on_result, self._open, env_block(env), shelf)
+        supervisor = Supervisor(self, line, loop, self._on_result, self._open, _variables(tuple(env.items())), shelf)
         self._supervisor = supervisor
         self._commands = {
             "exec": supervisor.exec,
@@ -317,6 +317,12 @@ def _pid_behind(descriptor: int) -> int:
     info = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
     os.close(descriptor)
     return max(0, int(info.partition("\nPid:")[2].split()[0]))
+
+
+@functools.lru_cache(maxsize=64)
+def _variables(env: tuple[tuple[str, str], ...]) -> EnvBlock:
+    """The variables of a slot, which most slots of a run have in common."""
+    return env_block(dict(env))
 
 
 class AsyncioLoop(EpollLoop):
