@@ -93,6 +93,11 @@ async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
     return await _Bridged(coroutine)
 
 
+def is_bridged() -> bool:
+    """Whether this code runs inside `bridged`."""
+    return isinstance(getcurrent(), _Driver)
+
+
 def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, twin: str) -> T:
     """Wait for `coroutine` from synchronous code, without blocking `loop`: inside `bridged`, or from another thread.
 

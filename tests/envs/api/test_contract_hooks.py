@@ -149,3 +149,4 @@ def test_env_manager_surrounds_serve(tmp_path: Path) -> None:
     done = asyncio.run(scenario())
     assert done.code == 0, done.stderr
     assert kept_alive(done)
+    assert f"{1 << 16} tokens at most" in (tmp_path / "service.txt").read_text()

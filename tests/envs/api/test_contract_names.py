@@ -113,6 +113,78 @@ def test_the_body_of_the_contracts_own_collect_trajectory_works() -> None:
     assert [each.reward for each in group.trajectories] == [0.5]
 
 
+LOCAL_BODY = """
+import asyncio, json
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolContext, handle_function_call
+
+class NamedEnv(HermesAgentBaseEnv):
+    name = "named"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], total_steps=1)
+        return config, [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.iter = 0
+
+    async def get_next_item(self):
+        self.iter += 1
+        return {"id": f"i{self.iter}", "solution": "echo x > x.txt"}
+
+    def format_prompt(self, item):
+        return "Write x.txt"
+
+    def _use_sandbox_backend(self):
+        return False
+
+    async def _collect_trajectory_local(self, item, task_id, tools, valid_names, messages):
+        result = await self._run_agent_loop(task_id, tools, valid_names, messages, tool_handler=None)
+        only = all(m.get("role") in ("system", "user") for m in result.messages)
+        if result.turns_used == 0 or only:
+            reward = 0.0
+        else:
+            ctx = ToolContext(task_id)
+            try:
+                reward = await self.compute_reward(item, result, ctx)
+            finally:
+                ctx.cleanup()
+        return self._build_scored_item(item, result, reward)
+
+    async def compute_reward(self, item, result, ctx):
+        return 0.75 * (ctx.terminal("cat x.txt")["output"].strip() == "x")
+
+    async def _eval_one(self, n):
+        task_id = f"eval-{n}"
+        ctx = ToolContext(task_id)
+        ctx.write_file("a.txt", str(n))
+        out = json.loads(handle_function_call("terminal", {"command": "cat a.txt"}, task_id=task_id))["output"]
+        ctx.cleanup()
+        return float(out.strip() == str(n))
+
+    async def evaluate(self, *args, **kwargs):
+        done = await asyncio.gather(*(self._eval_one(n) for n in range(3)))
+        await self.evaluate_log({"eval/right": sum(done)})
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_the_body_of_the_contracts_own_local_path_works_in_the_rollouts_slot() -> None:
+    code, (group,) = run(LOCAL_BODY)
+    assert code == 0, group.trajectories[0].error
+    (trajectory,) = group.trajectories
+    assert (trajectory.reward, len(trajectory.turns)) == (0.75, 2)
+    assert trajectory.beside.sandbox
+
+
+@pytest.mark.usefixtures("here")
+def test_contexts_of_an_evaluation_may_be_used_from_any_task() -> None:
+    Path("named_env.py").write_text(LOCAL_BODY)
+    assert main(["eval", "named_env.py", "--policy", "oracle"]) == 0
+    (metrics,) = Path().glob("runs/*/*/evaluation/metrics.json")
+    assert '"eval/right": 3.0' in metrics.read_text()
+
+
 EXECUTOR = """
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, ToolCall
 

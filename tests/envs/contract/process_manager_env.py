@@ -22,7 +22,9 @@ class ProcessManagerEnv(HermesAgentBaseEnv):
             return await super().process_manager()
         finally:
             self.service = "down"
-            Path("service.txt").write_text(f"{self.service} after {self.iter} items")
+            Path("service.txt").write_text(
+                f"{self.service} after {self.iter} items, {self.max_token_len} tokens at most"
+            )
 
     async def setup(self):
         self.iter = 0

@@ -38,6 +38,7 @@ from palaestra.envs.api.scored_data import (
     Row,
     ScoredDataGroup,
     ScoredDataItem,
+    ScoredRow,
     checked_row,
     format_trajectory,
     grouped,
@@ -260,7 +261,12 @@ class BaseEnv(ABC):
         """The model server, from `__init__` to the end of a run. A class may assign another one, which its rollouts
         then ask."""
         rollout = CURRENT.get()
-        if self._own_server is None and self._server is not None and rollout is not None and not rollout.server.ledger:
+        if (
+            self._own_server is None
+            and self._server is not None
+            and rollout is not None
+            and rollout.server.ledger is None
+        ):
             return RolloutServer(self._server, rollout.server)
         found = self._own_server or self._server
         if found is None:
@@ -762,7 +768,9 @@ def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
 
 def row_and_backlog(answer: JSON) -> tuple[JSON, list[Item]]:
     """What a `collect_` method returned. Raises `TaskError` for anything but a pair."""
-    if not isinstance(answer, tuple) or len(answer) != 2:
+    if isinstance(answer, ScoredRow):
+        return answer, []
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise TaskError(f"it must return a pair (row, items to draw next), and returned {answer!r:.100}")
     return answer[0], list(answer[1] or ())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from palaestra.core.errors import InfraError
-from palaestra.core.sync_bridge import wait_for_sync
+from palaestra.core.sync_bridge import is_bridged, wait_for_sync
 from palaestra.core.types import JSON
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.rollouts.rollout import CURRENT
@@ -41,6 +41,8 @@ def _sync(
 
     @functools.wraps(twin)
     def wait(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self.session is not None and not is_bridged():  # its loop is in a thread of its own, so this may block
+            return self.session.post(twin(self, *args, **kwargs)).result()
         return wait_for_sync(twin(self, *args, **kwargs), loop=self.loop, twin=f"ToolContext.{twin.__name__}")
 
     wait.__name__ = twin.__name__.removesuffix("_async")
