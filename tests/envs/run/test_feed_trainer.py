@@ -354,3 +354,19 @@ def test_a_rollout_in_which_nothing_was_said_does_not_end_the_run(
         for index, reward in enumerate((0.0, 1.0, 0.5))
     ]
     assert scores_sent(rollouts, tmp_path) == sent
+
+
+@pytest.mark.slots
+def test_an_environment_is_evaluated_at_the_trainers_steps(folder: Path, tmp_path: Path) -> None:
+    async def scenario() -> RunReport:
+        async with serving() as url, Talk(url) as api, asyncio.TaskGroup() as both:
+            both.create_task(train(api, 4))
+            flags = ["--group", "4", "--env.steps_per_eval", "2", "--env.eval_handling", "NONE"]
+            return await serve(Naming, folder, tmp_path, url, *flags)
+
+    report = asyncio.run(scenario())
+    assert report.exit_code == 0
+    steps = {int(each.name.removeprefix("step-")) for each in (report.folder / "evaluations").iterdir()}
+    assert steps
+    assert steps <= {2, 4}
+    assert "it logged no metrics" in (tmp_path / "log").read_text()
