@@ -86,7 +86,7 @@ ROLLOUT_HOOKS = {
     "collection that is no pair": """
     async def collect_trajectory(self, item):
         row, backlog = await super().collect_trajectory(item)
-        return row if item["bad"] else (row, backlog)
+        return {**row} if item["bad"] else (row, backlog)
 """,
     "second rollout in one": """
     async def collect_trajectory(self, item):
