@@ -1,13 +1,18 @@
-"""pytest for verifiers: an interpreter and packages of this machine, mounted read-only where no agent can change them.
+"""pytest for verifiers: the interpreter of the image with its packages, and our pytest, mounted read-only.
 
-The interpreter is mounted at a path of its own, with the libraries that it loads, except those of the C library. If it
-cannot run in an image (another C library, or an interpreter in this machine's system directories), the image's own
-`python3` runs the same packages.
+Tests may import what the image installed, so its own `python3` runs them where the agent cannot have changed it: a
+system interpreter in a sealed view (`rollouts/grading/tampering.py`). It starts without `site`, so that no start-up
+file runs; the directories that `site` finds before the agent begins are added after our packages.
+
+Else an interpreter of this machine runs them. It is mounted at a path of its own, with the libraries that it loads,
+except those of the C library. If it cannot run in an image either (another C library, or an interpreter in this
+machine's system directories), the image's own `python3` runs our packages alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import sys
@@ -88,6 +93,51 @@ async def working_command(slot: Slot, tools: TestTools) -> tuple[str, ...]:
             return command
         complaints.append(f"{_executable(command)}: {result.error} {result.output[-200:].strip()}")
     raise PrepareError("no Python runs its tests in this image: " + "; ".join(complaints))
+
+
+_IMAGE_PYTHONS = ("python3", "/usr/local/bin/python3", "/usr/bin/python3")
+
+_OWN = """
+import glob, json, os, sys
+given = json.loads(sys.argv[1])
+tag = sys.implementation.cache_tag
+foreign = [name for at in given for name in glob.glob(at + "/**/*.cpython-*.so", recursive=True) if tag not in name]
+if sys.version_info < (3, 9) or foreign:
+    sys.exit(1)
+sys.path[:0] = given
+import _pytest.config
+standard = os.path.dirname(os.__file__)
+own = [at for at in sys.path if os.path.isdir(at) and at not in given and at != standard]
+own = [at for at in own if os.path.dirname(at) != standard or at.endswith("-packages")]
+print(json.dumps([os.path.realpath(sys.executable), own]))
+"""
+
+
+async def image_command(slot: Slot, tools: TestTools) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """How the image's own interpreter starts, and the directories of its packages; None if it cannot run the tests.
+
+    The slot must not have been an agent's.
+    """
+    for python in _IMAGE_PYTHONS if tools.commands else ():
+        trial = [python, "-s", "-B", "-c", _OWN, json.dumps(list(tools.dependencies))]
+        result = await slot.execute(trial, cwd="/", timeout_s=60)
+        try:
+            executable, packages = json.loads(result.output.splitlines()[-1]) if result.success else ("", ())
+        except (ValueError, IndexError):
+            continue
+        if executable.startswith("/usr/"):  # among the programs that are shown as before the agent
+            return _started(executable), tuple(packages)
+    return None
+
+
+async def image_modules(slot: Slot) -> frozenset[str]:
+    """The top-level modules that the image's own interpreters can import."""
+    listing = "import pkgutil; print(*(module.name for module in pkgutil.iter_modules()))"
+    found: set[str] = set()
+    for python in _IMAGE_PYTHONS:
+        result = await slot.execute([python, "-s", "-B", "-c", listing], cwd="/", timeout_s=60)
+        found |= set(result.output.split()) if result.success else set()
+    return frozenset(found)
 
 
 async def _libraries(cache: Path) -> Path:

@@ -52,7 +52,7 @@ class TaskRoots:
 
     async def of(self, name: str, recipe: ImageRecipe) -> TaskRoot:
         """The root of the task of that name. Raises `TaskError` or `ImageError`."""
-        ready = self._ready(name)
+        ready = self.ready(name)
         if ready is not None:
             return TaskRoot(str(ready), _described(ready, recipe))
         if self.base_image is not None:
@@ -60,7 +60,8 @@ class TaskRoots:
         archive, config = await self.builder.root(recipe)
         return TaskRoot(str(archive), config)
 
-    def _ready(self, name: str) -> Path | None:
+    def ready(self, name: str) -> Path | None:
+        """The ready root of that name, if there is one. Raises `ImageError` for a path that does not exist."""
         if name in self.images:
             return self._existing(local_path(self.images[name]))
         if self.image_dir is None:

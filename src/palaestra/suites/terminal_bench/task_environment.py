@@ -35,7 +35,13 @@ from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, home_of, is_root
 from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
+from palaestra.suites.images.pytest_toolchain import (
+    TestTools,
+    find_test_tools,
+    image_command,
+    image_modules,
+    working_command,
+)
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
@@ -94,9 +100,12 @@ class ResolvedTask:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSlot:
-    """What the preparation of a workspace found: the command for pytest, and the agent's home."""
+    """What the preparation of a workspace found: the command for pytest, the directories of its packages, the modules
+    of the image that this command cannot import, and the agent's home."""
 
     command: tuple[str, ...]
+    dependencies: tuple[str, ...]
+    out_of_reach: frozenset[str]
     home: str
 
 
@@ -176,9 +185,13 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         work: ResolvedTask = task.data
-        command = await working_command(sandbox, work.tools)
+        own = await image_command(sandbox, work.tools) if task.grading == SEALED else None
+        command, packages = own or (await working_command(sandbox, work.tools), ())
+        out_of_reach = await image_modules(sandbox) if own is None and command else frozenset()
         await start_in(sandbox, work.workdir, "/logs/agent", "/logs/verifier")
-        self._prepared[task.id] = PreparedSlot(command, await home_of(sandbox, work.user))
+        home = await home_of(sandbox, work.user)
+        dependencies = (*work.tools.dependencies, *packages)
+        self._prepared[task.id] = PreparedSlot(command, dependencies, out_of_reach, home)
 
     def _agent_s(self, task: TerminalTask) -> float:
         return task.agent_timeout_s or self.settings.task_timeout
@@ -274,7 +287,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         home = prepared.home if user == work.user else "/root"
         return VerifierSetup(
             command=prepared.command,
-            dependencies=work.tools.dependencies,
+            dependencies=prepared.dependencies,
+            out_of_reach=prepared.out_of_reach,
             env={"HOME": home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
             workdir=work.workdir,
             user=user,

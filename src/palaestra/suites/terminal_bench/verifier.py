@@ -51,10 +51,12 @@ _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w
 
 @dataclass(frozen=True, slots=True)
 class VerifierSetup:
-    """How a verifier starts. `command` and `dependencies` are for pytest."""
+    """How a verifier starts. `command` and `dependencies` are for pytest; `out_of_reach` are modules that the image has
+    for its own interpreter, and that `command` cannot import."""
 
     command: tuple[str, ...]
     dependencies: tuple[str, ...]
+    out_of_reach: frozenset[str]
     env: Mapping[str, str]
     workdir: str
     user: str | None
@@ -160,7 +162,7 @@ async def _once(
     records = read_records(result.verdict, nonce)
     output = await _output(slot)
     run = read_run(records, result) if script.pytest else None
-    _check_ran(task, records, result, run, output, made)
+    _check_ran(task, records, result, run, output, made, setup.out_of_reach)
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
         passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
@@ -198,6 +200,7 @@ def _check_ran(
     run: TestRun | None,
     output: str,
     made: Collection[str],
+    out_of_reach: Collection[str],
 ) -> None:
     """Raises `GraderError` for a verifier that did not judge the work."""
     tail = f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
@@ -210,7 +213,7 @@ def _check_ran(
         return
     if not has_started(records) and task.format is Format.HARBOR and not _NOT_STARTED.search(output):
         return  # the script ended before pytest; a positive reward is refused by the caller
-    if run.collect_errors and _work_is_broken(task, run.collect_errors, made):
+    if run.collect_errors and _work_is_broken(task, run.collect_errors, made, out_of_reach):
         return
     why = next((_last_error(text) for text in run.collect_errors.values()), "")
     raise GraderError(f"the verifier of {task.name} ran no test{': ' + why if why else tail}")
@@ -222,15 +225,20 @@ def _last_error(text: str) -> str:
     return errors[-1] if errors else text[-600:]
 
 
-def _work_is_broken(task: TerminalTask, errors: Mapping[str, str], made: Collection[str]) -> bool:
+def _work_is_broken(
+    task: TerminalTask, errors: Mapping[str, str], made: Collection[str], out_of_reach: Collection[str]
+) -> bool:
     """Whether the workspace prevented the collection of tests.
 
-    Either a module that the task mentions is missing, or the traceback contains a file that the agent made.
+    Either a module that the task mentions is missing, or the traceback contains a file that the agent made. A module
+    that the image has, but not for the interpreter of the tests, is not the work's fault.
     """
     for text in errors.values():
+        match = _MISSING_MODULE.search(text)
+        if match is not None and (match[1] or match[2]).partition(".")[0] in out_of_reach:
+            return False
         if any(path in text for path in made):
             return True
-        match = _MISSING_MODULE.search(text)
         if match is not None and _mentions(task, (match[1] or match[2]).partition(".")[0]):
             return True
     return False

@@ -1,0 +1,61 @@
+"""Right work that could be scored 0: each way that is known is a case here, as each cheat is one in the bank."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from palaestra.suites.terminal_bench.import_tasks import Finding
+from suites.terminal_bench.conftest import Try
+from suites.terminal_bench.mini import HARBOR, copied
+
+pytestmark = [pytest.mark.slots, pytest.mark.timeout(300)]
+
+_SYSTEM_PYTHON = Path("/usr/bin/python3")
+
+
+def _purelib() -> str:
+    code = "import site; print(site.getsitepackages()[0])"
+    return subprocess.run([_SYSTEM_PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(not _SYSTEM_PYTHON.exists(), reason="needs a Python in /usr")
+@pytest.mark.parametrize("named", [False, True], ids=["not named", "named in the instruction"])
+def test_tests_import_a_package_of_the_image(try_tasks: Try, tmp_path: Path, named: bool) -> None:
+    """Also when the instruction names it, so that its absence would look like the work's fault."""
+    instruction = (HARBOR / "greeting/instruction.md").read_text() + ("\nUse oursums.\n" if named else "")
+    dockerfile = (HARBOR / "greeting/environment/Dockerfile").read_text()
+    place = f"{_purelib()}/oursums"
+    install = f"RUN mkdir -p {place} && echo 'def total(a, b): return a + b' > {place}/__init__.py\n"
+    tests = (
+        HARBOR / "greeting/tests/test_outputs.py"
+    ).read_text() + "\n\nimport oursums\n\n\ndef test_sums():\n    assert oursums.total(1, 2) == 3\n"
+    files = {
+        "instruction.md": instruction,
+        "environment/Dockerfile": f"{dockerfile}\n{install}",
+        "tests/test_outputs.py": tests,
+    }
+    copied(HARBOR / "greeting", tmp_path, files)
+    line = try_tasks(tmp_path)["greeting"]
+    assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0), line.reason
+
+
+@pytest.mark.skipif(not _SYSTEM_PYTHON.exists(), reason="needs a Python in /usr")
+def test_a_package_of_the_image_that_the_tests_cannot_reach_is_not_the_works_fault(
+    try_tasks: Try, tmp_path: Path
+) -> None:
+    """In the agent's own slot the tests run on an interpreter that the agent cannot change."""
+    place = f"{_purelib()}/oursums"
+    install = f"RUN mkdir -p {place} && touch {place}/__init__.py\n"
+    settings = (HARBOR / "greeting/task.toml").read_text().replace("[metadata]", '[metadata]\ngrading = "live"')
+    files = {
+        "instruction.md": (HARBOR / "greeting/instruction.md").read_text() + "\nUse oursums.\n",
+        "environment/Dockerfile": f"{(HARBOR / 'greeting/environment/Dockerfile').read_text()}\n{install}",
+        "tests/test_outputs.py": f"import oursums\n{(HARBOR / 'greeting/tests/test_outputs.py').read_text()}",
+        "task.toml": settings,
+    }
+    copied(HARBOR / "greeting", tmp_path, files)
+    line = try_tasks(tmp_path)["greeting"]
+    assert (line.finding, line.noop, line.solution) == (Finding.VERIFIER_FAILS, None, None), line.reason
