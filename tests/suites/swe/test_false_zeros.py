@@ -1,0 +1,139 @@
+"""Right work that could be scored 0: each way that is known is a case here, as each cheat is one in the bank.
+
+`RIGHT_WORK` are rows whose reference solution must earn 1.0 although something is unusual; `BROKEN_TESTS` are rows
+whose tests cannot run here, so that nobody is scored; `WRONG_WORK` must stay 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.types import JSON, Blame
+from palaestra.rollouts.records import Trajectory
+from palaestra.suites.grading.toolchain import DependencyCache
+from suites.swe.published import F2P, P2P, TESTS, Source, roll_out
+
+pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
+
+Row = dict[str, JSON]
+
+MARKED = TESTS + "\n\nimport pytest\n\n\n@pytest.mark.xfail\ndef test_known():\n    assert double(1) == 3\n"
+CALLED = TESTS + "\n\nimport pytest\n\n\ndef test_known():\n    pytest.xfail('known')\n"
+KNOWN = [*P2P, "tests/test_calc.py::test_known"]
+
+
+def marked_xfail(source: Source) -> Row:
+    return source.row(test_patch=source.diff({"tests/test_calc.py": MARKED}), PASS_TO_PASS=KNOWN)
+
+
+def called_xfail(source: Source) -> Row:
+    return source.row(test_patch=source.diff({"tests/test_calc.py": CALLED}), PASS_TO_PASS=KNOWN)
+
+
+def imports_what_the_fix_adds(source: Source) -> Row:
+    """Without the fix the tests cannot be imported, which is no fault of the grader."""
+    tests = TESTS.replace("import add, double", "import add, double, triple")
+    fix = source.diff(
+        {"pkg/calc.py": (source.path / "pkg/calc.py").read_text().replace("a - b", "a + b") + "\n\ntriple = 3\n"}
+    )
+    patch = source.diff({"tests/test_calc.py": tests})
+    return source.row(patch=fix, test_patch=patch, FAIL_TO_PASS=[*F2P, *P2P], PASS_TO_PASS=[])
+
+
+def imports_a_module_that_the_fix_adds(source: Source) -> Row:
+    fix = source.diff(
+        {"pkg/calc.py": (source.path / "pkg/calc.py").read_text().replace("a - b", "a + b"), "extra.py": "one = 1\n"}
+    )
+    patch = source.diff({"tests/test_calc.py": f"import extra\n{TESTS}"})
+    return source.row(patch=fix, test_patch=patch, FAIL_TO_PASS=[*F2P, *P2P], PASS_TO_PASS=[])
+
+
+def needs_a_package(source: Source) -> Row:
+    """Both lists are in a module that imports what is not installed."""
+    patch = source.diff({"tests/test_calc.py": f"import not_installed_here\n{TESTS}"})
+    return source.row(test_patch=patch)
+
+
+def only_failing_tests_need_a_package(source: Source) -> Row:
+    patch = source.diff({"tests/test_calc.py": f"import not_installed_here\n{TESTS}"})
+    return source.row(test_patch=patch, PASS_TO_PASS=[])
+
+
+def conftest_needs_a_package(source: Source) -> Row:
+    """The session cannot begin."""
+    return source.row(test_patch=source.diff({"tests/conftest.py": "import not_installed_here\n"}))
+
+
+def option_of_a_missing_plugin(source: Source) -> Row:
+    """`addopts` of a plugin that is not installed: pytest ends with a usage error."""
+    return source.row(base_commit=source.commit({"pytest.ini": "[pytest]\naddopts = --no-such-option\n"}))
+
+
+def named_test_is_missing(source: Source) -> Row:
+    return source.row(PASS_TO_PASS=[*P2P, "tests/test_calc.py::test_gone"])
+
+
+RIGHT_WORK = (marked_xfail, called_xfail, imports_what_the_fix_adds, imports_a_module_that_the_fix_adds)
+BROKEN_TESTS = (
+    needs_a_package,
+    only_failing_tests_need_a_package,
+    conftest_needs_a_package,
+    option_of_a_missing_plugin,
+    named_test_is_missing,
+)
+
+
+@pytest.fixture(scope="module")
+def played(
+    tmp_path_factory: pytest.TempPathFactory, installed_pytest: DependencyCache
+) -> Mapping[str, Mapping[str, Trajectory]]:
+    """Every row under both policies, in one run each, without a baseline: trajectories by policy and row."""
+    folder = tmp_path_factory.mktemp("rows")
+    makes = (*RIGHT_WORK, *BROKEN_TESTS)
+    rows = [make(Source.make(folder / make.__name__)) for make in makes]
+    found: dict[str, Mapping[str, Trajectory]] = {}
+    for policy in ("oracle", "noop"):
+        groups = roll_out(rows, policy, folder / policy, installed_pytest, "--env.controls=false", baseline=False)
+        names = {row["instance_id"]: make.__name__ for row, make in zip(rows, makes, strict=True)}
+        found[policy] = {names[group.task_id]: group.trajectories[0] for group in groups}
+    return found
+
+
+@pytest.mark.parametrize("make", RIGHT_WORK, ids=lambda make: make.__name__)
+def test_right_work_is_paid(played: Mapping[str, Mapping[str, Trajectory]], make: Callable[[Source], Row]) -> None:
+    right, nothing = (played[policy][make.__name__] for policy in ("oracle", "noop"))
+    assert right.reward == 1.0, (right.detail, right.error)
+    assert nothing.reward == 0.0, (nothing.detail, nothing.error)
+
+
+@pytest.mark.parametrize("make", BROKEN_TESTS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("policy", ["oracle", "noop"])
+def test_nobody_is_scored_by_tests_that_cannot_run(
+    played: Mapping[str, Mapping[str, Trajectory]], make: Callable[[Source], Row], policy: str
+) -> None:
+    trajectory = played[policy][make.__name__]
+    assert (trajectory.reward, trajectory.blame) == (None, Blame.GRADER), (trajectory.detail, trajectory.error)
+
+
+BREAKS = {
+    "a module that cannot be imported": {"pkg/calc.py": "import not_installed_here\n"},
+    "a syntax error": {"pkg/calc.py": "def add(:\n"},
+    "an exit": {"pkg/calc.py": "import os\nos._exit(0)\n"},
+    "calls xfail": {"pkg/calc.py": "import pytest\ndef add(a, b):\n    pytest.xfail('no')\ndouble = add\n"},
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_work_that_breaks_its_tests_is_scored_zero(
+    name: str, tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
+    source = Source.make(tmp_path / "source")
+    patch = tmp_path / "broken.patch"
+    patch.write_text(source.diff(BREAKS[name]))
+    flags = "--env.controls=false"
+    (group,) = roll_out([source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, flags, baseline=False)
+    (trajectory,) = group.trajectories
+    assert trajectory.reward == 0.0, (trajectory.detail, trajectory.error)
