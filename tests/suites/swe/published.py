@@ -69,7 +69,7 @@ class Source:
         return found
 
     def row(self, **columns: JSON) -> dict[str, JSON]:
-        """A SWE-bench row; the tests come with the tree unless `test_patch` is given."""
+        """A SWE-bench row, whose patch of the tests changes nothing unless one is given; empty: a SWE-smith row."""
         return {
             "instance_id": f"o__n-{self.path.name}",
             "repo": "o/n",
@@ -77,6 +77,7 @@ class Source:
             "problem_statement": "add subtracts",
             "repo_path": str(self.path),
             "patch": self.diff(FIX),
+            "test_patch": self.diff({"tests/note.txt": "a note"}),
             "FAIL_TO_PASS": F2P,
             "PASS_TO_PASS": P2P,
             "install": {"python_path": ["."]},

@@ -35,7 +35,7 @@ def fails_without_its_patch(source: Source) -> Row:
 def smith(source: Source) -> Row:
     """SWE-smith with a base commit: the patch makes the bug."""
     base = source.commit({"pkg/calc.py": RIGHT})
-    return source.row(base_commit=base, patch=source.diff({"pkg/calc.py": BUGGY}))
+    return source.row(base_commit=base, patch=source.diff({"pkg/calc.py": BUGGY}), test_patch="")
 
 
 def smith_branch(source: Source) -> Row:
@@ -46,7 +46,9 @@ def smith_branch(source: Source) -> Row:
     source.commit({"pkg/calc.py": BUGGY})
     source.commit({"tests/test_calc.py": None})
     git(source.path, "checkout", "-q", "main")
-    row = source.row(instance_id="o__n.1234abcd.combine__1", patch=patch, image_name="swebench/swesmith.x86_64.o__n")
+    row = source.row(
+        instance_id="o__n.1234abcd.combine__1", patch=patch, test_patch="", image_name="swebench/swesmith.x86_64.o__n"
+    )
     del row["base_commit"]
     return row
 
@@ -58,7 +60,7 @@ def smith_branch_with_tests(source: Source) -> Row:
     git(source.path, "checkout", "-qb", "o__n.1234abcd.combine__2")
     source.commit({"pkg/calc.py": BUGGY})
     git(source.path, "checkout", "-q", "main")
-    row = source.row(instance_id="o__n.1234abcd.combine__2", patch=patch)
+    row = source.row(instance_id="o__n.1234abcd.combine__2", patch=patch, test_patch="")
     del row["base_commit"]
     return row
 
