@@ -37,6 +37,7 @@ from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_task
 from palaestra.suites.swe.install_recipe import is_requirement
 from palaestra.suites.swe.protected import hidden_files, protected_paths
 from palaestra.suites.swe.repository import RepositoryCache
+from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import compare, meant, needs_comparison, run_row
 from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
 from palaestra.suites.swe.unified_diff import DiffError
@@ -90,6 +91,11 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     repo_requirements: dict[str, list[str]] = Field(
         default={}, description='The same for single repositories: {"owner/name": ["responses", ".[test]"]}.'
     )
+    image_dir: str | None = Field(
+        default=None,
+        description="A folder of ready root file systems: rows run in NAME or NAME.tar of their image_name.",
+    )
+    images: dict[str, str] = Field(default={}, description="Ready root file systems of images or rows, NAME=PATH.")
     install_env: dict[str, str] = Field(
         default={}, description="Environment variables for installing a repository, for example PIP_INDEX_URL=https://…"
     )
@@ -124,10 +130,16 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRow:
-    """A row and the toolchain of its tests."""
+    """A row and the toolchain of its tests. `image`: both are in the root of its slots."""
 
     row: SweRow
     toolchain: Toolchain
+    image: str | None = None
+
+    @property
+    def installs(self) -> bool:
+        """Whether the repository is installed in a slot."""
+        return self.row.install.editable and self.image is None
 
 
 class SweEnvironment(ContractEnvironment):
@@ -140,17 +152,25 @@ class SweEnvironment(ContractEnvironment):
         timeout_s = self.settings.install_timeout_s
         self.repositories = RepositoryCache(cache / "repositories", self.settings.repo_base_url, timeout_s=timeout_s)
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
+        self.images = RowImages(self.settings.images, self.settings.image_dir)
         self._prepared_runs: dict[str, TestRun] = {}
+
+    async def open(self) -> None:
+        self.images.check()
+        await super().open()
 
     async def resolve(self, task: Task) -> Task:
         row: SweRow = task.data
-        if row.install.editable:
+        image = self.images.of(row)
+        if image is not None:
+            toolchain = IMAGE_TOOLCHAIN
+        elif row.install.editable:
             toolchain = venv_toolchain(row.install)
         else:
             toolchain = await self.dependencies.toolchain(row.install)
-        return replace(
-            task, data=ResolvedRow(row, toolchain), solution=await self._solution(row), network=self._network(row)
-        )
+        work = ResolvedRow(row, toolchain, image)
+        solution = await self._solution(row)
+        return replace(task, data=work, image=image, solution=solution, network=self._network(work))
 
     async def _solution(self, row: SweRow) -> JSON:
         if not row.fix_patch:
@@ -160,9 +180,9 @@ class SweEnvironment(ContractEnvironment):
         except DiffError as error:
             raise TaskError(f"{row.instance_id}: its reference patch does not match the repository: {error}") from error
 
-    def _network(self, row: SweRow) -> NetworkPolicy:
+    def _network(self, work: ResolvedRow) -> NetworkPolicy:
         agent = Network.ON if self.settings.allow_network else Network.OFF
-        return NetworkPolicy(prepare=Network.ON if row.install.editable else Network.OFF, agent=agent)
+        return NetworkPolicy(prepare=Network.ON if work.installs else Network.OFF, agent=agent)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         work: ResolvedRow = task.data
@@ -175,7 +195,7 @@ class SweEnvironment(ContractEnvironment):
 
     def shared_setup(self, task: Task) -> str | None:
         row = task.data.row
-        if not row.install.editable:
+        if not task.data.installs:
             return None
         return f"{row.repo}@{row.base_commit}+{row.install.digest()}"
 
@@ -191,8 +211,10 @@ class SweEnvironment(ContractEnvironment):
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         work: ResolvedRow = task.data
+        if work.image is not None:
+            await move_repository(sandbox, work.row, REPOSITORY)
         await prepare_repository(sandbox, self.repositories, work.row, REPOSITORY)
-        if work.row.install.editable:
+        if work.row.install.editable or work.image is not None:
             await self._baseline(work, sandbox)
 
     def recipe(self, task: Task) -> JSON:
@@ -201,6 +223,7 @@ class SweEnvironment(ContractEnvironment):
         if (
             type(self).prepare is not SweEnvironment.prepare
             or row.install.editable
+            or task.data.image is not None
             or not _COMMIT.fullmatch(row.base_commit)
         ):
             return None

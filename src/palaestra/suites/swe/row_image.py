@@ -1,0 +1,65 @@
+"""Run a row in the image that its data set names, if a root file system of it is on this machine.
+
+Images of SWE-bench, SWE-smith and SWE-rebench have the repository in `/testbed`, those of SWE-rebench V2 in a folder
+named after it, installed for an interpreter of their own (conda's environment `testbed`, or `python3`). The repository
+moves to the workspace, with a link at its old place, because the installation refers to that.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from palaestra.core.config import local_path
+from palaestra.sandbox.slot import Slot
+from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.images.image_builder import ImageBuilder
+from palaestra.suites.images.task_root import TaskRoots
+from palaestra.suites.slot_commands import check_execute
+from palaestra.suites.swe.swe_row import SweRow
+
+_CONDA = "/opt/miniconda3/envs/testbed/bin"
+_START = f'python={_CONDA}/python; [ -x "$python" ] || python=python3; exec "$python" -s -B "$@"'
+_MOVE = """
+set -e
+cd /
+for at in {places}; do
+    if [ -d "$at" ] && [ ! -h "$at" ] && [ ! "$at" -ef {target} ]; then
+        mkdir -p {target}
+        cp -a "$at/." {target}/
+        rm -rf {target}/.git "$at"
+        ln -s {target} "$at"
+    fi
+done
+"""
+_COPY_S = 600.0
+
+IMAGE_TOOLCHAIN = Toolchain(command=("/bin/sh", "-c", _START, "python"), bin_dir=_CONDA)
+"""The interpreter of an image, with the packages and the pytest that the image installed."""
+
+
+class RowImages:
+    """Finds the root file systems of rows. `images` maps names of images, or ids of rows, to paths."""
+
+    def __init__(self, images: Mapping[str, str], image_dir: str | None) -> None:
+        folder = local_path(image_dir) if image_dir else None
+        self._roots = TaskRoots(ImageBuilder(Path()), images, folder)
+
+    def check(self) -> None:
+        """Raises `ImageError` for a path of the settings that does not exist."""
+        self._roots.check()
+
+    def of(self, row: SweRow) -> str | None:
+        """The root for a row, by its id, its image's whole name, or the last part of that without the tag."""
+        short = row.image_name.rpartition("/")[2].partition(":")[0]
+        names = (row.instance_id, row.image_name, short)
+        found = (self._roots.ready(name) for name in names if (name and "/" not in name) or name in self._roots.images)
+        return next((str(path) for path in found if path is not None), None)
+
+
+async def move_repository(slot: Slot, row: SweRow, repo_dir: str) -> None:
+    """Move the repository of an image to `repo_dir`. Raises `PrepareError`."""
+    places = " ".join(map(shlex.quote, ("/testbed", f"/{row.repo.rpartition('/')[2]}")))
+    script = _MOVE.format(places=places, target=shlex.quote(repo_dir))
+    await check_execute(slot, ["/bin/sh", "-c", script], "moving the image's repository failed", timeout_s=_COPY_S)
