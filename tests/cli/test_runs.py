@@ -150,3 +150,10 @@ def test_only_rollouts_of_a_reward_are_exported(capsys: pytest.CaptureFixture[st
     assert main(["export", "last", "--to", "openai", "--min-reward", "2", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["rollouts"], facts["left_out"]) == (2, {"reward below 2, or none": 4})
+
+
+def test_failures_are_gathered_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my_env.py").write_text(ENV.replace("return 1", "return 1 / 0"))
+    assert main(["run", "my_env.py", "--policy", "noop", "--group", "2"]) == 3
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "4 rollouts failed (grader)" in line]
+    assert "ZeroDivisionError" in line

@@ -170,7 +170,7 @@ def test_runs_are_found_by_short_names(tmp_path: Path) -> None:
     assert palaestra.open_run(first.path / "journal.jsonl").path == first.path
     with pytest.raises(ConfigError, match="names 2 runs"):
         palaestra.open_run("squares")
-    with pytest.raises(ConfigError, match="there is no run 'nothing'"):
+    with pytest.raises(ConfigError, match="no run folder nothing"):
         palaestra.open_run("nothing")
     with pytest.raises(ConfigError, match="'last:3' names no run"):
         palaestra.open_run("last:3")

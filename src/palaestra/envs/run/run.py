@@ -418,6 +418,10 @@ def _warn_once(context: RunContext, console: Console) -> None:
     prepared.trouble = warn
 
 
+_SHOWN_CAUSES = 5
+"""How many causes of failures the summary of a run names."""
+
+
 def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, stream: TextIO) -> None:
     names = ("groups", "groups_failed", "rollouts", "scored")
     groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
@@ -431,9 +435,14 @@ def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, st
     resumed = f"  resumed {output.resumed}\n" if output.resumed else ""
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     store = f"  {found} of {prepared} workspaces were prepared already on this machine\n" if found else ""
+    causes = output.failures.causes()
+    gathered = "".join(f"  {cause.line()}\n" for cause in causes[:_SHOWN_CAUSES])
+    if len(causes) > _SHOWN_CAUSES:
+        gathered += f"  and {len(causes) - _SHOWN_CAUSES} further causes\n"
     stream.write(
         f"{reason}: {groups} groups ({failed} failed), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
-        f"{resumed}{store}  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
+        f"{gathered}{resumed}{store}"
+        f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
 
 

@@ -40,6 +40,7 @@ from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.html import write_report
 from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.reader import Recording, find_run
+from palaestra.rollouts.observe.failures import Failures
 from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
@@ -135,6 +136,7 @@ class RunOutput:
         self.model = model
         self.groups = groups
         self.own: dict[str, float] = {}
+        self.failures = Failures()
         self.resumes = earlier is not None
         self.begun = self.resumes
         """Whether any group began, so that there is something to keep."""
@@ -150,7 +152,12 @@ class RunOutput:
         return self.groups.path.with_suffix(".html")
 
     def handlers(self) -> Handlers:
-        return {GroupBegun: self._on_begun, GroupFinished: lambda event: self._figures.add(event.group)}
+        return {GroupBegun: self._on_begun, GroupFinished: self._on_finished}
+
+    def _on_finished(self, event: GroupFinished) -> None:
+        self._figures.add(event.group)
+        if event.group.error or len(event.group.scored) < len(event.group.trajectories):
+            self.failures.add(event.group)
 
     def _on_begun(self, _: GroupBegun) -> None:
         self.begun = True

@@ -1,0 +1,64 @@
+"""The failures of a run, gathered by cause: each cause once, with how often it came and its first example."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from palaestra.core.printable import printable
+from palaestra.core.types import Blame
+from palaestra.rollouts.records import Group
+
+_MOST_CAUSES = 100
+"""Further causes are counted together: an error that is different each time must not fill the memory."""
+
+_VARIES = re.compile(r"0x[0-9a-f]+|\d+")
+_LONGEST = 300
+
+
+@dataclass(slots=True)
+class Cause:
+    """Rollouts, or whole groups, that failed alike. `first` is the id of the first of them, `error` its message."""
+
+    blame: str
+    error: str
+    first: str
+    rollouts: int = 0
+    groups: int = 0
+
+    def line(self) -> str:
+        counts = [f"{self.groups} groups" if self.groups else "", f"{self.rollouts} rollouts" if self.rollouts else ""]
+        return f"{' and '.join(filter(None, counts))} failed ({self.blame}), first {self.first}: {self.error}"
+
+
+class Failures:
+    """Gathers the rollouts without a reward and the groups that could not be prepared."""
+
+    def __init__(self) -> None:
+        self._causes: dict[tuple[str, str], Cause] = {}
+
+    def add(self, group: Group) -> None:
+        """Count the failures of a finished group."""
+        if group.error:
+            self._cause(group.blame, group.error, group.group_id, group.group_id).groups += 1
+        for each in group.trajectories:
+            if not each.scored:
+                self._cause(each.blame, each.error, each.rollout_id, group.group_id).rollouts += 1
+
+    def _cause(self, blame: Blame | None, error: str, name: str, group_id: str) -> Cause:
+        whose = blame.value if blame is not None else "unknown"
+        key = whose, _VARIES.sub("0", error.replace(name, "").replace(group_id, ""))
+        if key not in self._causes and len(self._causes) >= _MOST_CAUSES:
+            key, error = ("", ""), "further causes"
+        if key not in self._causes:
+            self._causes[key] = Cause(whose, _short(error), name)
+        return self._causes[key]
+
+    def causes(self) -> list[Cause]:
+        """The causes, the most frequent first."""
+        return sorted(self._causes.values(), key=lambda cause: -(cause.rollouts + cause.groups))
+
+
+def _short(error: str) -> str:
+    text = printable(" ".join(error.split()))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
