@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 
 from palaestra.core.types import Blame, Outcome
+from palaestra.envs.run.evaluate import in_short
 from palaestra.envs.run.pass_at_k import figures, pass_at_k, sample
 from palaestra.rollouts.records import Trajectory
 
@@ -52,3 +53,9 @@ def test_an_evaluation_counts_attempts_apart_from_tasks() -> None:
     assert found["category/files/pass@1"] == 0.5
     assert found["category/text/pass_rate"] == 0
     assert [sample(each)["passed"] for each in done] == [True, False, True, False, False, False, None, False]
+
+
+def test_the_line_for_people_counts_the_tasks_that_the_rate_is_over() -> None:
+    figure = {"pass@1": 0.5, "pass@1/low": 0.1, "pass@1/high": 0.9, "pass@1/tasks": 3, "tasks": 4}
+    assert in_short(figure).endswith("over 3 of 4 tasks")
+    assert in_short({**figure, "pass@1/tasks": 4}).endswith("over 4 tasks")

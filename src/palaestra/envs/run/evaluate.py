@@ -115,4 +115,8 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
     parts = [
         f"{name} {metrics[name]:.3f} ({metrics[f'{name}/low']:.3f} to {metrics[f'{name}/high']:.3f})" for name in names
     ]
-    return f"{', '.join(parts)} over {metrics['tasks']} tasks" if parts else ""
+    if not parts:
+        return ""
+    tried = metrics.get(f"{names[0]}/tasks", metrics["tasks"])
+    count = f"{tried} tasks" if tried == metrics["tasks"] else f"{tried} of {metrics['tasks']} tasks"
+    return f"{', '.join(parts)} over {count}"

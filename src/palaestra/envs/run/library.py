@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from palaestra.core.config import python_names
 from palaestra.core.errors import ConfigError, PalaestraError
@@ -189,7 +189,9 @@ def _reference(env: object) -> str:
     """Where a replay or a resumed run finds an environment of a Python program; empty for one without a file or a name
     of its own."""
     source = getattr(env, "source", env)
-    name, path = getattr(source, "__name__", ""), inspect.getsourcefile(source) if callable(source) else None
+    name, path = getattr(source, "__name__", ""), None
+    with contextlib.suppress(OSError, TypeError):  # a class of a notebook
+        path = inspect.getsourcefile(cast("type", source))
     at_top = getattr(source, "__qualname__", "") == name
     return f"{Path(path).resolve()}:{name}" if at_top and path and Path(path).is_file() else ""
 
