@@ -1,0 +1,81 @@
+"""What a command costs before it does anything: python benchmarks/startup.py [--quick] [--json FILE]
+
+Each command is a process of its own. Reported is the processor time of the process with its children, which does not
+depend on what else the machine does, and beside it the wall time. The five-task run plays the reference solutions of an
+environment with one command each. `inspect --help` (inspect_ai) and `vf-eval --help` (verifiers) are the peers; they
+are left out where they are not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import _measure as measure
+
+ENVIRONMENT = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def words(n: int = 5):
+    for i in range(n):
+        yield Task(id=f"w{i}", prompt="p", solution="echo hi > answer.txt")
+
+@words.score
+async def right(task, sandbox):
+    return "hi" in await sandbox.read_text("answer.txt", missing="")
+"""
+
+PALAESTRA = (sys.executable, "-m", "palaestra.cli.main")
+COMMANDS = {
+    "palaestra --help": ("--help",),
+    "palaestra run --help": ("run", "--help"),
+    "palaestra run my_env.py --help": ("run", "my_env.py", "--help"),
+    "palaestra run my_env.py --polcy x": ("run", "my_env.py", "--polcy", "x"),
+    "palaestra runs": ("runs",),
+    "palaestra run my_env.py --policy oracle": ("run", "my_env.py", "--policy", "oracle"),
+}
+CEILINGS_S = {
+    "palaestra run --help": 0.35,
+    "palaestra run my_env.py --help": 0.35,
+    "palaestra run my_env.py --polcy x": 0.35,
+    "palaestra run my_env.py --policy oracle": 1.2,
+}
+PEERS = ("inspect", "vf-eval")
+
+
+def sample(words: tuple[str, ...], folder: str) -> measure.Sample:
+    """The seconds of one process."""
+    begun = time.perf_counter()
+    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, _, used = os.wait4(process.pid, 0)
+    return {"cpu": used.ru_utime + used.ru_stime, "wall": time.perf_counter() - begun}
+
+
+def main() -> int:
+    options = measure.parse_options(__doc__)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "my_env.py").write_text(ENVIRONMENT)
+        cases: dict[str, Callable[[], measure.Sample]] = {
+            name: partial(sample, (*PALAESTRA, *words), folder) for name, words in COMMANDS.items()
+        }
+        peers = {f"{name} --help": found for name in PEERS if (found := shutil.which(name)) is not None}
+        cases |= {name: partial(sample, (path, "--help"), folder) for name, path in peers.items()}
+        found = measure.interleaved(cases, options.rounds)
+    rows = []
+    for name, seconds in found.items():
+        row = measure.Row(name, seconds["cpu"], "s CPU")
+        rows.append(measure.with_ceiling(row, CEILINGS_S[name]) if name in CEILINGS_S else row)
+        rows.append(measure.Row(f"{name}: wall", seconds["wall"], "s"))
+    return measure.report("Start-up", rows, options.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
