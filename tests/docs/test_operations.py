@@ -13,9 +13,9 @@ import yaml
 from recorded import sky, write_run
 
 from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import Latency, RunReader
-from palaestra.rollouts.watchdog import IDLE_LIMITS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 

@@ -21,13 +21,13 @@ from palaestra.core.types import JSON, Blame, Outcome, Score, Task
 from palaestra.rollouts.events import TurnTaken
 from palaestra.rollouts.export.atropos import encode_line, group_line
 from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.journal.journal import plain
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import Kit, Projection
-from palaestra.rollouts.watchdog import IDLE_LIMITS
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool
 

@@ -12,7 +12,7 @@ from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
 from palaestra.envs.run.run import concurrency, eval_workers
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.watchdog import IDLE_LIMITS
+from palaestra.rollouts.idle_limits import IDLE_LIMITS
 
 CONTRACT = {
     "group_size": 4,
