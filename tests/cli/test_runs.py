@@ -39,7 +39,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_runs_are_listed_the_latest_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "my_env.py", "--policy", "noop"]) == 0
-    capsys.readouterr()
+    assert capsys.readouterr().out == f"{open_run().path.relative_to(Path.cwd())}\n"
     assert main(["runs", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["model"], row["state"], row["groups"], row["rollouts"]) for row in rows] == [

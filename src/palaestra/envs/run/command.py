@@ -1,6 +1,7 @@
 """Reads the command line of an environment, and runs it. What a run needs is imported once the line is accepted.
 
-`palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes.
+`palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes. The
+path of the run's folder goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def run_command(
             sys.stderr.write(f"note: {notice}\n")
         from palaestra.envs.run.run import run
 
-        return asyncio.run(run(form, parsed)).exit_code
+        report = asyncio.run(run(form, parsed))
+    sys.stdout.write(f"{report.folder}
+")
+    return report.exit_code
 
 
 def command_line(
