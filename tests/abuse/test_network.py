@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from abuse.arena import Arena, python
 from palaestra.core.types import Network
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from palaestra.sandbox.slotd.namespaced import cgroups
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
@@ -72,14 +75,15 @@ def test_no_interface_can_be_made(arena: Arena) -> None:
     arena.face(case)
 
 
-@pytest.mark.contained_on("full", "userns")
+@pytest.mark.contained_on("full", "userns", "confined")
 def test_names_of_sockets_are_not_shared_between_slots(arena: Arena) -> None:
-    """The second slot can take the name that the first one has, where it has names of its own."""
+    """The second slot can take the name that the first one has, or no slot can take a name."""
     bind = """
 import socket, time
-with socket.socket(socket.AF_UNIX) as s:
-    try: s.bind('\\0abuse-shared'); print('bound', flush=True); time.sleep(1)
-    except OSError as error: print(error.errno)
+try:
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind('\\0abuse-shared'); print('bound', flush=True); time.sleep(1)
+except OSError as error: print(error.errno)
 """
 
     async def case(slot: Slot) -> None:
@@ -87,9 +91,11 @@ with socket.socket(socket.AF_UNIX) as s:
         bound = asyncio.Event()
         holding = asyncio.ensure_future(slot.execute(["python3", "-c", bind], on_output=lambda data: bound.set()))
         await asyncio.wait_for(bound.wait(), 10)
-        taken = await python(other, bind)
-        assert (taken.output == "bound\n") == arena.contained
-        assert (await holding).output == "bound\n"
+        taken, held = await python(other, bind), await holding
+        if arena.ground.rung is Rung.CONFINED:
+            assert (taken.output, held.output) == ("97\n", "97\n")
+        else:
+            assert (taken.output, held.output) == ("bound\n", "bound\n")
         await arena.backend.destroy(other)
 
     arena.face(case)
@@ -123,5 +129,54 @@ if tried('::ffff:169.254.169.254', 80, send=True) != 1: print('mapped')
                 assert (await python(online, program.partition("if tried('::ffff")[0])).output.startswith(refused[0])
         finally:
             await arena.backend.destroy(online)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_services_with_a_path_are_out_of_reach(arena: Arena) -> None:
+    """A socket of the host that everybody may write to, by its path, by a link to it, and by another root."""
+    place = tempfile.mkdtemp(dir="/var/tmp")
+    os.chmod(place, 0o755)
+    program = f"""
+import os, socket
+os.symlink({place!r}, 'there')
+for path in ({place!r} + '/s', 'there/s', '/proc/self/root' + {place!r} + '/s', '/proc/1/root' + {place!r} + '/s'):
+    try: socket.socket(socket.AF_UNIX).connect(path); print('reached', path)
+    except OSError: pass
+try: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', '/dev/log'); print('logged')
+except OSError: pass
+left, right = socket.socketpair()
+left.send(b'pair')
+print(right.recv(9))
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program)).output == "b'pair'\n"
+
+    with socket.socket(socket.AF_UNIX) as service:
+        service.bind(f"{place}/s")
+        os.chmod(f"{place}/s", 0o777)
+        service.listen()
+        try:
+            arena.face(case)
+        finally:
+            shutil.rmtree(place)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_accounts_of_the_host_are_out_of_reach(arena: Arena) -> None:
+    """A slot with namespaces has three accounts and a name of its own, one without has none."""
+    program = """
+import pwd
+for path in ('/etc/passwd-', '/etc/shadow', '/etc/subuid', '/etc/sudoers', '/etc/ssh/sshd_config', '/etc/machine-id',
+             '/etc/fstab', '/etc/crontab', '/etc/pam.d/su', '/etc/gitconfig'):
+    try: print(path, len(open(path).read()))
+    except OSError: pass
+print(len(pwd.getpwall()))
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program)).output in ("0\n", "3\n")
 
     arena.face(case)

@@ -31,7 +31,7 @@ _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
 _PLACES = "/skeleton/places"
 # Above an image that lacks them: `docker export` leaves the files empty that docker mounts over.
 _HOSTS, _RESOLVER = "/skeleton/hosts", "/skeleton/resolver"
-_COPIED = (
+PUBLIC_SETTINGS = (
     "alternatives", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts", "gai.conf", "host.conf",
     "java*", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*.path", "locale.alias", "locale.conf", "localtime",
     "lsb-release", "magic", "magic.mime", "mime.types", "netconfig", "networks", "os-release", "perl", "pki/ca-trust",
@@ -187,7 +187,7 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
     for name, text in _WRITTEN.items():
         namespaces.write_file(f"{root}/etc/{name}", text)
     os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
-    for pattern in _COPIED:
+    for pattern in PUBLIC_SETTINGS:
         folder, _, last = pattern.rpartition("/")
         source = f"{HOST}/etc/{folder}".rstrip("/")
         for name in fnmatch.filter(_names(source), last):
@@ -222,7 +222,7 @@ def _give(root: str, owner: int) -> None:
 
 
 def _copy(source: str, target: str) -> None:
-    if any(fnmatch.fnmatch(os.path.basename(source), pattern) for pattern in _NEVER_COPIED):
+    if is_private(source):
         return
     if os.path.islink(source):
         os.symlink(os.readlink(source), target)
@@ -233,6 +233,11 @@ def _copy(source: str, target: str) -> None:
     elif os.path.isfile(source) and os.stat(source).st_mode & 0o004:
         shutil.copyfile(source, target)
         shutil.copymode(source, target)
+
+
+def is_private(path: str) -> bool:
+    """Whether the name of a file is one of keys or passwords."""
+    return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in _NEVER_COPIED)
 
 
 def _names(directory: str) -> list[str]:

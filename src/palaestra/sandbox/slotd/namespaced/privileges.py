@@ -49,7 +49,7 @@ _NAMESPACE_FLAGS = 0x7E020000
 # unix, inet, inet6, netlink. A network namespace does not contain the others (vsock, packet, alg, …), or nobody needs
 # them.
 _FAMILIES = (1, 2, 10, 16)
-_INET = (2, 10)
+_UNIX, _INET = 1, (2, 10)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 # The page cache of files that slots share outlives them: what reports or changes which pages are in it would be
@@ -116,9 +116,10 @@ def supported() -> bool:
     return syscalls.MACHINE in _AUDIT
 
 
-def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True) -> bytes:
+def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True, unix: bool = True) -> bytes:
     """The filter for one architecture, as packed `struct sock_filter`s. For slots without namespaces, `inet` False
-    removes internet sockets, `ipc` False System V objects and message queues, which would outlive the slot."""
+    removes internet sockets, `ipc` False System V objects and message queues, which would outlive the slot, and `unix`
+    False sockets with a path or a name, by which services of the host are reached (pairs of sockets stay)."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -143,14 +144,15 @@ def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = T
     lines += _clause(calls["preadv2"], _ARGUMENT_5, _when((_ANY_BIT, _RWF_NOWAIT), _EOPNOTSUPP))
     families = [family for family in _FAMILIES if inet or family not in _INET]
     for call in ("socket", "socketpair"):
-        lines += _clause(calls[call], _ARGUMENT_0, _unless(families, _NO_FAMILY))
+        allowed = [family for family in families if family != _UNIX or unix or call == "socketpair"]
+        lines += _clause(calls[call], _ARGUMENT_0, _unless(allowed, _NO_FAMILY))
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def install(*, inet: bool = True, ipc: bool = True) -> None:
+def install(*, inet: bool = True, ipc: bool = True, unix: bool = True) -> None:
     """Bind this process and all it starts to the filter. Needs `no new privileges`."""
-    syscalls.install_filter(program(inet=inet, ipc=ipc))
+    syscalls.install_filter(program(inet=inet, ipc=ipc, unix=unix))
 
 
 def _when(test: tuple[int, int], verdict: int) -> list[Instruction]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import gc
+import glob
 import os
 import posixpath
 import resource
@@ -27,7 +29,7 @@ from typing import NoReturn
 
 from .. import syscalls
 from ..exec import pipes, process_tree
-from ..namespaced import privileges
+from ..namespaced import host, privileges
 from ..protocol import init_messages
 from ..protocol.init_messages import InitReport, Order, ReportKind
 from . import copy_workspace, landlock, server_directory, users
@@ -35,7 +37,10 @@ from . import copy_workspace, landlock, server_directory, users
 CONTROL = 3  # the descriptor of the control socket
 # Paths that clients use, and the directories of the slot behind them.
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
-READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/proc")
+_READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc")
+# Of /etc, what programs read, and nothing that names accounts, keys, hosts or services of this machine.
+_SETTINGS = (*host.PUBLIC_SETTINGS, "bash.bashrc", "inputrc", "nsswitch.conf", "profile", "profile.d")
+_SETTINGS_WITH_NETWORK = ("hosts", "resolv.conf")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
 _BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
 
@@ -117,12 +122,20 @@ def _confine(plan: UnprivilegedPlan) -> None:
     if os.geteuid() == 0:
         privileges.drop(_BECOME_USERS if plan.user else 0, bounding=0)
     landlock.restrict(_rights(plan), tcp=plan.network)
-    privileges.install(inet=plan.network, ipc=False)
+    privileges.install(inet=plan.network, ipc=False, unix=False)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
+@functools.cache
+def readable(network: bool) -> list[str]:
+    """The paths of the system that commands may read, if their permissions allow it."""
+    patterns = (*_SETTINGS, *(_SETTINGS_WITH_NETWORK if network else ()))
+    found = [path for pattern in patterns for path in glob.glob(f"/etc/{pattern}")]
+    return [*_READ_ONLY, *(path for path in found if not host.is_private(path))]
+
+
 def _rights(plan: UnprivilegedPlan) -> list[tuple[str, int]]:
-    rights = [(path, landlock.READ) for path in (*READ_ONLY, *plan.readable)]
+    rights = [(path, landlock.READ) for path in (*readable(plan.network), *plan.readable)]
     rights += [(f"/dev/{name}", landlock.DEVICE | landlock.LIST) for name in _DEVICES]
     own = [(f"{plan.home}/{name}", landlock.WRITE) for name in DIRECTORIES.values()]
     return [*rights, ("/dev/shm", landlock.DROP), *own]  # noqa: S108

@@ -48,6 +48,7 @@ class CopiedFiles:
     user: int
     layers: tuple[CopiedLayer, ...]
     driver: UnprivilegedDriver
+    network: bool
     _open: dict[str, int] = field(default_factory=dict, init=False)
 
     def directory(self, name: str) -> int:
@@ -133,7 +134,12 @@ class UnprivilegedDriver:
             limits=_limits(fields["limits"], user) if self._confined else (),
         )
         exposed = "only the rung full can refuse them" if fields["network"] else ""
-        return NewSlot(CopiedFiles(path, user, layers, self), (), UnprivilegedInit(plan, self._children), exposed)
+        return NewSlot(
+            CopiedFiles(path, user, layers, self, fields["network"]),
+            (),
+            UnprivilegedInit(plan, self._children),
+            exposed,
+        )
 
     def _refuse(self, fields: Fields) -> None:
         rung = "confined" if self._confined else "none"
@@ -207,10 +213,10 @@ class UnprivilegedDriver:
             known = next(prefix for prefix, folder in unprivileged_init.DIRECTORIES.items() if folder == name)
             return Place(files.directory(name), f"/{rest}", owner, known)
         if self._confined:
-            self._require_public(path, writing)
+            self._require_public(path, writing, files.network)
         return Place(root, path, owner)
 
-    def _require_public(self, path: str, writing: bool) -> None:
+    def _require_public(self, path: str, writing: bool, network: bool) -> None:
         """Refuse a path that a command of the slot could not read, or write."""
         denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         if writing:
@@ -220,7 +226,7 @@ class UnprivilegedDriver:
         except OSError:
             return  # it does not exist, which will be reported
         parents = [real[:index] or "/" for index, letter in enumerate(real) if letter == "/"]
-        visible = (*unprivileged_init.READ_ONLY, *self._readable)
+        visible = (*unprivileged_init.readable(network), *self._readable)
         shown = real == "/" or any(real == top or real.startswith(f"{top}/") for top in visible)
         open_to_all = all(os.stat(parent).st_mode & _PASS for parent in parents) and os.stat(real).st_mode & _READ
         if not shown or (self._users and not open_to_all):
