@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from palaestra.core.errors import EngineRefused, PrepareError
+from palaestra.core.exits import report_failure
 from palaestra.core.redaction import redacted, redacted_arguments
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
@@ -14,7 +16,7 @@ SECRET = "Zx81-hunter2-longenough"
 @pytest.mark.parametrize(
     "text",
     [
-        f"https://user:{SECRET}@example.org/packages/",
+        f"https://user:{SECRET}@example.org/index/",
         f"https://{SECRET}@example.org",
         f"http://example.org/v1?api_key={SECRET}&n=1",
         f"postgres://u:{SECRET}@db:5432/x",
@@ -69,3 +71,11 @@ def test_arguments_and_addresses_of_servers_are_recorded_without_secrets() -> No
 def test_settings_are_recorded_without_secrets() -> None:
     settings = {"openai": [{"base_url": f"http://u:{SECRET}@h/v1", "api_key": SECRET}], "list": [f"https://{SECRET}@h"]}
     assert SECRET not in str(without_secrets(settings))
+
+
+def test_the_error_of_a_command_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_failure(PrepareError(f"https://user:{SECRET}@index.example/index/ cannot be read")) != 0
+    assert report_failure(EngineRefused(f"refused: Incorrect API key provided: sk-{'x' * 30}.")) != 0
+    shown = capsys.readouterr().err
+    assert SECRET not in shown
+    assert "xxxx" not in shown

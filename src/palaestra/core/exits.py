@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 
 from palaestra.core.errors import PalaestraError
+from palaestra.core.redaction import redacted
 from palaestra.core.user_code import leaves
 
 DONE = 0
@@ -52,4 +53,4 @@ def report_failure(error: BaseException) -> int:
 
 
 def report(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {redacted(message)}\n")

@@ -24,6 +24,7 @@ from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.tool_calls import handler_runtime
 from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
+from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task, number
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
@@ -193,7 +194,7 @@ class Rollout:
         self.score = None
         self.outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
         self.blame = blame
-        self.error = told(error)
+        self.error = redacted(told(error))
 
     async def _give_back(self) -> None:
         """Shielded, so that a cancelled rollout returns its slot, and bounded, so that it cannot hang the run."""
