@@ -34,12 +34,14 @@ _OPEN_TO_ALL = 0o004
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_PROC_READ_ONLY = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+# Settings that the root of a namespace could write. What only the host's root may write or read needs no mount: nobody
+# in a slot is the host's root.
+_PROC_READ_ONLY = ("sys", "sysrq-trigger")
 # Kernel memory, keys and devices; and counters of the whole machine, by which slots could signal to each other.
 _PROC_HIDDEN = (
     "kcore", "keys", "key-users", "timer_list", "kallsyms", "kmsg", "sched_debug", "latency_stats", "acpi", "scsi",
-    "asound", "interrupts", "slabinfo", "vmallocinfo", "buddyinfo", "diskstats", "locks", "pressure", "softirqs",
-    "vmstat", "zoneinfo", "sys/fs/dentry-state", "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/inode-state",
+    "asound", "interrupts", "slabinfo", "vmallocinfo", "diskstats", "locks", "pressure", "vmstat",
+    "sys/fs/dentry-state", "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/inode-state",
 )  # fmt: skip
 
 
@@ -234,6 +236,8 @@ def _proc() -> Iterator[BuildStep]:
 def _kernel_entries() -> tuple[list[str], list[str], list[str]]:
     """The entries of every /proc of this kernel: those to make read-only, the directories and the files to hide."""
     read_only = [name for name in _PROC_READ_ONLY if os.path.lexists(f"/proc/{name}")]
-    directories = [name for name in _PROC_HIDDEN if os.path.isdir(f"/proc/{name}")]
-    files = [name for name in _PROC_HIDDEN if os.path.lexists(f"/proc/{name}") and name not in directories]
+    hidden = [name for name in _PROC_HIDDEN if os.path.lexists(f"/proc/{name}")]
+    directories = [name for name in hidden if os.path.isdir(f"/proc/{name}")]
+    readable = [name for name in hidden if os.stat(f"/proc/{name}").st_mode & _OPEN_TO_ALL]
+    files = [name for name in readable if name not in directories]
     return read_only, directories, files
