@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from palaestra.cli import serve_tools
-from palaestra.cli.serve_tools import _token, executor_settings
+from palaestra.cli.serve_tools import executor_settings, read_token
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
@@ -199,9 +199,9 @@ def test_a_token_with_the_new_line_of_its_file_is_the_same_token(
     monkeypatch.setenv("TOOL_SERVER_TOKEN", "sesame\n")
     (tmp_path / "token").write_text("sesame\n")
     (tmp_path / "two").write_text("open\nsesame\n")
-    assert _token(None, "TOOL_SERVER_TOKEN") == _token(tmp_path / "token", "TOOL_SERVER_TOKEN") == "sesame"
+    assert read_token(None, "TOOL_SERVER_TOKEN") == read_token(tmp_path / "token", "TOOL_SERVER_TOKEN") == "sesame"
     with pytest.raises(ConfigError, match="two holds a control character"):
-        _token(tmp_path / "two", "TOOL_SERVER_TOKEN")
+        read_token(tmp_path / "two", "TOOL_SERVER_TOKEN")
 
     async def listed() -> list[str]:
         server = ToolServer(ToolRegistry(), token="sesame")
