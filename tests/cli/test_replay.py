@@ -234,3 +234,12 @@ def test_a_folder_with_links_is_not_resumed(folder: Path) -> None:
     (run / "metrics.jsonl").symlink_to(folder / "victim")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         resumed_folder(run)
+
+
+@pytest.mark.slots
+def test_the_files_of_a_run_are_for_its_owner_alone(folder: Path) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    files = [path for place in (run, folder / "data") for path in place.rglob("*") if path.is_file()]
+    assert {"journal.jsonl", "config.json", "metrics.jsonl", "status.json"} <= {path.name for path in files}
+    assert {path.suffix for path in files} >= {".jsonl", ".html", ".json"}
+    assert [path.name for path in files if path.stat().st_mode & 0o077] == []

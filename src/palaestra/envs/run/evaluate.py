@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.io.durable_files import writing
+from palaestra.core.io.durable_files import private, writing
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.rollouts.environment import Environment
@@ -104,8 +104,9 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
     document = {"config_general": {"model_name": model, **logged.get("general", {})}, "results": results}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.json").write_bytes(msgspec.json.format(encoded(document), indent=2) + b"\n")
-        with (folder / "samples.jsonl").open("wb") as lines:
+        with open(folder / "metrics.json", "wb", opener=private) as file:
+            file.write(msgspec.json.format(encoded(document), indent=2) + b"\n")
+        with open(folder / "samples.jsonl", "wb", opener=private) as lines:
             lines.writelines(encoded(sample) + b"\n" for sample in logged["samples"])
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.io.durable_files import private
 from palaestra.rollouts.events import InFlight
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class StatusFile:
             return
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            unfinished.write_bytes(msgspec.json.encode(self.now()) + b"\n")
+            with open(unfinished, "wb", opener=private) as file:
+                file.write(msgspec.json.encode(self.now()) + b"\n")
             unfinished.replace(path)
         except OSError as error:
             logger.debug("cannot write %s: %s", path, error)
