@@ -240,7 +240,7 @@ async def main():
         await backend.destroy(slots.pop())
         slots.append(await backend.create(SlotSpec(), "x"))
         stats = (await slots[0].requests.call("stats", {})).fields
-        print(stats["slots"] == stats["live"] == len(slots) >= 40)
+        print(stats["slots"] == stats["live"] == len(slots) >= 32)
 asyncio.run(main())
 """
 
