@@ -54,8 +54,7 @@ def run_command(
         from palaestra.envs.run.run import run
 
         report = asyncio.run(run(form, parsed))
-    sys.stdout.write(f"{report.folder}
-")
+    sys.stdout.write(f"{report.folder}\n")
     return report.exit_code
 
 
