@@ -243,3 +243,13 @@ def test_the_files_of_a_run_are_for_its_owner_alone(folder: Path) -> None:
     assert {"journal.jsonl", "config.json", "metrics.jsonl", "status.json"} <= {path.name for path in files}
     assert {path.suffix for path in files} >= {".jsonl", ".html", ".json"}
     assert [path.name for path in files if path.stat().st_mode & 0o077] == []
+
+
+@pytest.mark.slots
+def test_a_run_recorded_here_names_its_own_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    assert palaestra("replay", run) in (0, 1)
+    moved = run.rename(folder / "elsewhere")
+    capsys.readouterr()
+    assert palaestra("replay", moved) == 2
+    assert "name the file with --environment" in capsys.readouterr().err

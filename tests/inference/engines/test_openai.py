@@ -226,7 +226,7 @@ def test_a_key_read_from_a_file_is_sent_without_its_new_line() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"api_key": "sk\n1"}, "api_key holds a control character"),
+        ({"api_key": "sk\n1"}, "holds a control character"),
         ({"api_key": "sk-1", "base_url": "http://me:secret@127.0.0.1:1"}, "leave out one of them"),
     ],
 )

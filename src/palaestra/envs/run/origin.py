@@ -1,7 +1,8 @@
 """Marks the runs of this user on this machine, so that their records may name code and settings of this machine.
 
-A run's folder is data: whoever made it could name any file as its environment. So each run gets a mark, an HMAC of its
-settings (`config.json`) and its path, with a key that stays in the user's state directory.
+A run's folder is data: whoever made it could name any file as its environment. So each part of a run adds a mark to the
+folder, an HMAC of the folder's path and the part's recorded settings, with a key that stays in the user's state
+directory.
 """
 
 from __future__ import annotations
@@ -11,38 +12,43 @@ import hmac
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
+from palaestra.core.io.durable_files import private
+from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import Recording
 
-MARK = "origin"
-CONFIG_NAME = "config.json"
+MARKS = "origin"
 _KEY_BYTES = 32
 
 
-def mark_origin(folder: Path) -> None:
-    """Mark a run that has its `config.json`. Without a place for the key, the run stays unmarked."""
+def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
+    """Mark a part of a run with its recorded settings. Without a place for the key, it stays unmarked."""
     try:
-        (folder / MARK).write_text(_mark(folder, _key(make=True)) + "\n")
+        mark = _mark(folder, config, _key(make=True))
+        with open(folder / MARKS, "a", opener=private) as file:
+            file.write(f"{mark}\n")
     except OSError:
         return
 
 
 def is_ours(recording: Recording) -> bool:
-    """Whether this user recorded the run here, in this folder, with the settings that its journal has."""
+    """Whether this user recorded the run here, in this folder, with the settings that its journal has now."""
     folder = recording.path.parent
     try:
-        found = (folder / MARK).read_text().strip()
-        settings = json.loads((folder / CONFIG_NAME).read_bytes())
-        ours = hmac.compare_digest(found.encode(), _mark(folder, _key()).encode())
+        marks = (folder / MARKS).read_text().split()
+        ours = _mark(folder, recording.meta.config, _key())
     except (OSError, ValueError):
         return False
-    return ours and bool(settings == json.loads(json.dumps(recording.meta.config)))
+    return any(hmac.compare_digest(mark.encode(), ours.encode()) for mark in marks)
 
 
-def _mark(folder: Path, key: bytes) -> str:
-    settings = (folder / CONFIG_NAME).read_bytes()
-    return hmac.new(key, os.fsencode(folder.resolve()) + b"\n" + settings, hashlib.sha256).hexdigest()
+def _mark(folder: Path, config: Mapping[str, JSON], key: bytes) -> str:
+    plain = json.dumps(msgspec.json.decode(msgspec.json.encode(config)), sort_keys=True)
+    return hmac.new(key, f"{folder.resolve()}\n{plain}".encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
 
 def _key(*, make: bool = False) -> bytes:
@@ -52,12 +58,11 @@ def _key(*, make: bool = False) -> bytes:
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "wb") as file:
+        with open(unfinished, "xb", opener=private) as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
         try:
-            os.link(unfinished, path)  # another process may have been faster
-        except FileExistsError:
+            os.link(unfinished, path)
+        except FileExistsError:  # another process was faster
             pass
         finally:
             unfinished.unlink()

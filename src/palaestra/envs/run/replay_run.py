@@ -213,6 +213,9 @@ def recorded_form(recording: Recording, given: str | None) -> Form:
             f"is not run on its word: name the file with --environment {shlex.quote(recorded)}"
         )
     with where_it_ran(recording.meta.config) if given is None else contextlib.nullcontext():
+        path = Path(recorded.partition(":")[0])
+        if given is None and path.suffix == ".py" and not path.is_file():
+            raise ConfigError(f"the environment of this run, {path}, is gone: name the file with --environment")
         form = load_environment(given or recorded, Path.cwd())
     if form.name != recording.meta.env:
         raise ConfigError(f"the run was one of '{recording.meta.env}', and {given or recorded} is '{form.name}'")

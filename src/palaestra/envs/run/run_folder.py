@@ -213,7 +213,7 @@ def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: st
     settings |= {"groups_file": str(groups.path.resolve()), "run_folder": str(folder.path.resolve())}
     with open(folder.config, "wb", opener=private) as file:
         file.write(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
-    mark_origin(folder.path)
+    mark_origin(folder.path, settings)
     output = RunOutput(folder, journal, settings, env=env, model=model, groups=groups)
     started = RunStarted(
         at=output._started_at, run_id=folder.run_id, env=env, model=model, seed=config.seed, config=settings
@@ -250,6 +250,7 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
         journal.close()
         raise
     config = {**was.config, **settings}
+    mark_origin(folder.path, config)
     journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
     return output
 
