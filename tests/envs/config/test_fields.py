@@ -131,7 +131,7 @@ def test_what_cannot_work_is_refused(field: str, value: object, message: str) ->
     [
         ({"tool_pool_mode": "modal"}, "tool_pool_mode 'modal' .from a.yaml. is not available .* --env.tool_pool_mode"),
         ({"tool_pool_mode": "locl"}, "tool_pool_mode 'locl' .* is unknown. Did you mean local"),
-        ({"terminal_backend": "docker"}, "terminal_backend 'docker' .* Set --env.terminal_backend local"),
+        ({"terminal_backend": "daytona"}, "terminal_backend 'daytona' .* Set --env.terminal_backend local"),
     ],
 )
 def test_a_backend_is_refused_when_a_run_starts_and_not_before(values: dict[str, str], names: str) -> None:

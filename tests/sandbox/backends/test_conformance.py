@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -15,15 +16,29 @@ from typing import ClassVar
 
 import pytest
 
+from palaestra.cli.main import main as palaestra
+from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.sandbox.backends.docker import DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.remote import run_command
 from palaestra.sandbox.backends.singularity import SingularityBackend
 from palaestra.sandbox.backends.ssh import SSHBackend
-from palaestra.sandbox.slot import Backend, Rung, Slot
+from palaestra.sandbox.slot import Backend, Rung, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root
+
+ENVIRONMENT = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def there():
+    yield Task(id="a", prompt="Count the lines", files={"a.txt": "x\\n" * 3}, solution="wc -l < a.txt > b.txt")
+
+@there.score
+async def counted(sandbox):
+    return (await sandbox.read_text("b.txt", missing="")).strip() == "3"
+"""
 
 pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
 
@@ -65,11 +80,60 @@ class TestDocker(BackendConformance):
     def make_backend(cls) -> Backend:
         return DockerBackend("python:here", hosts=[cls.daemon.address])
 
+    @property
+    def reach(self) -> list[str]:
+        return ["docker", "--host", self.daemon.address]
+
     async def end_place(self, slot: Slot) -> None:
-        reach = ["docker", "--host", self.daemon.address]
-        _, containers = await run_command([*reach, "ps", "--quiet"], 20)
-        status, text = await run_command([*reach, "kill", *containers.split()], 20)
+        _, containers = await run_command([*self.reach, "ps", "--quiet"], 20)
+        status, text = await run_command([*self.reach, "kill", *containers.split()], 20)
         assert status == 0, text
+
+    def test_a_container_has_several_slots_and_no_network(self) -> None:
+        async def main() -> None:
+            slots = [await self.backend.create(SlotSpec(), f"t{n}") for n in range(3)]
+            status, listed = await run_command([*self.reach, "ps", "--quiet"], 20)
+            assert status == 0
+            assert len(listed.split()) == 1
+            _, mode = await run_command(
+                [*self.reach, "inspect", "--format", "{{.HostConfig.NetworkMode}} {{.HostConfig.Privileged}}", listed],
+                20,
+            )
+            assert mode == "none false"
+            for slot in slots:
+                await self.backend.destroy(slot)
+
+        self.runner.run(main())
+
+    def test_a_run_has_its_slots_in_containers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("there_env.py").write_text(ENVIRONMENT)
+        words = ["--backend", "docker", "--env.docker_image", "python:here", "--env.docker_hosts", self.daemon.address]
+        for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
+            assert palaestra(["run", "there_env.py", "--policy", policy, *words, "--group", "2"]) == 0
+            (group,) = Path("data").glob("*.jsonl")
+            assert json.loads(group.read_text())["scores"] == [reward, reward]
+            group.unlink()
+
+    def test_a_daemon_that_is_away_is_named(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            away = DockerBackend("python:here", hosts=[f"unix://{tmp_path}/nothing"])
+            with pytest.raises(ConfigError, match="does not answer"):
+                await away.start()
+            some = DockerBackend("python:here", hosts=[f"unix://{tmp_path}/nothing", self.daemon.address])
+            async with some:
+                await some.destroy(await some.create(SlotSpec(), "there"))
+
+        self.runner.run(main())
+
+    def test_an_image_without_python_is_named(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            (tmp_path / "file").write_text("")
+            self.daemon.load(tmp_path, "empty:here")
+            with pytest.raises(SandboxError, match="python3"):
+                await self.backend.create(SlotSpec(image="empty:here"), "there")
+
+        self.runner.run(main())
 
 
 class TestSSH(BackendConformance):

@@ -250,7 +250,7 @@ async def _check(form: Form, parsed: RunLine, tasks: int, cheats: Sequence[Cheat
             sys.stderr.write(f"{line.policy}: {'ok' if line.ok else 'FAILED'} {line.error[:200]}\n")
 
     engine = ServerGroup(parsed.server_configs)
-    async with contextlib.aclosing(engine), make_pool(config) as pool:
+    async with contextlib.aclosing(engine), make_pool(config, local=True) as pool:
         await engine.start()
         environment = form.build(config, parsed.server_configs, engine)
         async with opened(environment):

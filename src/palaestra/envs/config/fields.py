@@ -23,10 +23,10 @@ from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
-AVAILABLE_POOL_MODES = ("default", "local")
+AVAILABLE_BACKENDS = ("local", "docker", "singularity", "ssh")
+AVAILABLE_POOL_MODES = ("default", *AVAILABLE_BACKENDS)
 POOL_MODES = (*AVAILABLE_POOL_MODES, "docker_direct", "modal", "nomad")
-AVAILABLE_BACKENDS = ("local",)
-TERMINAL_BACKENDS = (*AVAILABLE_BACKENDS, "daytona", "docker", "modal", "singularity", "slot_pool", "ssh")
+TERMINAL_BACKENDS = (*AVAILABLE_BACKENDS, "daytona", "modal", "slot_pool")
 """What existing scripts name as the source of slots. A run refuses those that are not available."""
 
 
@@ -275,8 +275,20 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         "hermes", "The form of a token-exact model's tool calls, unless --openai.tool_parser is set."
     )
 
-    tool_pool_mode: str = setting("default", "The source of slots: `local`, or `default` for terminal_backend.")
+    tool_pool_mode: str = setting(
+        "default", "Where slots are: local, docker, singularity, ssh, or `default` for terminal_backend."
+    )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
+    docker_image: str | None = setting(None, "Docker: the image of tasks that name none. It needs Python 3.11.")
+    docker_hosts: list[str] = setting([], "Docker: addresses of daemons; none means the one that `docker` reaches.")
+    docker_privileged: bool = setting(False, "Docker: privileged containers, whose slots can be isolated as `full`.")
+    singularity_image: str | None = setting(None, "Singularity: the image of tasks that name none.")
+    ssh_hosts: list[str] = setting([], "SSH: the machines, as `ssh` takes them.")
+    ssh_slots_per_host: int = setting(64, "SSH: slots on one machine, at most.", ge=1)
+    slots_per_container: int = setting(10, "Docker, Singularity: slots in one container, at most.", ge=1)
+    max_containers: int = setting(10, "Docker, Singularity: containers, at most, for one image.", ge=1)
+    container_cpus: float | None = setting(None, "Docker: cores of one container; None is no limit.", gt=0)
+    container_memory: str | None = setting(None, "Docker: memory of one container, such as `4g`; None is no limit.")
     tool_pool_size: int = setting(
         128, "The name of `slots` in existing scripts; has no effect unless it is set and `slots` is not.", ge=1
     )
@@ -299,14 +311,11 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     nomad_address: str = later("http://localhost:4646", "Nomad: its API.", NO_NOMAD)
     sandbox_job_id: str = later("atropos-sandbox", "Nomad: the job's name.", NO_NOMAD)
     sandbox_image: str = later("atropos-sandbox:local", "Nomad: the container image.", NO_NOMAD)
-    slots_per_container: int = later(10, "Nomad: slots in one container.", NO_NOMAD)
     min_containers: int = later(1, "Nomad: containers kept running.", NO_NOMAD)
-    max_containers: int = later(10, "Nomad: containers at most.", NO_NOMAD)
     privileged: bool = later(False, "Nomad: privileged containers.", NO_NOMAD)
     purge_job_on_start: bool = later(False, "Nomad: remove an old job first.", NO_NOMAD)
     purge_job_on_shutdown: bool = later(True, "Nomad: remove the job at the end.", NO_NOMAD)
     driver: str = later("docker", "Nomad: the task driver, `docker` or `singularity`.", NO_NOMAD)
-    singularity_image: str | None = later(None, "Nomad: the image file for singularity.", NO_NOMAD)
     modal_app_name: str = later("atropos-sandbox", "Modal: the app.", NO_MODAL)
     modal_image: str = later("python:3.11", "Modal: the image.", NO_MODAL)
     modal_gpu: str | None = later(None, "Modal: the GPU type.", NO_MODAL)

@@ -74,7 +74,9 @@ class DockerBackend(RemoteBackend):
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
         wanted = super().place_spec(spec)
         if wanted.image is None:
-            raise ConfigError("docker needs an image: of the task, or one for all (docker_image)")
+            raise ConfigError("docker needs an image: of the task, or one for all (--env.docker_image)")
+        if os.path.isabs(wanted.image) or wanted.image.startswith("."):
+            raise ConfigError(f"docker takes images by name, and {wanted.image} is a path: docker import it first")
         return wanted
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:

@@ -43,6 +43,7 @@ from palaestra.sandbox.backends.server_backend import (
     ServerBackend,
     allowed_hosts,
     environment,
+    levels,
     snapshot_of,
 )
 from palaestra.sandbox.images.image_store import ImageStore
@@ -76,13 +77,8 @@ class LocalBackend(ServerBackend):
     @classmethod
     def from_isolation(cls, isolation: str, *, require_sandbox: bool = False) -> LocalBackend:
         """From `best` or the name of an isolation level. Raises `ConfigError` for another value."""
-        require = Rung.USERNS if require_sandbox else None
-        if isolation == "best":
-            return cls(require=require)
-        names = {rung.label: rung for rung in Rung}
-        if isolation not in names:
-            raise ConfigError(f"unknown isolation {isolation!r}; use best, {', '.join(reversed(names))}")
-        return cls(rung=names[isolation], require=require)
+        rung, require = levels(isolation, require_sandbox)
+        return cls(rung=rung, require=require)
 
     async def _start_server(self, rung: Rung) -> None:
         settings = {"prefix": _interpreter_prefix(), "first_epoch": self._last_epoch + 1}

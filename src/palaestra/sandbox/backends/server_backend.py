@@ -260,6 +260,17 @@ def _name(rung: Rung | None) -> str:
     return "any" if rung is None else rung.label
 
 
+def levels(isolation: str, require_sandbox: bool = False) -> tuple[Rung | None, Rung | None]:
+    """`rung` and `require` of a backend, from `best` or the name of an isolation level. Raises `ConfigError`."""
+    require = Rung.USERNS if require_sandbox else None
+    if isolation == "best":
+        return None, require
+    names = {rung.label: rung for rung in Rung}
+    if isolation not in names:
+        raise ConfigError(f"unknown isolation {isolation!r}; use best, {', '.join(reversed(names))}")
+    return names[isolation], require
+
+
 def allowed_hosts(spec: SlotSpec) -> JSON:
     """The hosts that the slot may reach; None without a list. Raises `ConfigError` for a host that is none."""
     if not isinstance(spec.network, AllowList):
