@@ -6,6 +6,8 @@ import ast
 import asyncio
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import CodeType
 
@@ -21,20 +23,20 @@ SERVER = "http://localhost:8000/v1"
 
 @pytest.mark.slots
 @pytest.mark.timeout(300)
-def test_the_program_runs_as_cells_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_runs_as_cells_of_a_notebook(tmp_path: Path) -> None:
+    """In a process of its own: the program registers parsers and sets the default session."""
+    run = subprocess.run([sys.executable, __file__], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+async def kernel() -> None:
     """As a kernel does: each block on one running loop, with `await` at its top level."""
-    monkeypatch.chdir(tmp_path)
-
-    async def kernel() -> None:
-        names: dict[str, object] = {"__name__": "__main__"}
-        async with LoopbackServer(FakeAnswer(completion("It will not."))) as server:
-            for number, block in enumerate(BLOCKS):
-                cell = compile_cell(block.replace(SERVER, server.url), number)
-                waiting = eval(cell, names)
-                if inspect.isawaitable(waiting):
-                    await waiting
-
-    asyncio.run(kernel())
+    names: dict[str, object] = {"__name__": "__main__"}
+    async with LoopbackServer(FakeAnswer(completion("It will not."))) as server:
+        for number, block in enumerate(BLOCKS):
+            waiting = eval(compile_cell(block.replace(SERVER, server.url), number), names)
+            if inspect.isawaitable(waiting):
+                await waiting
 
 
 def compile_cell(code: str, number: int) -> CodeType:
@@ -51,3 +53,7 @@ def test_every_public_name_has_an_example() -> None:
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "palaestra":
                 used.add(node.attr)
     assert set(palaestra.__all__) - used == set()
+
+
+if __name__ == "__main__":
+    asyncio.run(kernel())

@@ -138,12 +138,12 @@ class TestDocker(BackendConformance):
 
 class TestSSH(BackendConformance):
     options: ClassVar[list[str]]
+    daemon: ClassVar[int]
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _daemon(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        with sshd(tmp_path_factory.mktemp("ssh")) as options:
-            cls.options = options
+        with sshd(tmp_path_factory.mktemp("ssh")) as (cls.options, cls.daemon):
             yield
 
     @pytest.fixture(scope="class", autouse=True)
@@ -156,7 +156,7 @@ class TestSSH(BackendConformance):
         return SSHBackend(["127.0.0.1"], options=cls.options)
 
     async def end_place(self, slot: Slot) -> None:
-        status, text = await run_command(["pkill", "-KILL", "-f", "sshd: root@notty"], 20)
+        status, text = await run_command(["pkill", "-KILL", "-P", str(self.daemon)], 20)
         assert status == 0, text
 
 
@@ -176,8 +176,8 @@ class TestSingularity(BackendConformance):
 
 
 @contextlib.contextmanager
-def sshd(folder: Path) -> Iterator[list[str]]:
-    """A server of our own on this machine; yields what `ssh` needs to reach it. Skips the test without OpenSSH."""
+def sshd(folder: Path) -> Iterator[tuple[list[str], int]]:
+    """A server of our own; yields what `ssh` needs to reach it, and its pid. Skips the test without OpenSSH."""
     server = shutil.which("sshd") or "/usr/sbin/sshd"
     if os.geteuid() != 0 or not os.path.exists(server):
         pytest.skip("needs root and sshd (apt-get install openssh-server)")
@@ -197,7 +197,7 @@ def sshd(folder: Path) -> Iterator[list[str]]:
                 break
             time.sleep(0.1)
         known = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
-        yield ["-F", "none", "-p", str(port), "-i", str(folder / "user"), "-l", "root", *known]
+        yield ["-F", "none", "-p", str(port), "-i", str(folder / "user"), "-l", "root", *known], process.pid
     finally:
         process.terminate()
         process.wait(20)
