@@ -100,7 +100,7 @@ RUNS = {"run": (WHOLE, "grading"), "calls": ("tool call",), "tokens": ("token to
 GOALS = {WHOLE: 85, "tool call": 26, "grading": 26, "token to group": 32}
 """Files."""
 DEPTH_GOAL = 20
-CAPS = {WHOLE: 80, "tool call": 24, "grading": 29, "token to group": 34}
+CAPS = {WHOLE: 85, "tool call": 24, "grading": 29, "token to group": 34}
 """Files above which the exit status is 1: with room for what differs between runs."""
 DEPTH_CAP = 22
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.cli.command_plugins import PluginGroup
+from palaestra.cli.main import PluginGroup
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import printable

@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import EntryPoint
 
 import click
 
 from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.exits import report_failure
+from palaestra.core.io import plugins
 from palaestra.core.printable import guard_terminals
 
 COMMANDS = {
@@ -54,6 +56,56 @@ Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+PLUGINS = "palaestra.commands"
+
+
+class PluginGroup(click.Group):
+    """A group that installed packages extend: the entry point `env.import` is the command `palaestra env import`.
+
+        [project.entry-points."palaestra.commands"]
+        "tasks.build.words" = "my_package.build_words:command"
+
+    The object is a click command whose docstring is its help. It is imported when it is used; `--help` only parses it.
+    Entry points whose names begin with `prefix` belong to the group.
+    """
+
+    prefix: str
+
+    def _plugins(self) -> dict[str, EntryPoint]:
+        found = {name.removeprefix(f"{self.prefix}."): point for name, point in plugins.installed(PLUGINS).items()}
+        return {
+            name: point
+            for name, point in found.items()
+            if point.name == f"{self.prefix}.{name}" and "." not in name and name not in self.commands
+        }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *self._plugins()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        point = self._plugins().get(cmd_name)
+        if own is not None or point is None:
+            return own
+        command = plugins.load(point)
+        if not isinstance(command, click.Command):
+            raise ConfigError(f"{point.name} of {plugins.origin(point)} is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click does, but without importing entry points."""
+        with formatter.section("Commands"):
+            own = [(name, command.get_short_help_str(90)) for name, command in self.commands.items()]
+            formatter.write_dl(own + [(name, _summary(point)) for name, point in self._plugins().items()])
+
+
+def _summary(point: EntryPoint) -> str:
+    try:
+        return plugins.summary(point)
+    except ConfigError as error:
+        return f"({error})"
 
 
 class LazyGroup(click.Group):

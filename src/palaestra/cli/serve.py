@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from palaestra.cli.serve_tools import executor, read_token, token_file, tools
-from palaestra.cli.server_shutdown import told_to_stop
+from palaestra.core.exits import told_to_stop
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 

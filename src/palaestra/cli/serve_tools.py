@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from palaestra.cli.server_shutdown import told_to_stop
 from palaestra.core.config import ConfigLayer, Settings, has_effect, later, merge, nearest, sent_secret
 from palaestra.core.errors import ConfigError
+from palaestra.core.exits import told_to_stop
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from palaestra.cli.command_plugins import PluginGroup
+from palaestra.cli.main import PluginGroup
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -54,3 +55,11 @@ def report_failure(error: BaseException) -> int:
 
 def report(message: str) -> None:
     sys.stderr.write(f"error: {redacted(message)}\n")
+
+
+def told_to_stop() -> asyncio.Event:
+    """An event that is set when the process gets SIGINT or SIGTERM. For servers that run at the command line."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop

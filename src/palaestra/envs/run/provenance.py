@@ -7,9 +7,9 @@ import os
 import platform
 import socket
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
-from palaestra import __version__
 from palaestra.core.types import JSON
 
 _GIT_S = 5.0
@@ -19,7 +19,7 @@ def provenance(reference: str) -> dict[str, JSON]:
     """The facts for the environment of this reference; those that cannot be had are left out. `git_changed` is whether
     the environment's file differs from its commit."""
     facts: dict[str, JSON] = {
-        "palaestra": __version__,
+        "palaestra": version("palaestra"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from palaestra import Task, environment
+from palaestra.core.types import Task
+from palaestra.envs.api.function_form import environment
 from palaestra.sandbox.slot import Slot
 
 
