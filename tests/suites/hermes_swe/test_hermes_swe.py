@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,10 @@ from palaestra.envs.cheats.proof import check_environment
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
+from palaestra.suites.grading.controls import Controls
+from palaestra.suites.grading.run_tests import TestRun
 from palaestra.suites.grading.toolchain import interpreter
-from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig, find_tampering, run_suite
+from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig, errors_of, run_suite
 from palaestra.suites.hermes_swe.programming_task import make_suite
 
 pytestmark = pytest.mark.slots
@@ -46,7 +48,7 @@ def test_what_becomes_of_each_test() -> None:
     async def scenario(slot: Slot) -> None:
         async def errors(text: str) -> dict[str, str]:
             await slot.write_text("solution.py", text)
-            return dict((await run_suite(slot, PYTHON, WORKSPACE, SUITE, timeout_s=60)).errors)
+            return errors_of(await run_suite(slot, PYTHON, WORKSPACE, SUITE.text, timeout_s=60), SUITE.names)
 
         assert await errors("def add(a, b): return a + b\n") == {}
         found = await errors("def add(a, b): return int(float(a) + float(b))\n")
@@ -64,8 +66,8 @@ def test_what_becomes_of_each_test() -> None:
 def test_work_that_does_not_end_has_not_passed() -> None:
     async def scenario(slot: Slot) -> None:
         await slot.write_text("solution.py", "import time\ndef add(a, b):\n    time.sleep(1000)\n")
-        run = await run_suite(slot, PYTHON, WORKSPACE, SUITE, timeout_s=15)
-        assert set(run.errors.values()) == {"the test run timed out"}
+        run = await run_suite(slot, PYTHON, WORKSPACE, SUITE.text, timeout_s=15)
+        assert set(errors_of(run, SUITE.names).values()) == {"the test run timed out"}
 
     in_slot(scenario)
 
@@ -84,8 +86,15 @@ def test_work_that_only_looks_right_is_not_paid() -> None:
         paid = []
         for name, text in ONLY_LOOKS_RIGHT.items():
             await slot.write_text("solution.py", text)
-            run = await run_suite(slot, PYTHON, WORKSPACE, SUITE, timeout_s=60)
-            if run.good and not await find_tampering(slot, PYTHON, WORKSPACE, SUITE, timeout_s=60):
+            run = await run_suite(slot, PYTHON, WORKSPACE, SUITE.text, timeout_s=60)
+
+            async def again(texts: Mapping[str, str], _: object) -> TestRun:
+                return await run_suite(slot, PYTHON, WORKSPACE, texts[""], timeout_s=60)
+
+            controls = Controls({"": SUITE.text}, SUITE.names, ())
+            await controls.calibrate(None)
+            result = await controls.find_tampering(again, None)
+            if not errors_of(run, SUITE.names) and result.tampering is None:
                 paid.append(name)
         assert paid == []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from palaestra.sandbox.slot import Slot
-from palaestra.suites.grading.harness import run_harness
+from palaestra.suites.grading.harness import alarms_in, run_harness
 from palaestra.suites.grading.run_tests import HARNESS_DIR, HARNESS_ENVIRONMENT, Status, TestRun
 from palaestra.suites.grading.toolchain import Toolchain
 
@@ -50,4 +50,5 @@ async def run_django(
         complete=any(record["kind"] == "finish" for record in records),
         timed_out=bool(result.metadata.get("timeout")),
         output=result.output,
+        alarms=alarms_in(records),
     )

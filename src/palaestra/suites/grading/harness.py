@@ -1,21 +1,31 @@
 """Run a test harness in a slot and read its records from the verdict channel.
 
 Until the `start` record no code of the workspace has run, so a missing `start` is the grader's fault, not the agent's.
-The nonce reaches the harness on standard input and is in no file, argument or variable. Not covered: code under test
-shares the process of the harness and can search its memory for the nonce; see `controls.py`.
+
+Invariant: the harness holds no secret. It gets files to run, and neither names nor a key; what its records mean is
+decided here. Its memory contains a bait that looks like such a key: a record that carries it proves a search. Not
+covered: code under test shares the process of the harness and can write records; see `controls.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 
 from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Alarm:
+    """What the audit hook reported: the event, and the file below the root that caused it (empty: unknown)."""
+
+    event: str
+    path: str = ""
 
 
 async def run_harness(
@@ -32,17 +42,16 @@ async def run_harness(
 
     Raises `GraderError` if the script does not send `start`.
     """
-    await send_scripts(slot, folder, "verdict_channel.py", script)
-    nonce = secrets.token_hex(16)
+    await send_scripts(slot, folder, "verdict_channel.py", "audit_hook.py", script)
     result = await slot.execute(
         [*command, f"{folder}/{script}"],
         cwd=plan["root"],
         env=env,
-        stdin=json.dumps({"nonce": nonce, **plan}).encode(),
+        stdin=json.dumps(plan).encode(),
         timeout_s=timeout_s,
         verdict=True,
     )
-    records = read_records(result.verdict, nonce)
+    records = read_records(result.verdict)
     if not has_started(records):
         raise GraderError(f"the test harness did not start in {slot.slot_id}: {result.error}\n{result.output[-2000:]}")
     return records, result
@@ -59,17 +68,34 @@ def _script(name: str) -> bytes:
     return resources.files(f"{__package__}.in_slot").joinpath(name).read_bytes()
 
 
-def read_records(data: bytes, nonce: str) -> list[Mapping[str, JSON]]:
-    """The records of one run. Lines that are torn, malformed or not signed with its nonce are dropped."""
+def read_records(data: bytes) -> list[Mapping[str, JSON]]:
+    """The records of one run. Lines that are torn or malformed are dropped."""
     records: list[Mapping[str, JSON]] = []
     for line in data.splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and record.get("nonce") == nonce:
+        if isinstance(record, dict) and isinstance(record.get("kind"), str):
             records.append(record)
     return records
+
+
+def alarms_in(records: Sequence[Mapping[str, JSON]]) -> frozenset[Alarm]:
+    """What the records show of tampering: the alarms of the audit hook, and records of another writer."""
+    found = {
+        Alarm(str(record.get("event")), str(record.get("path", ""))) for record in records if record["kind"] == "alarm"
+    }
+    if any("nonce" in record for record in records):
+        found.add(Alarm("a record with the bait from the harness's memory"))
+    if sum(record["kind"] == "finish" for record in records) > 1 and not _starts_again(records):
+        found.add(Alarm("a session that ends twice"))
+    return frozenset(found)
+
+
+def _starts_again(records: Sequence[Mapping[str, JSON]]) -> bool:
+    """Whether the script started its harness more than once."""
+    return [record["kind"] for record in records].count("start") > 1
 
 
 def has_started(records: Sequence[Mapping[str, JSON]]) -> bool:

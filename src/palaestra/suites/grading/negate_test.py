@@ -1,34 +1,37 @@
-"""Negate a test: make a passing test fail by a change as small as one expected value, so that it looks like any other.
+"""Find changes to a test that make it fail although the code under test is right. Does no I/O.
 
-The last assertion that is certain to be reached is changed, because other tests may need what the test does before it.
-An expected constant becomes another one; if nothing is compared with a constant, the comparison is inverted. The rest
-of the file keeps its text. Does no I/O.
+Each assertion of a test is a *site*. Its alternatives are small: an expected constant becomes another one, a comparison
+or an assertion method becomes its opposite, an expected exception becomes another. A test without such a site has sites
+in the arguments of its calls, and then in any constant.
 
-Not covered: assertions in branches, in loops that may not run, and tests that only expect an exception.
+A site is *certain* if a test that reaches its end has evaluated it. Other sites, in branches, in loops or in helper
+calls, may change nothing: try them on a reference solution before you rely on them.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import TypeGuard
 
-from palaestra.suites.grading.python_source import ParsedSource, SourceEdit
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-_OPPOSITE: Mapping[type[ast.cmpop], tuple[str, str]] = {
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Lt: ("<", ">="),
-    ast.LtE: ("<=", ">"),
-    ast.Gt: (">", "<="),
-    ast.GtE: (">=", "<"),
-    ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
+MOST_ALTERNATIVES = 3
+"""How many values besides the right one a site offers, at most."""
+
+_OPPOSITE: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.Gt: ast.LtE,
+    ast.GtE: ast.Lt,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
 }
 _EQUALITY = frozenset({"assertEqual", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual"})
 _OPPOSITE_CALL = {
@@ -42,8 +45,28 @@ _OPPOSITE_CALL = {
     "assertIsNotNone": "assertIsNone",
     "assertIs": "assertIsNot",
 }
+_RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 _CATCHING = ("raise", "suppress", "warn", "catch", "expect", "fail", "logs")
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break, ast.Yield, ast.YieldFrom)
+_UNLIKELY = ("FloatingPointError", "BufferError", "StopAsyncIteration", "ProcessLookupError")
+"""Exceptions that hardly any code raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Falsification:
+    """Set `field` of `node`, a node of the test's own tree, to `value`."""
+
+    node: ast.AST
+    field: str
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place of a test, with the changes of which any single one makes the test fail."""
+
+    alternatives: tuple[Falsification, ...]
+    certain: bool
 
 
 def tests_in(body: Iterable[ast.stmt], owner: str) -> list[tuple[str, Function]]:
@@ -52,33 +75,38 @@ def tests_in(body: Iterable[ast.stmt], owner: str) -> list[tuple[str, Function]]
     for node in body:
         if isinstance(node, ast.ClassDef):
             found += tests_in(node.body, f"{owner}{node.name}::")
-        elif isinstance(node, Function) and node.name.startswith("test"):
+        elif isinstance(node, Function) and node.name.startswith("test") and not _is_fixture(node):
             found.append((owner, node))
     return found
 
 
-def find_negations(source: str, random: Random) -> dict[str, Sequence[SourceEdit]]:
-    """For each test that can be negated, the edits of which any single one negates it; constants are preferred.
-
-    Empty if the source is not Python. `random` draws the new constants.
-    """
-    try:
-        parsed = ParsedSource(source)
-    except (SyntaxError, ValueError, RecursionError):
-        return {}
-    negations = _Negations(parsed, random)
-    found: dict[str, Sequence[SourceEdit]] = {}
-    for owner, function in tests_in(parsed.tree.body, ""):
-        certain = list(_certain(function.body))[::-1]
-        edits = next(filter(None, map(negations.other_values, certain)), None)
-        edits = edits or next(filter(None, map(negations.opposites, certain)), None)
-        found.pop(f"{owner}{function.name}", None)  # of two tests with one name, Python keeps the later
-        if edits:
-            found[f"{owner}{function.name}"] = edits
-    return found
+def _is_fixture(function: Function) -> bool:
+    names = [
+        getattr(each, "attr", getattr(each, "id", "")) for top in function.decorator_list for each in ast.walk(top)
+    ]
+    return any("fixture" in name for name in names)
 
 
-def _certain(body: Sequence[ast.stmt]) -> Iterator[ast.Assert | ast.Call]:
+def find_sites(function: Function, random: Random) -> list[Site]:
+    """The sites of a test in the order of its text, always the same ones; `random` draws the new values."""
+    certain = {id(node) for node in _certain(function.body)}
+    found = []
+    for node in _walk(function.body):
+        alternatives = _other_values(node, random) or _opposites(node, random)
+        if alternatives:
+            found.append(Site(tuple(alternatives[:MOST_ALTERNATIVES]), id(node) in certain))
+    if any(site.certain for site in found):
+        return found
+    return found + _in_calls(function, random)
+
+
+def _walk(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """All nodes in the order of the text, without decorators."""
+    for statement in body:
+        yield from ast.walk(statement)
+
+
+def _certain(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
     """The assertions that are reached whenever the body runs to its end."""
     for statement in body:
         if isinstance(statement, ast.Assert):
@@ -89,6 +117,8 @@ def _certain(body: Sequence[ast.stmt]) -> Iterator[ast.Assert | ast.Call]:
             return
         elif _surely_enters(statement):
             yield from _certain(statement.body)
+        elif isinstance(statement, ast.With):
+            yield from (item.context_expr for item in statement.items)
 
 
 def _surely_enters(statement: ast.stmt) -> TypeGuard[ast.With | ast.AsyncWith | ast.For]:
@@ -103,84 +133,110 @@ def _leaves(statement: ast.stmt) -> bool:
 
 def _catches(statement: ast.With | ast.AsyncWith) -> bool:
     """Whether the block may suppress or expect an exception."""
-    calls = [node.func for item in statement.items for node in ast.walk(item) if isinstance(node, ast.Call)]
-    names = [call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls]
-    return any(part in name.lower() for name in names for part in _CATCHING)
+    calls = [node for item in statement.items for node in ast.walk(item) if isinstance(node, ast.Call)]
+    return any(part in _called(call).lower() for call in calls for part in _CATCHING)
 
 
-class _Negations:
-    """The edits that negate one assertion of a source."""
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
-    def __init__(self, source: ParsedSource, random: Random) -> None:
-        self._source = source
-        self._random = random
 
-    def other_values(self, assertion: ast.Assert | ast.Call) -> list[SourceEdit]:
-        """Edits that change the constant which an assertion compares with."""
-        sides: Sequence[ast.expr] = ()
-        if isinstance(assertion, ast.Call):
-            name = assertion.func.attr if isinstance(assertion.func, ast.Attribute) else ""
-            sides = assertion.args[:2] if name in _EQUALITY and len(assertion.args) >= 2 else ()
-        elif isinstance(assertion.test, ast.Compare) and [type(each) for each in assertion.test.ops] == [ast.Eq]:
-            sides = (assertion.test.left, *assertion.test.comparators)
-        fixed = [side for side in sides if _is_literal(side)]
-        return [edit for side in fixed if len(fixed) == 1 for edit in self._other(side)]
+def _other_values(node: ast.AST, random: Random) -> list[Falsification]:
+    """Changes of the constant that an assertion compares with."""
+    sides: Sequence[ast.expr] = ()
+    if isinstance(node, ast.Call):
+        sides = node.args[:2] if _called(node) in _EQUALITY and len(node.args) >= 2 else ()
+    elif isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+        compared = node.test
+        sides = (compared.left, *compared.comparators) if [type(op) for op in compared.ops] == [ast.Eq] else ()
+    fixed = [side for side in sides if _is_literal(side)]
+    constants = [each for side in fixed if len(fixed) == 1 for each in ast.walk(side) if _may_change(each)]
+    return _changed(random.choice(constants), random) if constants else []
 
-    def opposites(self, assertion: ast.Assert | ast.Call) -> list[SourceEdit]:
-        """Edits that invert an assertion."""
-        if isinstance(assertion, ast.Call):
-            function = assertion.func
-            other = _OPPOSITE_CALL.get(function.attr) if isinstance(function, ast.Attribute) else None
-            if other is None or not isinstance(function, ast.Attribute):
-                return []
-            end = self._source.span(function)[1]
-            return [SourceEdit(end - len(function.attr.encode()), end, other)]
-        test = assertion.test
-        if isinstance(test, ast.Compare) and len(test.ops) == 1:
-            start, end = self._source.span(test.left)[1], self._source.span(test.comparators[0])[0]
-            between = self._source.cut(start, end)
-            written, other = _OPPOSITE[type(test.ops[0])]
-            return [SourceEdit(start, end, between.replace(written, other, 1))] if written in between else []
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return [SourceEdit(self._source.span(test)[0], self._source.span(test.operand)[0], "")]
-        if isinstance(test, ast.Call | ast.Name | ast.Attribute | ast.Subscript):
-            start, _ = self._source.span(test)
-            return [SourceEdit(start, start, "not ")]
-        return []
 
-    def _other(self, literal: ast.expr) -> list[SourceEdit]:
-        edits = []
-        for node in ast.walk(literal):
-            text = self._other_constant(node) if isinstance(node, ast.Constant) else None
-            if text is not None and isinstance(node, ast.Constant):
-                edits.append(SourceEdit(*self._source.span(node), text))
-        return edits
+def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
+    """Whether the node is a constant that has another value of its type."""
+    if not isinstance(node, ast.Constant) or node.value is None or isinstance(node.value, bytes | complex):
+        return False
+    return not isinstance(node.value, str) or any(each.isascii() and each.isalnum() for each in node.value)
 
-    def _other_constant(self, node: ast.Constant) -> str | None:
-        value = node.value
+
+def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
+    """Different other values of a constant."""
+    value, found = node.value, set[object]()
+    for _ in range(1 if isinstance(value, bool) else 4 * MOST_ALTERNATIVES):
         if isinstance(value, bool):
-            return str(not value)
-        if isinstance(value, int):
-            return str(value + self._random.choice((1, 2, 3) if value < 3 else (-2, -1, 1, 2)))
-        if isinstance(value, float):
-            return repr(value + self._random.choice((1.0, 2.0, 3.0)))
-        if isinstance(value, str):
-            return self._other_string(self._source.of(node), value)
-        return None
+            found.add(not value)
+        elif isinstance(value, int):
+            found.add(value + random.choice((1, 2, 3, 4) if value < 3 else (-2, -1, 1, 2)))
+        elif isinstance(value, float):
+            found.add(value + random.choice((1.0, 2.0, 3.0)))
+        elif isinstance(value, str):
+            found.add(_shifted(value, random))
+    return [Falsification(node, "value", each) for each in sorted(found, key=repr)]
 
-    def _other_string(self, written: str, value: str) -> str | None:
-        """The string with one letter or digit shifted in its alphabet; None for a prefixed or escaped literal."""
-        quote = written[0]
-        if quote not in "'\"" or written != f"{quote}{value}{quote}":
-            return None
-        places = [index for index, each in enumerate(value) if each.isascii() and each.isalnum()]
-        if not places:
-            return None
-        index = self._random.choice(places)
-        first = "0" if value[index].isdigit() else "a" if value[index].islower() else "A"
-        size = 10 if first == "0" else 26
-        moved = chr(ord(first) + (ord(value[index]) - ord(first) + self._random.randrange(1, size)) % size)
-        return f"{quote}{value[:index]}{moved}{value[index + 1 :]}{quote}"
+
+def _shifted(value: str, random: Random) -> str:
+    """The string with one letter or digit moved in its alphabet."""
+    index = random.choice([index for index, each in enumerate(value) if each.isascii() and each.isalnum()])
+    first = "0" if value[index].isdigit() else "a" if value[index].islower() else "A"
+    size = 10 if first == "0" else 26
+    moved = chr(ord(first) + (ord(value[index]) - ord(first) + random.randrange(1, size)) % size)
+    return f"{value[:index]}{moved}{value[index + 1 :]}"
+
+
+def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
+    """Changes that invert an assertion, compare with a container of the value, or expect another exception."""
+    if isinstance(node, ast.Call):
+        if _called(node) in _RAISES and node.args:
+            unlikely = random.sample(_UNLIKELY, MOST_ALTERNATIVES)
+            rest = node.args[1:]
+            return [Falsification(node, "args", [ast.Name(name, ast.Load()), *rest]) for name in unlikely]
+        opposite = _OPPOSITE_CALL.get(_called(node))
+        if opposite is None or not isinstance(node.func, ast.Attribute):
+            return []
+        others = [Falsification(node.func, "attr", opposite)]
+        if _called(node) == "assertEqual" and len(node.args) >= 2:
+            others += [
+                Falsification(node, "args", [node.args[0], each, *node.args[2:]]) for each in _boxed(node.args[1])
+            ]
+        return others
+    if not isinstance(node, ast.Assert):
+        return []
+    test = node.test
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        others = [Falsification(test, "ops", [_OPPOSITE[type(test.ops[0])]()])]
+        if isinstance(test.ops[0], ast.Eq):
+            others += [Falsification(test, "comparators", [each]) for each in _boxed(test.comparators[0])]
+        elif isinstance(test.ops[0], ast.In):
+            others += [Falsification(test, "comparators", [each([], ast.Load())]) for each in (ast.List, ast.Tuple)]
+        return others
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        others = [Falsification(node, "test", test.operand)]
+        return others + [Falsification(test, "operand", each) for each in _boxed(test.operand)]
+    values = (ast.Constant(None), ast.Constant(...))
+    others = [Falsification(node, "test", ast.Compare(test, [ast.Is()], [value])) for value in values]
+    return [Falsification(node, "test", ast.UnaryOp(ast.Not(), test)), *others]
+
+
+def _boxed(value: ast.expr) -> list[ast.expr]:
+    return [ast.List([value], ast.Load()), ast.Tuple([value], ast.Load())]
+
+
+def _in_calls(function: Function, random: Random) -> list[Site]:
+    """Sites outside of assertions: the arguments of a call, then any constant. None of them is certain."""
+    found = []
+    for node in _walk(function.body):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _called(node.value).startswith("as"):
+            call = node.value
+            if len(call.args) > 1:
+                found.append(Site((Falsification(call, "args", call.args[:-1]),), certain=False))
+            if call.args:
+                found.append(Site((Falsification(call, "args", [*call.args, call.args[-1]]),), certain=False))
+    loops = {id(part) for node in _walk(function.body) if isinstance(node, ast.While) for part in ast.walk(node)}
+    constants = [node for node in _walk(function.body) if _may_change(node) and id(node) not in loops]
+    found += [Site(tuple(_changed(node, random)[:MOST_ALTERNATIVES]), certain=False) for node in constants]
+    return found
 
 
 def _is_literal(node: ast.expr) -> bool:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
-from palaestra.suites.grading.harness import run_harness
+from palaestra.suites.grading.harness import Alarm, alarms_in, run_harness
 from palaestra.suites.grading.toolchain import Toolchain
 
 HARNESS_DIR = "/tmp/.palaestra-grade"  # noqa: S108  a path in the grading slot
@@ -87,7 +87,10 @@ class FailedTest:
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """One run of pytest. `complete`: pytest ended its session by itself. `output`: what it printed."""
+    """One run of pytest. `complete`: pytest ended its session by itself, after a report on each collected test.
+
+    `alarms` are what the audit hook reported, `output` is what pytest printed.
+    """
 
     __test__: ClassVar[bool] = False  # pytest: not a test class
 
@@ -99,6 +102,7 @@ class TestRun:
     collect_errors: Mapping[str, str] = field(default_factory=dict)
     durations_s: Mapping[str, float] = field(default_factory=dict)
     output: str = ""
+    alarms: frozenset[Alarm] = frozenset()
 
     def passed(self, node_ids: Collection[str]) -> int:
         """How many of these tests passed. Skipped, xfailed and missing tests did not."""
@@ -108,42 +112,52 @@ class TestRun:
 async def run_tests(
     slot: Slot, toolchain: Toolchain, repo_dir: str, node_ids: Sequence[str], *, timeout_s: float
 ) -> TestRun:
-    """Run exactly these tests; node ids may have any length and any characters.
+    """Run the files of these tests and return the status of each; node ids may have any length and any characters.
 
-    Raises `GraderError` if the harness or the slot failed rather than the tests.
+    The process that runs them is not given the names. Raises `GraderError` if the harness or the slot failed rather
+    than the tests.
     """
     files = sorted({node_id.split("::", 1)[0] for node_id in node_ids})
-    run = await _run(slot, toolchain, repo_dir, files, node_ids, timeout_s)
+    run = await run_files(slot, toolchain, repo_dir, files, timeout_s=timeout_s)
     named = {node_id: run.statuses.get(node_id, Status.MISSING) for node_id in node_ids}
     return replace(run, statuses=named)
 
 
 async def run_files(
-    slot: Slot, toolchain: Toolchain, repo_dir: str, files: Sequence[str], *, timeout_s: float
+    slot: Slot,
+    toolchain: Toolchain,
+    repo_dir: str,
+    files: Sequence[str],
+    *,
+    timeout_s: float,
+    parameters: Collection[str] | None = None,
 ) -> TestRun:
-    """Run all tests of these files or directories. Raises `GraderError` as `run_tests` does."""
-    return await _run(slot, toolchain, repo_dir, files, (), timeout_s)
+    """Run all tests of these files or directories. Raises `GraderError` as `run_tests` does.
 
-
-async def _run(
-    slot: Slot, toolchain: Toolchain, repo_dir: str, files: Sequence[str], names: Sequence[str], timeout_s: float
-) -> TestRun:
-    run = await _pytest(slot, toolchain, repo_dir, files, names, timeout_s)
+    `parameters`: of tests with parameters run only these (`[...]`), and describe no failure.
+    """
+    run = await _pytest(slot, toolchain, repo_dir, files, timeout_s, parameters)
     if not run.complete:
         await _check_canary(slot, toolchain)
     return run
 
 
 async def _pytest(
-    slot: Slot, toolchain: Toolchain, root: str, files: Sequence[str], names: Sequence[str], timeout_s: float
+    slot: Slot,
+    toolchain: Toolchain,
+    root: str,
+    files: Sequence[str],
+    timeout_s: float,
+    parameters: Collection[str] | None = None,
 ) -> TestRun:
+    brief = () if parameters is None else ("--tb=no", "-rN")
     plan = {
         "root": root,
         "files": list(files),
-        "names": list(names),
         "python_path": [f"{root}/{path}".removesuffix("/.") for path in toolchain.python_path],
         "dependencies": list(toolchain.dependencies),
-        "arguments": [*_ARGUMENTS, *toolchain.pytest_args],
+        "arguments": [*_ARGUMENTS, *toolchain.pytest_args, *brief],
+        "parameters": None if parameters is None else sorted(parameters),
         "pycache": f"{HARNESS_DIR}/pycache",
     }
     records, result = await run_harness(
@@ -163,7 +177,7 @@ async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
     root = f"{HARNESS_DIR}/canary"
     await slot.write_text(f"{root}/test_canary.py", _CANARY)
     await slot.write_text(f"{root}/pytest.ini", "[pytest]\n")
-    canary = await _pytest(slot, toolchain, root, ["test_canary.py"], (), CANARY_TIMEOUT_S)
+    canary = await _pytest(slot, toolchain, root, ["test_canary.py"], CANARY_TIMEOUT_S)
     if not canary.complete or list(canary.statuses.values()) != [Status.PASSED]:
         raise GraderError(
             f"the tests did not finish in {slot.slot_id}, and neither does a canary test: the slot is broken.\n"
@@ -187,13 +201,14 @@ def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> 
     }
     return TestRun(
         statuses={name: _status(reports) for name, reports in phases.items() if name in collected},
-        complete=finish is not None,
+        complete=finish is not None and collected <= phases.keys(),
         timed_out=bool(result.metadata.get("timeout")),
         exit_status=finish["exit_status"] if finish else None,
         failures=failures,
         collect_errors={record["node_id"]: record["message"] for record in records if record["kind"] == "collect"},
         durations_s={name: sum(phase["duration_s"] for phase in reports) for name, reports in phases.items()},
         output=result.output,
+        alarms=alarms_in(records),
     )
 
 

@@ -6,12 +6,12 @@ sealed work with an interpreter that the agent cannot change. The reward is 1.0 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from itertools import islice
 from pathlib import PurePosixPath
-from random import SystemRandom
 from typing import ClassVar
 
 import yaml
@@ -30,10 +30,11 @@ from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
-from palaestra.suites.grading.controls import TAMPERED, failing_copy, mixed_copies, watching_copy
-from palaestra.suites.grading.harness import run_harness
+from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
+from palaestra.suites.grading.harness import alarms_in, run_harness
+from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
 from palaestra.suites.grading.toolchain import interpreter
-from palaestra.suites.hermes_swe.programming_task import HiddenTests, ProgrammingTask, parse_row
+from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
 
 BUILT_IN = "built-in"
 """The built-in dataset."""
@@ -58,7 +59,7 @@ class HermesSweEnvConfig(ListedEnvConfig):
     test_timeout_s: float = Field(default=60, gt=0, description="Time limit in seconds of a task's tests.")
     controls: bool = Field(
         default=True,
-        description="Run passing work against copies of its tests that must fail.",
+        description="Run passing work against rewritten tests, of which some must fail.",
     )
     enabled_toolsets: list[str] | None = Field(default=["terminal", "file"], description="The agent's toolsets.")
     system_prompt: str | None = Field(default=SYSTEM_PROMPT, description="The system message.")
@@ -73,6 +74,8 @@ class HermesSweEnvironment(ContractEnvironment):
         super().__init__(inner)
         self.settings = inner.config
         self._python, self._mounts = interpreter()
+        self._controls: dict[str, Controls] = {}
+        self._making: dict[str, asyncio.Lock] = {}
 
     def task(self, item: Item, number: int) -> Task:
         return replace(super().task(item, number), files=item.files)
@@ -90,14 +93,14 @@ class HermesSweEnvironment(ContractEnvironment):
         """
         item: ProgrammingTask = task.data
         async with sandbox.fork() as fork:
-            before = await self._run(fork, WORKSPACE, item)
-            if before.good:
+            before = await self._run(fork, item.suite.text)
+            if not errors_of(before, item.suite.names):
                 raise TaskError(f"{task.id}: its tests pass before anything was done")
             if item.solution is not None:
                 for path, text in item.solution.items():
                     await fork.write_text(path, text)
-                after = await self._run(fork, WORKSPACE, item)
-                for name, error in after.errors.items():
+                after = await self._run(fork, item.suite.text)
+                for name, error in errors_of(after, item.suite.names).items():
                     raise PrepareError(f"{task.id}: its reference solution does not pass {name}:\n{error[-1000:]}")
 
     def recipe(self, task: Task) -> JSON:
@@ -106,25 +109,53 @@ class HermesSweEnvironment(ContractEnvironment):
             return None
         return [cache_key.of_data(task.data, task.id), self.settings.test_timeout_s]
 
-    async def _run(self, slot: Slot, root: str, item: ProgrammingTask) -> TestOutcome:
-        return await run_suite(slot, self._python, root, item.suite, timeout_s=self.settings.test_timeout_s)
+    async def _run(self, slot: Slot, text: str) -> TestRun:
+        return await run_suite(slot, self._python, WORKSPACE, text, timeout_s=self.settings.test_timeout_s)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         item: ProgrammingTask = rollout.task.data
         slot = await grading.slot(View(only=(WORKSPACE,)))
         async with slot.fork() as fork:
-            run = await self._run(fork, WORKSPACE, item)
-        problem = None
-        if run.good and self.settings.controls:
-            timeout_s = self.settings.test_timeout_s
-            problem = await find_tampering(slot, self._python, WORKSPACE, item.suite, timeout_s=timeout_s)
+            run = await self._run(fork, item.suite.text)
+        errors = errors_of(run, item.suite.names)
+        controls = ControlResult(hard_alarm(run.alarms, None))
+        if not errors and self.settings.controls:
+            controls = await self._control(slot, item, run)
         detail: dict[str, JSON] = {
-            "not_passed": dict(islice(run.errors.items(), 20)),
+            "not_passed": dict(islice(errors.items(), 20)),
             "output": run.output,
-            "tampering": problem,
+            "tampering": controls.tampering,
+            "uncontrolled": list(controls.uncontrolled[:50]),
         }
-        metrics = {"tests_passed": float(run.passed), "tests_total": float(len(item.suite.names))}
-        return Score(float(run.good and problem is None), metrics, detail)
+        passed = len(item.suite.names) - len(errors)
+        metrics = {"tests_passed": float(passed), "tests_total": float(len(item.suite.names))}
+        return Score(float(not errors and controls.tampering is None), metrics, detail)
+
+    async def _control(self, slot: Slot, item: ProgrammingTask, run: TestRun) -> ControlResult:
+        """Whether passing work passes because of its tests."""
+
+        async def on_work(texts: Mapping[str, str], _: object) -> TestRun:
+            async with slot.fork() as fork:
+                return await self._run(fork, texts[""])
+
+        async def on_reference(texts: Mapping[str, str], _: object) -> TestRun:
+            async with slot.fork() as fork:
+                for entry in await fork.list_dir(WORKSPACE):
+                    await fork.remove(entry.path)
+                for path, text in {**item.files, **(item.solution or {})}.items():
+                    await fork.write_text(str(PurePosixPath(WORKSPACE, path)), text)
+                return await self._run(fork, texts[""])
+
+        reference = on_reference if item.solution is not None else None
+        async with self._making.setdefault(item.id, asyncio.Lock()):
+            if item.id not in self._controls:
+                made = Controls({"": item.suite.text}, item.suite.names, ())
+                await made.calibrate(reference)
+                self._controls[item.id] = made
+        controls = self._controls[item.id]
+        if problem := hard_alarm(run.alarms, controls.expected):
+            return ControlResult(problem, controls.uncontrolled)
+        return await controls.find_tampering(on_work, reference)
 
 
 class HermesSweEnv(ListedEnv):
@@ -185,64 +216,42 @@ class HermesSweEnv(ListedEnv):
         raise NotImplementedError("rollouts of this environment are graded by HermesSweEnvironment.score")
 
 
-@dataclass(frozen=True, slots=True)
-class TestOutcome:
-    """One run of the tests. `errors` maps each test that did not pass to its traceback."""
-
-    __test__ = False  # pytest: not a test class
-
-    passed: int
-    errors: Mapping[str, str]
-    output: str
-
-    @property
-    def good(self) -> bool:
-        """Whether every test passed."""
-        return not self.errors
-
-
-async def run_suite(slot: Slot, python: str, root: str, suite: HiddenTests, *, timeout_s: float) -> TestOutcome:
-    """Run the tests over the files in `root`. Raises `GraderError` if the harness did not start."""
+async def run_suite(slot: Slot, python: str, root: str, text: str, *, timeout_s: float) -> TestRun:
+    """Run the tests of a text over the files in `root`. Raises `GraderError` if the harness did not start."""
     records, done = await run_harness(
         slot,
         [python, "-I", "-S", "-B"],
         "python_test_runner.py",
-        {"root": root, "tests": suite.text, "names": suite.names},
+        {"root": root, "tests": text},
         folder=HARNESS_DIR,
         env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
         timeout_s=timeout_s,
     )
-    ended = any(record["kind"] == "finish" for record in records)
-    reported = {str(record["name"]): record for record in records if record["kind"] == "test"}
-    missing = "the test run timed out" if done.metadata.get("timeout") else "the test run ended before this test"
-    errors = {}
-    for name in suite.names:
-        record = reported.get(name)
-        if record is None or not ended:
-            errors[name] = missing
-        elif not record["passed"]:
-            errors[name] = str(record["error"])
-    return TestOutcome(len(suite.names) - len(errors), errors, done.output[-4000:])
+    tests = {str(record.get("name")): record for record in records if record["kind"] == "test"}
+    errors = {name: str(record.get("error")) for name, record in tests.items() if record.get("passed") is not True}
+    problem = next((str(record.get("error")) for record in records if record["kind"] == "collected"), "")
+    return TestRun(
+        {name: Status.FAILED if name in errors else Status.PASSED for name in tests},
+        complete=any(record["kind"] == "finish" for record in records),
+        timed_out=bool(done.metadata.get("timeout")),
+        failures={name: FailedTest(_exception(error), error, "", 0) for name, error in errors.items()},
+        collect_errors={"": problem} if problem else {},
+        output=done.output[-4000:],
+        alarms=alarms_in(records),
+    )
 
 
-async def find_tampering(slot: Slot, python: str, root: str, suite: HiddenTests, *, timeout_s: float) -> str | None:
-    """How the workspace subverts tests that all passed, or None. No test may have run in this slot before."""
+def _exception(error: str) -> str:
+    """The class name of the exception at the end of a traceback."""
+    last = error.strip().rpartition("\n")[2]
+    return last.partition(":")[0].rpartition(".")[2]
 
-    async def run(text: str) -> TestOutcome:
-        async with slot.fork() as fork:
-            return await run_suite(fork, python, root, HiddenTests(text, suite.names), timeout_s=timeout_s)
 
-    drawn = mixed_copies({"": suite.text}, suite.names, SystemRandom())
-    for mixed in drawn:
-        done = await run(mixed.texts[""])
-        if problem := mixed.subverted_by([name for name in suite.names if name not in done.errors]):
-            return problem
-    if not drawn and (copy := failing_copy(suite.text)) is not None:
-        done = await run(copy.text)
-        if done.passed:
-            return f"{done.passed} of {len(suite.names)} tests pass whatever they assert"
-    if (copy := watching_copy(suite.text)) is not None:
-        for name, error in (await run(copy.text)).errors.items():
-            if TAMPERED in error:
-                return f"{name} compares an object that equals everything"
-    return None
+def errors_of(run: TestRun, names: Sequence[str]) -> dict[str, str]:
+    """The traceback of each named test that did not pass in a run that ended."""
+    missing = "the test run timed out" if run.timed_out else "the test run ended before this test"
+    return {
+        name: run.failures[name].message if name in run.failures else run.collect_errors.get("", missing)
+        for name in names
+        if not run.complete or run.statuses.get(name) is not Status.PASSED
+    }

@@ -50,6 +50,16 @@ def meant(name: str, node_ids: Collection[str]) -> list[str]:
     return [each for each in node_ids if each.rpartition("::")[2] == name or _function(each) == name]
 
 
+def with_node_ids(row: SweRow, known: Collection[str]) -> SweRow:
+    """The row with the node ids, out of `known`, that its names stand for."""
+
+    def exact(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(each for name in names for each in meant(name, known) if "::" in each))
+
+    failing, passing = exact(row.fail_to_pass), exact(row.pass_to_pass)
+    return replace(row, names=TestNames.PYTEST, fail_to_pass=failing, pass_to_pass=passing)
+
+
 def _function(node_id: str) -> str:
     return node_id.partition("[")[0].rpartition("::")[2]
 

@@ -7,10 +7,13 @@ The reward is 1.0 if every named test passes, else 0.0.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -29,8 +32,9 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
-from palaestra.suites.grading.controls import find_tampering
-from palaestra.suites.grading.run_tests import Status, TestRun
+from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
+from palaestra.suites.grading.rewritten_tests import named_tests, parse, without_tests
+from palaestra.suites.grading.run_tests import TestRun, run_files
 from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.suites.swe.apply_diff import solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
@@ -38,10 +42,19 @@ from palaestra.suites.swe.install_recipe import is_requirement
 from palaestra.suites.swe.protected import hidden_files, protected_paths
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
-from palaestra.suites.swe.row_tests import compare, meant, needs_comparison, run_row
+from palaestra.suites.swe.row_tests import compare, is_loose, needs_comparison, run_row, with_node_ids
 from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
 from palaestra.suites.swe.unified_diff import DiffError
-from palaestra.suites.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files, unpack
+from palaestra.suites.swe.workspace import (
+    add_tests,
+    agent_texts,
+    inherited_texts,
+    make_right,
+    prepare_repository,
+    restore_files,
+    unpack,
+    write_texts,
+)
 
 REPOSITORY = WORKSPACE
 """The repository in a slot, where the agent's commands start."""
@@ -100,9 +113,13 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
         default={}, description="Environment variables for installing a repository, for example PIP_INDEX_URL=https://…"
     )
     test_timeout_s: float = Field(default=600, gt=0, description="Seconds that running the named tests may take.")
+    keep_tests: list[str] = Field(
+        default=[],
+        description="Patterns of task ids whose failing tests stay in the agent's tree; such tasks are labelled.",
+    )
     controls: bool = Field(
         default=True,
-        description="Run a passing fix against copies of its tests that must fail, to detect subverted tests.",
+        description="Run a passing fix against rewritten tests, of which some must fail, to detect subverted tests.",
     )
     cache_dir: str = Field(
         default=CACHE_DIR, description="The folder of repositories, test tools and built tasks, on the host only."
@@ -154,6 +171,8 @@ class SweEnvironment(ContractEnvironment):
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
         self.images = RowImages(self.settings.images, self.settings.image_dir)
         self._prepared_runs: dict[str, TestRun] = {}
+        self._controls: dict[str, Controls] = {}
+        self._making: dict[str, asyncio.Lock] = {}
 
     async def open(self) -> None:
         self.images.check()
@@ -211,9 +230,10 @@ class SweEnvironment(ContractEnvironment):
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         work: ResolvedRow = task.data
+        kept = self._keeps_tests(work.row)
         if work.image is not None:
             await move_repository(sandbox, work.row, REPOSITORY)
-        await prepare_repository(sandbox, self.repositories, work.row, REPOSITORY)
+        await prepare_repository(sandbox, self.repositories, work.row, REPOSITORY, keep_tests=kept)
         if work.row.install.editable or work.image is not None:
             await self._baseline(work, sandbox)
 
@@ -227,7 +247,11 @@ class SweEnvironment(ContractEnvironment):
             or not _COMMIT.fullmatch(row.base_commit)
         ):
             return None
-        return cache_key.of_data([row.kind, row.base_commit, row.bug_patch], task.id)
+        hidden = [] if self._keeps_tests(row) else row.fail_to_pass
+        return cache_key.of_data([row.kind, row.base_commit, row.bug_patch, hidden], task.id)
+
+    def _keeps_tests(self, row: SweRow) -> bool:
+        return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
 
     async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
         """Run a public row's tests before its first rollout, with its `test_patch`, in a fork that nothing keeps.
@@ -256,16 +280,18 @@ class SweEnvironment(ContractEnvironment):
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         work: ResolvedRow = rollout.task.data
-        row = work.row
-        slot = await self._graded_view(row, grading)
-        patch = await _patch_of(slot)
-        names = row.node_ids if self.settings.score_include_fail_to_pass else row.pass_to_pass
-        async with slot.fork() as fork:
-            run = await self._run(fork, work, names)
-        judged = row if self.settings.score_include_fail_to_pass else replace(row, fail_to_pass=())
-        if needs_comparison(run, names):
-            run = compare(judged, run, await self._prepared_run(rollout, grading, names), await self._files(row))
+        include = self.settings.score_include_fail_to_pass
+        judged = work.row if include else replace(work.row, fail_to_pass=())
+        view = await self._graded_view(judged, grading)
+        run = await self._run_named(view, work, judged)
+        if needs_comparison(run, judged.node_ids):
+            prepared = await self._prepared_run(rollout, grading, judged.node_ids)
+            run = compare(judged, run, prepared, await self.repositories.list_files(work.row))
+            if judged.verdict(run).resolved:
+                view = await self._graded_view(judged, grading)
         found = judged.verdict(run)
+        controls = await self._control(judged, work, view, run) if found.resolved else ControlResult(None)
+        tampering = controls.tampering or (None if found.resolved else hard_alarm(run.alarms, None))
         detail: dict[str, JSON] = {
             "resolved": found.resolved,
             "f2p_passed": found.fail_to_pass[0],
@@ -274,14 +300,13 @@ class SweEnvironment(ContractEnvironment):
             "p2p_total": found.pass_to_pass[1],
             "not_passed": {name: status.value for name, status in list(found.not_passed.items())[:50]},
             "timed_out": run.timed_out,
-            "tampering": await self._tampering(slot, work, run) if found.resolved else None,
-            "patch": patch,
+            "tampering": tampering,
+            "uncontrolled": list(controls.uncontrolled[:50]),
+            "tests_in_tree": self._keeps_tests(work.row),
+            "patch": view.patch,
         }
-        passed = found.resolved and detail["tampering"] is None
+        passed = found.resolved and tampering is None
         return Score(1.0 if passed else 0.0, numbers(detail), detail)
-
-    async def _files(self, row: SweRow) -> Sequence[str]:
-        return await self.repositories.list_files(row)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
         """The same tests on the prepared workspace. Gives up the grading slot first: a holder must not wait."""
@@ -300,16 +325,86 @@ class SweEnvironment(ContractEnvironment):
         finally:
             await grading.pool.release(slot)
 
-    async def _tampering(self, slot: Slot, work: ResolvedRow, run: TestRun) -> str | None:
-        """Of the tests that passed; tests of unittest runners and those that are expected to fail have no controls."""
-        row, timeout_s = work.row, self.settings.test_timeout_s
-        if not self.settings.controls or row.names is TestNames.UNITTEST:
-            return None
-        node_ids = [test for name in row.node_ids for test in meant(name, run.statuses) if "::" in test]
-        passed = [test for test in dict.fromkeys(node_ids) if run.statuses[test] is Status.PASSED]
-        return await find_tampering(slot, work.toolchain, REPOSITORY, passed, timeout_s=timeout_s) if passed else None
+    async def _run_named(self, view: GradedView, work: ResolvedRow, row: SweRow, *, right: bool = False) -> TestRun:
+        """Run the named tests in a fresh fork, and no others of their files where node ids name them."""
+        async with self._fork(view, work, right=right) as fork:
+            if row.names is TestNames.PYTEST:
+                named = {path: _named_only(path, text, row) for path, text in view.tests.items()}
+                await write_texts(fork, REPOSITORY, named)
+            return await self._run(fork, work, row.node_ids)
 
-    async def _graded_view(self, row: SweRow, grading: Grading) -> Slot:
+    async def _run_texts(
+        self,
+        view: GradedView,
+        work: ResolvedRow,
+        texts: Mapping[str, str],
+        *,
+        timeout_s: float,
+        parameters: Collection[str],
+        right: bool = False,
+    ) -> TestRun:
+        """Run test files with these texts in a fresh fork."""
+        async with self._fork(view, work, right=right) as fork:
+            await write_texts(fork, REPOSITORY, texts)
+            files = work.row.test_files
+            return await run_files(fork, work.toolchain, REPOSITORY, files, timeout_s=timeout_s, parameters=parameters)
+
+    @asynccontextmanager
+    async def _fork(self, view: GradedView, work: ResolvedRow, *, right: bool) -> AsyncIterator[Slot]:
+        """A fresh fork of the graded work; `right`: with the reference solution in its place."""
+        async with view.slot.fork() as fork:
+            if right:
+                await make_right(fork, self.repositories, work.row, REPOSITORY, view.changed)
+                await add_tests(fork, self.repositories, work.row, REPOSITORY)
+            yield fork
+
+    async def _control(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
+        """Whether passing work passes because of its tests. The controls of a task are made by its first such work.
+
+        Tests of unittest runners have none, and names that are not node ids need a reference solution: only its run
+        shows which node ids they stand for. There, only the audit hook's alarms count.
+        """
+        if not self.settings.controls:
+            return ControlResult(None)
+        has_reference = bool(work.row.fix_patch)
+        if row.names is TestNames.UNITTEST or (any(map(is_loose, row.node_ids)) and not has_reference):
+            return ControlResult(await self._alarm(row, work, view, run), row.fail_to_pass or row.pass_to_pass)
+
+        limit_s = min(self.settings.test_timeout_s, 20 + 10 * sum(run.durations_s.values()))
+
+        async def on_work(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
+            return await self._run_texts(view, work, texts, timeout_s=limit_s, parameters=parameters)
+
+        async def on_reference(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
+            return await self._run_texts(view, work, texts, timeout_s=limit_s, parameters=parameters, right=True)
+
+        reference = on_reference if has_reference else None
+        async with self._making.setdefault(row.instance_id, asyncio.Lock()):
+            if row.instance_id not in self._controls:
+                made = await self._make_controls(row, work, view)
+                await made.calibrate(reference)
+                self._controls[row.instance_id] = made
+        controls = self._controls[row.instance_id]
+        if problem := hard_alarm(run.alarms, controls.expected):
+            return ControlResult(problem, controls.uncontrolled)
+        return await controls.find_tampering(on_work, reference)
+
+    async def _make_controls(self, row: SweRow, work: ResolvedRow, view: GradedView) -> Controls:
+        if any(map(is_loose, row.node_ids)):
+            shown = await self._run_named(view, work, row, right=True)
+            row = with_node_ids(row, shown.statuses)
+        tests = {path: text for path, text in view.tests.items() if path.endswith(".py")}
+        texts = {**tests, **await inherited_texts(self.repositories, row, tests)}
+        return Controls(texts, row.fail_to_pass or row.pass_to_pass, row.pass_to_pass)
+
+    async def _alarm(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> str | None:
+        """What only tampering does, less what the reference solution does as well."""
+        problem = hard_alarm(run.alarms, None)
+        if problem is None or not work.row.fix_patch:
+            return problem
+        return hard_alarm(run.alarms, (await self._run_named(view, work, row, right=True)).alarms)
+
+    async def _graded_view(self, row: SweRow, grading: Grading) -> GradedView:
         """A slot with the agent's change over the prepared repository, and protected paths as prepared."""
         changes = await grading.changes()
         pristine = await self.repositories.list_files(row)
@@ -317,8 +412,36 @@ class SweEnvironment(ContractEnvironment):
         slot = await grading.slot(View(only=(REPOSITORY,), without=without))
         hidden = hidden_files(changes, row, pristine, REPOSITORY)
         await restore_files(slot, self.repositories, row, REPOSITORY, hidden)
-        await add_tests(slot, self.repositories, row, REPOSITORY)
-        return slot
+        prefix = f"{REPOSITORY}/"
+        changed = [
+            change.path.removeprefix(prefix)
+            for change in changes
+            if change.path.startswith(prefix) and change.path not in without and (change.kind != "dir" or change.opaque)
+        ]
+        patch = await _patch_of(slot)
+        return GradedView(slot, changed, patch, await add_tests(slot, self.repositories, row, REPOSITORY))
+
+
+@dataclass(frozen=True, slots=True)
+class GradedView:
+    """A slot to grade in. `changed` are the agent's paths in it, relative to the repository, `tests` the test files."""
+
+    slot: Slot
+    changed: Sequence[str]
+    patch: str
+    tests: Mapping[str, str]
+
+
+def _named_only(path: str, text: str, row: SweRow) -> str:
+    """The test file without tests that the row does not name; whole if a decorator or base class makes named ones."""
+    tree = parse(text) if path.endswith(".py") else None
+    if tree is None:
+        return text
+    places = named_tests(path, tree, row.node_ids)
+    names = {name.partition("[")[0].rpartition("::")[2] for name in row.node_ids if name.startswith(f"{path}::")}
+    if not names <= {place.name for place in places}:
+        return text
+    return without_tests(text, {f"{place.owner}{place.name}" for place in places}, keep=True)
 
 
 async def _patch_of(slot: Slot) -> str:

@@ -1,15 +1,20 @@
 """Prepare a repository in a slot: its files, the task's bug, and a history of one commit.
 
+The tests that must start to pass are not in the agent's tree: their functions are taken out of their files, and a file
+without further tests is left out. Grading writes the files whole.
+
 Invariant: the agent gets one commit with fixed author and dates, without any other object, ref, reflog or remote. So
 the history does not contain the fix, and preparing twice gives the same commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Slot
+from palaestra.suites.grading.negate_test import tests_in
+from palaestra.suites.grading.rewritten_tests import named_tests, parse, without_tests
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import apply_diff, unified_diff
 from palaestra.suites.swe.repository import RepositoryCache
@@ -28,11 +33,17 @@ _IDENTITY = {
 }
 
 
-async def prepare_repository(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str) -> None:
-    """Put the row's commit with its bug into the slot at `repo_dir`. Raises `TaskError` or `PrepareError`."""
+async def prepare_repository(
+    slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, *, keep_tests: bool = False
+) -> None:
+    """Put the row's commit with its bug into the slot at `repo_dir`, without the tests that decide.
+
+    `keep_tests` leaves them there. Raises `TaskError` or `PrepareError`.
+    """
     await unpack(slot, await cache.export_tree(row), repo_dir)
-    for path, text in (await _changed_by(row.bug_patch, cache, row)).items():
-        await _write(slot, f"{repo_dir}/{path}", text)
+    await write_texts(slot, repo_dir, await _changed_by(row.bug_patch, cache, row))
+    if not keep_tests and row.kind is not RowKind.BENCH:  # whose tests are in no commit yet
+        await write_texts(slot, repo_dir, await _agent_tests(cache, row))
     await start_history(slot, repo_dir)
 
 
@@ -57,17 +68,85 @@ async def start_history(slot: Slot, repo_dir: str) -> None:
         await check_execute(slot, argv, f"git {command[0]} in the slot failed", cwd=repo_dir, env=environment)
 
 
-async def add_tests(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str) -> None:
-    """Write the tests of a SWE-bench row into a grading slot. The tree of other rows already contains theirs."""
+async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
+    """The files of the named tests, and for SWE-bench rows those that its patch adds, as grading runs them."""
+    known = set(await cache.list_files(row))
+    texts = {
+        path: (await cache.read_file(row, path)).decode("utf-8", "surrogateescape")
+        for path in row.test_files
+        if path in known
+    }
+    if row.kind is RowKind.BENCH:
+        changed = await _changed_by(row.test_patch, cache, row)
+        texts |= {path: text for path, text in changed.items() if text is not None}
+    return texts
+
+
+async def inherited_texts(cache: RepositoryCache, row: SweRow, tests: Mapping[str, str]) -> dict[str, str]:
+    """Further files beside the tests that define named tests which are in no test file, for classes to inherit."""
+    missing = {name.partition("[")[0].rpartition("::")[2] for name in row.node_ids}
+    missing = {name for name in missing if not any(f"def {name}(" in text for text in tests.values())}
+    folders = {path.rpartition("/")[0] for path in tests}
+    found = {}
+    for path in await cache.list_files(row) if missing else ():
+        if path.endswith(".py") and path not in tests and path.rpartition("/")[0] in folders:
+            text = (await cache.read_file(row, path)).decode("utf-8", "surrogateescape")
+            if any(f"def {name}(" in text for name in missing):
+                found[path] = text
+    return found
+
+
+async def add_tests(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str) -> dict[str, str]:
+    """Write the test files into a grading slot, and return their texts by path."""
     if row.kind is RowKind.BENCH:
         for path, text in (await _changed_by(row.test_patch, cache, row)).items():
-            await _write(slot, f"{repo_dir}/{path}", text)
+            if text is None:
+                await slot.remove(f"{repo_dir}/{path}")
+    texts = await test_texts(cache, row)
+    await write_texts(slot, repo_dir, texts)
+    return texts
+
+
+async def write_texts(slot: Slot, repo_dir: str, texts: Mapping[str, str | None]) -> None:
+    """Write files by path below the repository, None to remove one; surrogate escapes stand for other bytes."""
+    for path, text in texts.items():
+        await _write(slot, f"{repo_dir}/{path}", text)
+
+
+async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | None]:
+    """The test files that change for the agent, None for those that it does not get."""
+    found: dict[str, str | None] = {}
+    failing = {name.partition("::")[0] for name in row.fail_to_pass}
+    for path, text in (await test_texts(cache, row)).items():
+        if path not in failing:
+            continue
+        tree = parse(text)
+        if tree is None:
+            found[path] = None
+            continue
+        dropped = {f"{place.owner}{place.name}" for place in named_tests(path, tree, row.fail_to_pass)}
+        others = [name for owner, test in tests_in(tree.body, "") if (name := f"{owner}{test.name}") not in dropped]
+        found[path] = without_tests(text, dropped, keep=False) if others else None
+    return found
 
 
 async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, paths: tuple[str, ...]) -> None:
     """Write files of the row's commit back, such as those of `protected.hidden_files`."""
     for path in paths:
         await slot.write_bytes(f"{repo_dir}/{path}", await cache.read_file(row, path))
+
+
+async def make_right(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, changed: Collection[str]) -> None:
+    """Replace an agent's change in a grading slot by the reference solution. `changed` are the paths of the change."""
+    pristine = await cache.list_files(row)
+    for path in changed:
+        await slot.remove(f"{repo_dir}/{path}")
+        for known in pristine:
+            if known == path or known.startswith(f"{path}/"):
+                await slot.write_bytes(f"{repo_dir}/{known}", await cache.read_file(row, known))
+    texts = await agent_texts(cache, row)
+    await write_texts(slot, repo_dir, texts)
+    await write_texts(slot, repo_dir, apply_diff.apply(unified_diff.parse(row.fix_patch), texts))
 
 
 async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[str, str]:

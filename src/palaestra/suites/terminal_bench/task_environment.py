@@ -19,7 +19,8 @@ import asyncio
 import base64
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from palaestra.agent.result import AgentResult
@@ -234,12 +235,18 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """The score that the verifier of a part gives, 0 if tampering is detected."""
         slot, hidden, made = await self._graded(rollout, grading, part)
         setup = self._setup(rollout.task, part)
-        if grading.live:
-            verdict = await verify(slot, part.task, part.script, setup, alone=False)
-        else:
-            async with slot.fork() as fork:
-                await self.restore_tmp(fork)
-                verdict = await verify(fork, part.task, part.script, setup, alone=True, made=made)
+
+        @asynccontextmanager
+        async def views() -> AsyncIterator[Slot]:
+            if grading.live:
+                yield slot
+            else:
+                async with slot.fork() as fork:
+                    await self.restore_tmp(fork)
+                    yield fork
+
+        async with views() as view:
+            verdict = await verify(view, part.task, part.script, setup, alone=not grading.live, made=made)
         detail = verdict.detail() | {
             "category": part.task.category,
             "hidden": list(hidden),
@@ -248,8 +255,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         }
         reward = verdict.reward
         if reward > 0 and self.settings.controls:
-            await self.restore_tmp(slot)
-            detail["tampering"] = await find_tampering(slot, part.task, part.script, setup, verdict)
+            controls = await find_tampering(views, part.task, part.script, setup, verdict)
+            detail |= {"tampering": controls.tampering, "uncontrolled": list(controls.uncontrolled[:50])}
             reward = 0.0 if detail["tampering"] else reward
         return Score(reward, {**numbers(detail), **verdict.rewards}, detail)
 

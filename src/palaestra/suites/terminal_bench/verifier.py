@@ -7,24 +7,25 @@ writes none: every test that pytest reports must pass.
 A verifier that wrote no reward, did not finish, or ran no test is a `GraderError`, never 0.0, unless the work itself
 kept the tests from running: pytest could not collect them because a module of the workspace is missing or broken.
 
-A passing verdict is then checked against the same tests, negated (`grading/negate_test.py`). A script that still gives
-the reward does not depend on its tests. Not covered: scripts without pytest, and code under test that fails on purpose
-at random or (in a task that is graded live) because it remembers an earlier run.
+A positive verdict is looked at again, each time in a fork of the same work: once with the same tests, and twice with
+rewritten ones of which some are falsified (`grading/controls.py`), in an order that is drawn. So it does not help the
+work to know which look is the first. Not covered: scripts without pytest, and (in a task that is graded live) code
+under test that remembers an earlier run.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from random import SystemRandom
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
-from palaestra.suites.grading.controls import negated_copy
+from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
 from palaestra.suites.grading.harness import has_started, read_records
 from palaestra.suites.grading.run_tests import Status, TestRun, read_run
 from palaestra.suites.images.as_user import as_user
@@ -47,6 +48,10 @@ _NOT_STARTED = re.compile(
 """The error of a shell or of Python if pytest cannot be started."""
 
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
+
+
+GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
+"""Gives slots with the work in which no verifier has run; a task that is graded live has only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,33 +113,53 @@ async def verify(
 
 
 async def find_tampering(
-    slot: Slot, task: TerminalTask, script: OfflineScript, setup: VerifierSetup, verdict: VerifierVerdict
-) -> str | None:
-    """Why a positive verdict is wrong, or None. Runs the verifier again with its tests negated."""
+    views: GradedViews, task: TerminalTask, script: OfflineScript, setup: VerifierSetup, verdict: VerifierVerdict
+) -> ControlResult:
+    """Why a positive verdict is wrong, and the tests that no control covers. Runs the verifier again in `views`."""
     if verdict.doubt is not None or verdict.run is None or not verdict.run.statuses:
-        return verdict.doubt
-    copies = _negated_tests(task)
-    judged = {name.partition("::")[0].rpartition("/")[2] for name in verdict.run.statuses}
-    if not judged or not judged <= {Path(path).name for path in copies}:
-        return None
-    await install(slot, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
-    try:
-        again = await _once(slot, task, script, setup, copies, alone=False, made=())
-    except GraderError:
-        return None  # it gives no reward for failing tests, as it must
-    if again.reward >= verdict.reward:
-        return f"the verifier gives {again.reward:g} for tests that must fail"
-    return None
+        return ControlResult(verdict.doubt)
+    passed = [name for name, status in verdict.run.statuses.items() if status is Status.PASSED]
+    files = _test_files(task, passed)
+    controls = Controls({path: text for path, (_, text) in files.items()}, passed, (), once=True)
+    await controls.calibrate(None)
+
+    async def look(texts: Mapping[str, str]) -> VerifierVerdict | None:
+        """One more run with these texts in place of tests; None if it judges nothing."""
+        async with views() as fork:
+            await install(fork, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
+            instead = {files[path][0]: text for path, text in texts.items()}
+            try:
+                return await _once(fork, task, script, setup, instead, alone=False, made=())
+            except GraderError:
+                return None
+
+    async def same() -> str | None:
+        again = await look({})
+        if again is None or again.reward < verdict.reward:
+            return "the verifier gives less when it runs the same tests again"
+        return again.doubt
+
+    async def rewritten(texts: Mapping[str, str], _: object) -> TestRun:
+        again = await look(texts)
+        return TestRun({}, complete=False) if again is None or again.run is None else again.run
+
+    first_is_same = SystemRandom().random() < 0.5
+    if first_is_same and (problem := await same()):
+        return ControlResult(problem, controls.uncontrolled)
+    result = await controls.find_tampering(rewritten, None)
+    if result.tampering is None and not first_is_same:
+        return ControlResult(await same(), controls.uncontrolled)
+    return result
 
 
-def _negated_tests(task: TerminalTask) -> dict[str, str]:
-    """The negated test files by their path below the folder."""
-    found, drawn = {}, SystemRandom()
-    for name, path in task.verifier.files().items():
-        text = read_text(path, "replace") if name.endswith(".py") and path.is_file() else ""
-        copy = negated_copy(text, drawn) if text else None
-        if copy is not None and copy.tests:
-            found[name] = copy.text
+def _test_files(task: TerminalTask, node_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """The files of these tests by the path in node ids: each file's name below the folder, and its text."""
+    found = {}
+    known = {name: path for name, path in task.verifier.files().items() if name.endswith(".py") and path.is_file()}
+    for at in {node_id.partition("::")[0] for node_id in node_ids}:
+        match = next((name for name in known if at == name or at.endswith(f"/{name}")), None)
+        if match is not None:
+            found[at] = match, read_text(known[match], "replace")
     return found
 
 
@@ -149,17 +174,17 @@ async def _once(
     made: Collection[str],
 ) -> VerifierVerdict:
     await place_tests(slot, task, script, instead)
-    nonce = secrets.token_hex(16)
+    bait = {"PALAESTRA_NONCE": secrets.token_hex(16)}  # no record carries it
     result = await slot.execute(
         as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setup.user),
         cwd=setup.workdir,
-        env={**setup.env, "PALAESTRA_NONCE": nonce},
+        env={**setup.env, **bait, "PALAESTRA_VERDICT": "1"},
         timeout_s=setup.timeout_s,
         verdict=True,
     )
     if alone:
         await slot.execute(["/bin/sh", "-c", "kill -KILL -1"], cwd="/", timeout_s=30)
-    records = read_records(result.verdict, nonce)
+    records = read_records(result.verdict)
     output = await _output(slot)
     run = read_run(records, result) if script.pytest else None
     _check_ran(task, records, result, run, output, made, setup.out_of_reach)
@@ -182,6 +207,10 @@ async def _once(
 async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
     """Why the reward is not the verifier's: tests failed, or another process writes rewards."""
     failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
+    if reward > 0 and run is not None and not run.complete:
+        return "the tests gave a reward but did not all report, or their session did not end"
+    if run is not None and (alarm := hard_alarm(run.alarms, None)):
+        return alarm
     if reward >= 1 and failed:
         return f"the reward is {reward:g} although {len(failed)} tests failed, {failed[0]} first"
     if alone or reward <= 0:

@@ -71,7 +71,9 @@ async def install(slot: Slot, command: Sequence[str], dependencies: Sequence[str
     `command` starts Python (empty: not needed); `library_path` is the image's LD_LIBRARY_PATH.
     """
     await slot.remove(HARNESS_DIR)
-    await send_scripts(slot, HARNESS_DIR, "verdict_channel.py", "pytest_launcher.py", "pytest_reporter.py")
+    await send_scripts(
+        slot, HARNESS_DIR, "verdict_channel.py", "audit_hook.py", "pytest_launcher.py", "pytest_reporter.py"
+    )
     plan = {
         "dependencies": list(dependencies),
         "tests": TESTS_DIR,

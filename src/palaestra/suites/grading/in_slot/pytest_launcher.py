@@ -17,8 +17,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from palaestra.suites.grading.in_slot import audit_hook
     from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
 else:
+    import audit_hook
     from verdict_channel import VerdictChannel
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -35,7 +37,7 @@ def _after_options(words: list[str]) -> list[str]:
 
 def _unmet(what: str) -> None:
     with contextlib.suppress(OSError):  # the script may have closed the descriptor
-        VerdictChannel(os.environ.get("PALAESTRA_NONCE", "")).send("unmet", what=what)
+        VerdictChannel().send("unmet", what=what)
     sys.stderr.write(f"{what} is not installed, and there is no network\n")
     raise SystemExit(97)
 
@@ -56,14 +58,14 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     reporter: Any = importlib.import_module("pytest_reporter")
     sys.path.remove(_HERE)
     sys.path += own
-    pytest.hookimpl(tryfirst=True)(reporter.Reporter.pytest_collection_modifyitems)
     pytest.hookimpl(hookwrapper=True)(reporter.Reporter.pytest_runtest_makereport)
-    nonce = os.environ.pop("PALAESTRA_NONCE", "")
     plugins: list[object] = [_Ctrf()]
-    if nonce:
-        channel = VerdictChannel(nonce)
+    if os.environ.pop("PALAESTRA_VERDICT", ""):
+        channel = VerdictChannel()
         channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
-        plugins.append(reporter.Reporter(channel, []))
+        trusted = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *plan["dependencies"], plan["tests"]]
+        audit_hook.install(channel, "/", trusted)
+        plugins.append(reporter.Reporter(channel))
     shims = os.path.join(_HERE, "bin")
     _restore(plan["library_path"])
     sys.executable = os.path.join(shims, "palaestra-python")

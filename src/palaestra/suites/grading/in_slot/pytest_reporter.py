@@ -1,10 +1,12 @@
-"""Run named tests with pytest and report each phase on the verdict channel.
+"""Run test files with pytest and report each phase of each test on the verdict channel.
 
 Input: one JSON object on standard input, written by `run_tests.py`. Output, in this order: `start` (interpreter, pytest
 and channel work; no code of the workspace has run yet), `collect` (a file that could not be collected), `collected`
-(the tests that were found), `test` (one phase of one test), `finish` (pytest ended its session).
+(the tests that were found), `test` (one phase of one test), `finish` (pytest ended its session). Reports of the audit
+hook (`alarm`) come in between.
 
-Invariant: nothing of the workspace is imported before `start` is sent, and standard output carries no verdict.
+Invariant: nothing of the workspace is imported before `start` is sent and the audit hook is installed, and standard
+output carries no verdict. Nothing in this process tells which reports earn a reward.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +23,10 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from palaestra.suites.grading.in_slot import audit_hook
     from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
 else:
+    import audit_hook
     from verdict_channel import VerdictChannel
 
 _MAX_TEXT = 2000
@@ -33,11 +38,15 @@ def _short(value: object) -> str:
 
 
 class Reporter:
-    """The pytest plugin: selects the named tests (no names: all) and reports their phases."""
+    """The pytest plugin: reports the phases of all tests, and whether the test framework was changed.
 
-    def __init__(self, channel: VerdictChannel, names: list[str]) -> None:
+    `parameters` are the endings of node ids (`[...]`) to run besides tests without parameters; None: all.
+    """
+
+    def __init__(self, channel: VerdictChannel, parameters: list[str] | None = None) -> None:
         self._channel = channel
-        self._names = frozenset(names)
+        self._parameters = None if parameters is None else frozenset(["", *parameters])
+        self._framework = audit_hook.Framework(channel)
         self._failures: dict[tuple[str, str], dict[str, object]] = {}
         self._marked: set[str] = set()
 
@@ -45,15 +54,13 @@ class Reporter:
         if report.failed:
             self._channel.send("collect", node_id=report.nodeid, message=_short(report.longrepr))
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        kept = [item for item in items if not self._names or item.nodeid in self._names]
-        dropped = [item for item in items if self._names and item.nodeid not in self._names]
-        if dropped:
-            config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
-        self._marked = {item.nodeid for item in kept if item.get_closest_marker("xfail") is not None}
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self._parameters is not None:
+            items[:] = [item for item in items if "".join(item.nodeid.partition("[")[1:]) in self._parameters]
+        self._marked = {item.nodeid for item in items if item.get_closest_marker("xfail") is not None}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._framework.check()
         self._channel.send("collected", node_ids=[item.nodeid for item in session.items])
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -63,7 +70,8 @@ class Reporter:
         """
         yield
         if call.excinfo is not None:
-            self._failures[item.nodeid, call.when] = _failure(item, call.excinfo)
+            brief = self._parameters is not None
+            self._failures[item.nodeid, call.when] = _failure(item, call.excinfo, brief=brief)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -80,10 +88,13 @@ class Reporter:
         )
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self._framework.check()
         self._channel.send("finish", exit_status=int(exitstatus), tests=session.testscollected)
 
 
-def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, object]:
+def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException], *, brief: bool) -> dict[str, object]:
+    if brief:
+        return {"exception": excinfo.typename, "message": "", "path": "", "line": 0, "params": {}}
     test = getattr(item, "obj", None)
     code = getattr(inspect.unwrap(test), "__code__", None) if callable(test) else None
     path = code.co_filename if code else str(item.path)  # an inherited test is in another file than its node id
@@ -116,10 +127,11 @@ def main() -> None:
     sys.path += plan["dependencies"]
     import pytest
 
-    pytest.hookimpl(tryfirst=True)(Reporter.pytest_collection_modifyitems)
     pytest.hookimpl(hookwrapper=True)(Reporter.pytest_runtest_makereport)
-    channel = VerdictChannel(plan["nonce"])
+    channel = VerdictChannel()
     channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
+    audit_hook.install(channel, plan["root"])
+    plan.update(nonce=secrets.token_hex(16), names=[])  # a bait: records do not carry it
 
     os.chdir(plan["root"])
     first = len(sys.path) - len(plan["dependencies"])  # after the standard library, before installed packages
@@ -129,7 +141,7 @@ def main() -> None:
     files = [path for path in plan["files"] if os.path.exists(path)]
     arguments = [*plan["arguments"], f"--rootdir={plan['root']}", *files]
     if files:
-        pytest.main(arguments, plugins=[Reporter(channel, plan["names"])])
+        pytest.main(arguments, plugins=[Reporter(channel, plan.get("parameters"))])
     else:
         channel.send("finish", exit_status=0, tests=0)
 

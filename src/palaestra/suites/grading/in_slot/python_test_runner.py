@@ -1,20 +1,22 @@
-"""Run named tests that are given as one Python text, without pytest, and report each on the verdict channel.
+"""Run the tests of one Python text, without pytest, and report each on the verdict channel.
 
 Tests are functions without arguments, or methods of classes (unittest's too).
 
 Input: one JSON object on standard input, written by `hermes_swe/hidden_tests.py`. Output: `start` (no code of the
-workspace has run yet), `test` (one for each name), `finish`.
+workspace has run yet), `collected` (their names), `test` (one for each), `finish`.
 
 Invariant: the tests are in no file of the slot, and the standard library precedes the workspace on the import path.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import json
 import linecache
 import os
+import secrets
 import sys
 import traceback
 import unittest
@@ -23,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 if TYPE_CHECKING:
+    from palaestra.suites.grading.in_slot import audit_hook
     from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
 else:
     sys.path.insert(0, _HERE)  # Python runs isolated (-I), which leaves this folder out
+    import audit_hook
     from verdict_channel import VerdictChannel
 
 _MAX_TEXT = 1500
@@ -41,6 +45,21 @@ def _load(text: str) -> tuple[dict[str, Any], str]:
     except BaseException:
         return names, traceback.format_exc()
     return names, ""
+
+
+def _tests(text: str, names: dict[str, Any]) -> list[str]:
+    """The tests of the text (`Class::test`), and those that its classes inherit."""
+    found: dict[str, None] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
+            found[node.name] = None
+        elif isinstance(node, ast.ClassDef):
+            known = names.get(node.name)
+            own = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            for name in dict.fromkeys([*own, *(dir(known) if isinstance(known, type) else ())]):
+                if name.startswith("test"):
+                    found[f"{node.name}::{name}"] = None
+    return list(found)
 
 
 def _run(names: dict[str, Any], name: str) -> str:
@@ -67,13 +86,17 @@ def main() -> None:
     plan: dict[str, Any] = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != _HERE]
-    channel = VerdictChannel(plan["nonce"])
+    channel = VerdictChannel()
     channel.send("start", python=sys.version.split()[0])
+    audit_hook.install(channel, plan["root"])
+    plan |= {"nonce": secrets.token_hex(16), "names": []}  # a bait: records do not carry it
     os.chdir(plan["root"])
     sys.path.append(plan["root"])
     sys.pycache_prefix = os.path.join(_HERE, "pycache")
     names, problem = _load(plan["tests"])
-    for name in plan["names"]:
+    found = _tests(plan["tests"], names)
+    channel.send("collected", node_ids=found, error=problem[-_MAX_TEXT:])
+    for name in found:
         error = problem or _run(names, name)
         channel.send("test", name=name, passed=not error, error=error[-_MAX_TEXT:])
     channel.send("finish")
