@@ -144,6 +144,10 @@ class PrepareError(InfraError):
 
 
 class GraderError(InfraError):
-    """The check could not run, did not run its tests, or did not report."""
+    """The check could not run, did not run its tests, or did not report.
 
+    `certain`: whatever the work was, the check is wrong.
+    """
+
+    certain = False
     blame = Blame.GRADER

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import GraderError
+from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import run_hook
 from palaestra.rollouts.grading.grader import Grading
@@ -131,12 +131,40 @@ class Environment(ABC):
     async def grade(self, rollout: Rollout) -> Score:
         """Score the rollout in a grading view of its workspace.
 
-        Raises the `InfraError` that disturbed the check, even if `score` returned a value.
+        A check that fails is a failure of the grader, unless it is shown that the work makes it fail: it fails twice
+        over the work, and not over the prepared workspace. Then the score is 0. Raises the `InfraError` that disturbed
+        the check, even if `score` returned a value.
         """
-        grading = Grading(rollout, self.slot_spec(rollout.task, Phase.GRADE))
+        spec = self.slot_spec(rollout.task, Phase.GRADE)
+        grading = Grading(rollout, spec)
+        try:
+            return await self._score_soundly(rollout, grading)
+        except GraderError as error:
+            if grading.live or error.certain or not await self._work_breaks_check(rollout, grading, spec):
+                raise
+            return Score(0.0, {"work_breaks_check": 1.0}, {"work_breaks_check": str(error)[:2000]})
+
+    async def _score_soundly(self, rollout: Rollout, grading: Grading) -> Score:
         score = await run_hook(GraderError, self.score(rollout, grading), f"scoring {rollout.rollout_id}")
         await grading.check_sound()
         return score
+
+    async def _work_breaks_check(self, rollout: Rollout, grading: Grading, spec: SlotSpec) -> bool:
+        await grading.restart()  # a rollout that holds a slot must not wait for another one
+        untouched = Grading(rollout, spec, untouched=True)
+        try:
+            await self._score_soundly(rollout, untouched)
+        except InfraError:
+            return False
+        finally:
+            await untouched.aclose()
+        try:
+            await self._score_soundly(rollout, grading)
+        except GraderError:
+            return True
+        except InfraError:
+            pass
+        return False
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:

@@ -23,13 +23,17 @@ SEALED, LIVE = "sealed", "live"
 
 
 class Grading:
-    """Leases the grading slot when the check first asks for it. The rollout closes it when it ends."""
+    """Leases the grading slot when the check first asks for it. The rollout closes it when it ends.
 
-    def __init__(self, rollout: Rollout, spec: SlotSpec) -> None:
+    `untouched`: show the prepared workspace in place of the agent's work.
+    """
+
+    def __init__(self, rollout: Rollout, spec: SlotSpec, *, untouched: bool = False) -> None:
+        self.untouched = untouched
         self.rollout = rollout
         self.pool = rollout.run_context.workspaces.pool
         self.spec = spec
-        self.live = rollout.task.grading == LIVE
+        self.live = rollout.task.grading == LIVE and not untouched
         self._slot: Slot | None = None
         self._shown: Slot | None = None
         self._trouble: InfraError | None = None
@@ -46,6 +50,8 @@ class Grading:
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
+            if self.untouched:
+                return None
             if not self._seal_done:
                 self._seal_done = True  # also on failure: the agent's work is lost then
                 try:
@@ -68,6 +74,17 @@ class Grading:
         except InfraError as error:
             self._trouble = self._trouble or error
             raise
+
+    @property
+    def begun(self) -> bool:
+        """Whether the agent's slot is sealed, or not looked at."""
+        return self._seal_done or self.untouched
+
+    async def restart(self) -> None:
+        """Release the grading slot and forget what the check met: the next slot shows the same work again."""
+        slot, self._slot, self._shown, self._trouble = self._slot, None, None, None
+        if slot is not None:
+            await self.pool.release(slot)
 
     def settle(self) -> None:
         """End the live part of a check: the agent's slot may end, and the rest is checked sealed."""

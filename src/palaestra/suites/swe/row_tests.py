@@ -19,7 +19,12 @@ from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.swe.swe_row import RIGHT, SweRow, TestNames
 
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
-_WORST_FIRST = tuple(Status)
+
+
+class _TestsCannotRun(GraderError):
+    """Tests do not run on the prepared workspace."""
+
+    certain = True
 
 
 async def run_row(
@@ -84,7 +89,7 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
     if run.timed_out and not prepared.timed_out:
         return run
     if not prepared.complete:
-        raise GraderError(
+        raise _TestsCannotRun(
             f"{row.instance_id}: its tests do not run on the prepared workspace:\n{prepared.output[-1500:]}"
         )
     statuses: dict[str, Status] = dict(run.statuses)
@@ -93,10 +98,10 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
         if after is Status.XFAIL_CALLED and before is after:
             statuses[name] = Status.XFAILED
         if after is Status.MISSING and before is Status.MISSING:
-            raise GraderError(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
+            raise _TestsCannotRun(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
     for module in sorted(_missing(run.collect_errors) & _missing(prepared.collect_errors)):
         if not _is_own(module, files, row):
-            raise GraderError(
+            raise _TestsCannotRun(
                 f"{row.instance_id}: its tests import {module}, which is not installed; add it with requirements or "
                 "repo_requirements"
             )

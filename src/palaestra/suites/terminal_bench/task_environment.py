@@ -243,6 +243,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             else:
                 async with slot.fork() as fork:
                     await self.restore_tmp(fork)
+                    await _restore_workdir(fork, rollout.task.data.workdir)
                     yield fork
 
         async with views() as view:
@@ -267,7 +268,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: ResolvedTask = rollout.task.data
         if grading.live:
             return await grading.slot(), (), ()
-        await _save_tmp(await rollout.sandbox())
+        if not grading.begun:
+            await _save_tmp(await rollout.sandbox())
         changes = await grading.changes()
         without = hidden_paths(
             changes,
@@ -301,6 +303,13 @@ class TerminalBenchEnvironment(ContractEnvironment):
             user=user,
             timeout_s=verifier.timeout_s or self.settings.test_timeout,
         )
+
+
+async def _restore_workdir(slot: Slot, workdir: str) -> None:
+    """Make the task's directory if the agent removed or replaced it, so that the verifier can start."""
+    if not (await slot.execute(["/bin/sh", "-c", f"cd {shlex.quote(workdir)}"], cwd="/")).success:
+        await slot.remove(workdir)
+        await slot.make_dir(workdir)
 
 
 async def _save_tmp(slot: Slot) -> None:

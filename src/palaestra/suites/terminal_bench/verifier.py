@@ -54,6 +54,12 @@ GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
 """Gives slots with the work in which no verifier has run; a task that is graded live has only one."""
 
 
+class _PaysWithoutTests(GraderError):
+    """The script gives a reward without its tests."""
+
+    certain = True
+
+
 @dataclass(frozen=True, slots=True)
 class VerifierSetup:
     """How a verifier starts. `command` and `dependencies` are for pytest; `out_of_reach` are modules that the image has
@@ -196,7 +202,7 @@ async def _once(
         rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
     reward = single(rewards)
     if reward > 0 and run is not None and not has_started(records):
-        raise GraderError(
+        raise _PaysWithoutTests(
             f"the verifier of {task.name} gives {reward:g} but did not start its tests:\n{output[-1500:]}"
         )
     if reward < 1 and needs_network(script.text, output):
