@@ -316,6 +316,11 @@ class Rollout:
                 self.rung = self._slot.rung
             return self._slot
 
+    @property
+    def has_slot(self) -> bool:
+        """Whether the rollout's slot was leased and is not sealed."""
+        return self._slot is not None
+
     async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
         """A slot for this rollout: its own or one to grade it in. Raises `CutShort` if it may not start."""
         return await self.run_context.workspaces.lease(name, spec, snapshot, self.stages, self.check_start)

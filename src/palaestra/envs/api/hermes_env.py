@@ -504,6 +504,7 @@ class ContractEnvironment(CollectedEnvironment):
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         assert rollout.result is not None
+        await grading.carry_scratch()
         tools = grading.tools(self._settings.tool_timeout_s)
         if self._verifies and self._hooks(rollout):
             context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)

@@ -21,6 +21,12 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 
 SEALED, LIVE = "sealed", "live"
 
+CARRIED = "/.palaestra-carried"
+"""Where a sealed workspace keeps the files of `SCRATCH`, which layers do not contain."""
+
+SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
+_COPY_S = 300.0
+
 
 class Grading:
     """Leases the grading slot when the check first asks for it. The rollout closes it when it ends.
@@ -40,7 +46,7 @@ class Grading:
         self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may look at several things at once
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
-        self._seal_done = False
+        self._seal_done = self._carried = False
         self._libraries: Sequence[str] | None = None
         self._tools: list[ToolRuntime] = []
         rollout.closers.append(self.aclose)
@@ -74,6 +80,30 @@ class Grading:
         except InfraError as error:
             self._trouble = self._trouble or error
             raise
+
+    async def carry_scratch(self) -> None:
+        """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot. Does nothing once it is sealed."""
+        if self.live or self.begun or not self.rollout.has_slot:
+            return
+        copies = "".join(
+            f'if [ -n "$(ls -A {place} 2>/dev/null)" ]; then mkdir -p {CARRIED}{place} && '
+            f"cp -a {place}/. {CARRIED}{place}/; fi; "
+            for place in SCRATCH
+        )
+        with self._troubled():
+            slot = await self.rollout.sandbox()
+            await slot.execute(["/bin/sh", "-c", f"rm -rf {CARRIED}; {copies}"], cwd="/", timeout_s=_COPY_S)
+        self._carried = True
+
+    async def _restore_scratch(self, slot: Slot) -> None:
+        entry = await slot.stat(CARRIED)
+        if entry is None or entry.kind != "dir":
+            return
+        copies = "".join(
+            f"if [ -d {CARRIED}{place} ] && [ ! -h {CARRIED}{place} ]; then cp -a {CARRIED}{place}/. {place}/; fi; "
+            for place in SCRATCH
+        )
+        await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
 
     @property
     def begun(self) -> bool:
@@ -111,6 +141,8 @@ class Grading:
                     )
                     if self._libraries is not None:
                         await link(self._slot, self._libraries)
+                    if self._carried:
+                        await self._restore_scratch(self._slot)
                     await _start_somewhere(self._slot)
                 return self._slot
 

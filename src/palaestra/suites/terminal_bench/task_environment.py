@@ -59,7 +59,7 @@ from palaestra.suites.terminal_bench.terminal_task import (
 )
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verifier import SYSTEM_PATH, VerifierSetup, find_tampering, verify
-from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, hidden_paths
+from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, hidden_paths, remove_links
 
 CARRIED = "/.palaestra-tmp"
 """The copy of `/tmp` in a sealed workspace; layers do not contain `/tmp` itself."""
@@ -277,7 +277,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
             script=part.script.text,
         )
         slot = await grading.slot(View(without=without))
-        hidden = [change.path for change in changes if change.path in without]
+        gone = await remove_links(slot, [change for change in changes if change.path not in without])
+        hidden = [change.path for change in changes if change.path in (*without, *gone)]
         made = [change.path for change in changes if change.kind == "file" and change.path not in without]
         return slot, hidden, made
 

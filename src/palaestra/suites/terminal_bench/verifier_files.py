@@ -17,7 +17,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from posixpath import basename, dirname
 
-from palaestra.core.errors import GraderError
+from palaestra.core.errors import GraderError, InfraError
 from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.harness import send_scripts
 from palaestra.suites.slot_commands import check_execute
@@ -36,6 +36,12 @@ SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-python")
 
 ALWAYS_HIDDEN = (TESTS_DIR, VERIFIER_LOGS, "/solution", "/oracle", "/opt/palaestra")
 """Hidden whether they changed or not, because a planted link could lead elsewhere."""
+
+_PARENTS = frozenset({"/logs", "/opt"})
+"""Directories above hidden ones. A link in the place of one would put the verifier's files among the agent's."""
+
+_NOT_FOR_LINKS = (*ALWAYS_HIDDEN, "/proc", "/dev/fd", "/dev/stdin")
+_MOST_LINKS = 40
 
 _STARTUP = re.compile(
     r"/(?:root|home/[^/]+)/\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)"
@@ -115,6 +121,48 @@ async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"
     await check_execute(slot, argv, f"{problem} in {slot.slot_id}", stdin=stdin, error=GraderError)
 
 
+async def remove_links(slot: Slot, changes: Sequence[Change]) -> tuple[str, ...]:
+    """Remove the agent's links that lead to the verifier's files or into `/proc`, before those files exist.
+
+    Returns their paths. A link is followed through other links as the slot's file system has them now.
+    """
+    removed = []
+    for change in changes:
+        if change.kind == "symlink" and await _leads_away(slot, change.path):
+            await slot.remove(change.path)
+            removed.append(change.path)
+    return tuple(removed)
+
+
+async def _leads_away(slot: Slot, path: str) -> bool:
+    """Whether a link ends below a hidden path. A chain that does not end in time does."""
+    parts = [part for part in path.split("/") if part]
+    at, followed = "", 0
+    while parts:
+        part = parts.pop(0)
+        if part == "..":
+            at = dirname(at).rstrip("/")
+            continue
+        step = f"{at}/{part}"
+        if any(step == hidden or step.startswith(f"{hidden}/") for hidden in _NOT_FOR_LINKS):
+            return True
+        try:
+            entry = await slot.stat(step)
+        except InfraError:
+            raise
+        except OSError:
+            return False
+        if entry is None or entry.kind != "symlink":
+            at = step
+            continue
+        followed += 1
+        if followed > _MOST_LINKS:
+            return True
+        target = [each for each in entry.target.split("/") if each not in ("", ".")]
+        parts, at = [*target, *parts], "" if entry.target.startswith("/") else at
+    return False
+
+
 def hidden_paths(changes: Sequence[Change], planted: Sequence[str], *, script: str) -> tuple[str, ...]:
     """The paths to leave out of the graded view: `planted`, and those that could influence this `script`."""
     starts_shell = STARTUP_FILES.search(script) is not None
@@ -122,6 +170,7 @@ def hidden_paths(changes: Sequence[Change], planted: Sequence[str], *, script: s
         change.path
         for change in changes
         if (dirname(change.path) == "/" and basename(change.path) in CONFIG_NAMES)
+        or (change.path in _PARENTS and change.kind != "dir")
         or (starts_shell and _STARTUP.fullmatch(change.path))
     }
     return (*ALWAYS_HIDDEN, *sorted(found.union(planted)))
