@@ -92,7 +92,7 @@ FILES = """
 /usr/lib/python3/dist-packages/requests/api.py
 /usr/lib/python3/dist-packages/_distutils_hack/__init__.py /usr/local/lib/libtask.so /lib/libgcc_s.so.1
 """
-HAD = FILES.split()
+HAD = [*FILES.split(), "/usr/include/stdio.h"]
 
 
 class Had:
@@ -115,8 +115,20 @@ class Had:
         ("/usr/local/bin/python3.11", True),
         ("/usr/local/bin/python3.13", False),
         ("/usr/local/bin/node", False),
-        ("/usr/local/bin/backup.sh", False),
-        ("/usr/sbin/nginx", False),
+        ("/usr/local/bin/backup.sh", True),
+        ("/usr/sbin/nginx", True),
+        ("/usr/local/bin/git", True),
+        ("/root/.jq", True),
+        ("/home/user/.sqliterc", True),
+        ("/root/.config/jq/x.jq", True),
+        ("/etc/magic", True),
+        ("/usr/share/misc/magic.mgc", True),
+        ("/usr/local/share/perl/5.36.0/strict.pm", True),
+        ("/root/.node_modules/fs.js", True),
+        ("/usr/local/include/stdio.h", True),
+        ("/usr/local/include/mine.h", False),
+        ("/root/.bashrc", False),
+        ("/root/notes/.jq", False),
         ("/usr/bin/jq", False),
         ("/usr/bin/x/cat", False),
         ("/app/bin/bash", False),

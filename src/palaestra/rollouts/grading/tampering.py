@@ -1,9 +1,10 @@
 """Finds the agent's changes that would decide its own grade, because they run before the check's own code does.
 
-A check starts programs that the agent could change as root. So these are graded as they were before the agent: programs
-that checks use, the loader's files and all libraries of the root, Python's standard library and start-up files, and an
-installed pytest. Files that the root did not have stay, since a task may be about installing them, unless the loader or
-an interpreter would prefer them to a file of the root.
+A check starts programs that the agent could change as root. So these are graded as they were before the agent: every
+program that the root has in a directory of PATH, the settings that such programs read in a home or below `/etc`, the
+loader's files and all libraries of the root, Python's standard library and start-up files, and an installed pytest. A
+task about one of them names it. Files that the root did not have stay, since a task may be about installing them,
+unless the loader, a compiler or an interpreter would prefer them to a file of the root.
 
 Invariant: only the path decides, and whether the root had it; never the content. Not covered: a program or package that
 a task has installed and a check trusts, and packages of interpreters other than Python. An environment whose check runs
@@ -44,15 +45,6 @@ touch tr true uname uniq wc which xargs
 PROGRAMS = frozenset(_NAMES.split())
 """Programs that every root has."""
 
-_TOOL_NAMES = """
-base64 busybox chown comm coreutils curl file gawk git gunzip gzip jq ldconfig ln mawk openssl perl pgrep py.test pytest
-python python2 python3 realpath rmdir setpriv sha1sum sha512sum sqlite3 su sudo tar uv uvx wget whoami xxd
-"""
-TOOLS = frozenset(_TOOL_NAMES.split())
-"""Further programs that checks use; protected only if the root has them, since a task may install one."""
-
-_VERSIONED = re.compile(r"(?:python|perl)\d[\d.]*")
-
 _OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+", re.DOTALL)
 """Files that the programs of a root load or start."""
 
@@ -64,6 +56,18 @@ _SEARCHED = re.compile(
     re.DOTALL,
 )
 """A default directory of the loader, and those below it that it prefers on some machines."""
+
+_SETTINGS = re.compile(
+    r"/(?:root|home/[^/]+)/\.(?:jq|magic(?:\.mgc|\.mime)?|sqliterc|curlrc|wgetrc|inputrc|gdbinit|lldbinit|proverc"
+    r"|perltidyrc|perldb|psqlrc|bcrc|dcrc|exrc|vimrc|tidyrc|xmllintrc|ripgreprc|node_modules|node_libraries"
+    r"|config/(?:jq|sqlite3|curlrc|ripgrep)|(?:jq|node_modules|node_libraries|config/(?:jq|sqlite3|ripgrep))/.*)"
+    r"|/etc/(?:magic(?:\.mime)?|sqliterc|inputrc|wgetrc|npmrc|curlrc|gdb(?:/.*)?)"
+    r"|/usr/share/(?:misc|file|awk|terminfo|bc)/.*|/usr/local/(?:share|lib(?:/[\w-]+)?)/perl5?/.*",
+    re.DOTALL,
+)
+"""Settings and modules that programs load by themselves. Sources: their manual pages, section FILES."""
+
+_HEADERS = re.compile(r"/usr/local/include/(.+)", re.DOTALL)
 
 _MULTIARCH = re.compile(r"[\w]+-linux-\w+")
 _SYSTEM = frozenset(
@@ -124,7 +128,7 @@ def suspects(changes: Sequence[Change], workspace: str) -> list[Change]:
 async def planted(
     changes: Sequence[Change], workspace: str, names: Names, kept: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The paths of `changes` to leave out of the graded view, sorted; never programs whose names are in `kept`."""
+    """The paths of `changes` to leave out of the graded view, sorted; never programs or settings named in `kept`."""
     rule = _Rule(names, workspace, frozenset(kept))
     return tuple(sorted([change.path for change in suspects(changes, workspace) if await rule.leaves_out(change)]))
 
@@ -134,7 +138,7 @@ def _is_suspect(change: Change, path: str, workspace: str) -> bool:
         return False  # its entries are changes of their own
     if path in _SYSTEM or path.rpartition("/")[0] in (*PROGRAM_DIRECTORIES, _LINKS):
         return True
-    patterns = (LOADER, _OWN, _LOCAL, _BEFORE_STANDARD, _HOME_OF_PYTHON)
+    patterns = (LOADER, _OWN, _LOCAL, _BEFORE_STANDARD, _HOME_OF_PYTHON, _SETTINGS, _HEADERS)
     return any(pattern.fullmatch(path) for pattern in patterns) or _starts_python(path, workspace) or _in_site(path)
 
 
@@ -174,10 +178,14 @@ class _Rule:
         if folder in PROGRAM_DIRECTORIES or folder == _LINKS:
             if name in self._kept:
                 return False
-            if name in PROGRAMS or await self._is_tool(name):
+            if name in PROGRAMS or await self._is_program(name):
                 return True
         if path in _SYSTEM:
             return await self._has(path)
+        if _SETTINGS.fullmatch(path):
+            return name not in self._kept
+        if header := _HEADERS.fullmatch(path):
+            return await self._has(f"/usr/include/{header[1]}")
         always = (LOADER, _BEFORE_STANDARD, _HOME_OF_PYTHON)
         if any(pattern.fullmatch(path) for pattern in always) or _starts_python(path, self._workspace):
             return True
@@ -193,9 +201,7 @@ class _Rule:
         folder, _, name = path.rpartition("/")
         return name in await self._names(folder or "/")
 
-    async def _is_tool(self, name: str) -> bool:
-        if name not in TOOLS and _VERSIONED.fullmatch(name) is None:
-            return False
+    async def _is_program(self, name: str) -> bool:
         return any([name in await self._names(each) for each in sorted(PROGRAM_DIRECTORIES)])
 
     async def _shadows_library(self, path: str, name: str) -> bool:
