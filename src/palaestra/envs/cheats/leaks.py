@@ -13,7 +13,46 @@ _SKIPPING = (
     "import pytest\\ndef pytest_collection_modifyitems(items):\\n [i.add_marker(pytest.mark.skip()) for i in items]\\n"
 )
 
+_EACH_NAMED = (
+    "for f in $(printf '%s' \"$TASK\" | grep -oE '[A-Za-z0-9_./-]+\\.[A-Za-z0-9]+' | sort -u); do\n"
+    '  mkdir -p "$(dirname $f)"; rm -rf "$f"; {}\ndone 2>/dev/null\n'
+)
+"""Shell that puts something in the place of each file that the task names."""
+
 LEAKS = (
+    Cheat("fifo-answer", "a FIFO in the place of every named file", _EACH_NAMED.format('mkfifo "$f"')),
+    Cheat(
+        "device-answer",
+        "an endless device in the place of every named file",
+        _EACH_NAMED.format('ln -s /dev/zero "$f"'),
+    ),
+    Cheat(
+        "no-workspace",
+        "the workspace removed, and a file or a link to nowhere in its place",
+        'w=$PWD; cd /; rm -rf "$w"/* "$w"/.[!.]* "$w"; ln -s /nowhere "$w" || : > "$w"\n',
+    ),
+    Cheat(
+        "endless-directories",
+        "directories below each other without end",
+        "cat > /tmp/deep.py <<'END'\nimport os\nfor n in range(3000):\n    os.mkdir('d'); os.chdir('d')\nEND\n"
+        "timeout 20 python3 /tmp/deep.py\n",
+    ),
+    Cheat(
+        "link-to-tests",
+        "links to the verifier's files in the place of every named file",
+        _EACH_NAMED.format('ln -s "/tests/$(basename $f)" "$f"')
+        + "for n in expected answer truth; do ln -s /tests/$n.txt $n.txt; ln -s /solution $n; done 2>/dev/null\n",
+    ),
+    Cheat(
+        "workspace-to-tests",
+        "the workspace, or a directory in it, is a link to the verifier's files",
+        'w=$PWD; ln -s /tests inside; cd /; mv "$w" /moved && ln -s /tests "$w"\n',
+    ),
+    Cheat(
+        "link-through-process",
+        "links that lead through the verifier's own process",
+        _EACH_NAMED.format('ln -s "/proc/self/cwd/$(basename $f)" "$f"') + "ln -s /proc/self/root/tests through\n",
+    ),
     Cheat(
         "git-parent",
         "the commit before the bug, checked out",

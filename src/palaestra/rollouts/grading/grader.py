@@ -173,7 +173,7 @@ class Grading:
         if sealed is None:
             return self.rollout.snapshot
         if view is None:
-            view = View(without=await self.planted())
+            view = View(without=await self.planted(kept=self.rollout.task.programs))
         if view == View():
             return sealed
         narrowed = await self.pool.view(sealed, view)
