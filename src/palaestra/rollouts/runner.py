@@ -26,7 +26,7 @@ GIVE_UP_AFTER = 3
 
 @dataclass(slots=True)
 class Totals:
-    """The totals of a run, in constant memory."""
+    """The totals of a run. `tampered` are the rollouts whose work interfered with its check."""
 
     groups: int = 0
     failed_groups: int = 0
@@ -34,6 +34,7 @@ class Totals:
     scored: int = 0
     reward_sum: float = 0.0
     errors: list[str] = field(default_factory=list)
+    tampered: list[str] = field(default_factory=list)
 
     @property
     def failed(self) -> int:
@@ -53,6 +54,7 @@ class Totals:
         self.rollouts += len(group.trajectories)
         self.scored += len(scored)
         self.reward_sum += sum(trajectory.reward or 0.0 for trajectory in scored)
+        self.tampered += [each.rollout_id for each in group.trajectories if each.detail.get("tampering")]
         for error in [group.error, *(t.error for t in group.trajectories if not t.scored)]:
             if error and error not in self.errors and len(self.errors) < 5:
                 self.errors.append(error)
