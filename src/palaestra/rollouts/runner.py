@@ -26,7 +26,11 @@ GIVE_UP_AFTER = 3
 
 @dataclass(slots=True)
 class Totals:
-    """The totals of a run. `tampered` are the rollouts whose work interfered with its check."""
+    """The totals of a run.
+
+    `tampered` are the rollouts whose work interfered with its check, `cut_off` those without reward whose processes
+    ended with the rollout.
+    """
 
     groups: int = 0
     failed_groups: int = 0
@@ -35,6 +39,7 @@ class Totals:
     reward_sum: float = 0.0
     errors: list[str] = field(default_factory=list)
     tampered: list[str] = field(default_factory=list)
+    cut_off: list[str] = field(default_factory=list)
 
     @property
     def failed(self) -> int:
@@ -55,6 +60,7 @@ class Totals:
         self.scored += len(scored)
         self.reward_sum += sum(trajectory.reward or 0.0 for trajectory in scored)
         self.tampered += [each.rollout_id for each in group.trajectories if each.detail.get("tampering")]
+        self.cut_off += [each.rollout_id for each in scored if not each.reward and each.detail.get("processes_at_end")]
         for error in [group.error, *(t.error for t in group.trajectories if not t.scored)]:
             if error and error not in self.errors and len(self.errors) < 5:
                 self.errors.append(error)

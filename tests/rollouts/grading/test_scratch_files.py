@@ -17,11 +17,12 @@ class ScratchEnv(HermesAgentBaseEnv):
 
     @classmethod
     def config_init(cls):
-        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], group_size=1, total_steps=1)
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], group_size=1, total_steps=2)
         return config, [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")]
 
     async def setup(self):
         self.left = [{"id": "a", "prompt": "?", "solution": "cp /tmp/seed /dev/shm/made; cp /tmp/seed /var/tmp/made"}]
+        self.left.append({"id": "b", "prompt": "?", "solution": "(sleep 1000 &) > /dev/null 2>&1"})
 
     async def get_next_item(self):
         return self.left.pop(0) if self.left else None
@@ -34,7 +35,7 @@ class ScratchEnv(HermesAgentBaseEnv):
 
     async def verify_and_score_trajectory(self, item, result, *, trajectory_id, exec_tool, workspace_meta=None):
         seen = await exec_tool("terminal", {"command": "cat /tmp/seed /dev/shm/made /var/tmp/made"})
-        return seen.output.split().count("seed") / 3, {}
+        return float(seen.output.split().count("seed") == 3), {}
 
     async def compute_reward(self, item, result, ctx):
         raise AssertionError
@@ -53,5 +54,7 @@ def test_scratch_files_are_graded(tmp_path: Path) -> None:
     argv = [sys.executable, str(script), "process", "--policy", "oracle"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    (line,) = [json.loads(line) for line in (tmp_path / "data/scratch.jsonl").read_text().splitlines()]
-    assert line["scores"] == [1.0]
+    first, second = [json.loads(line) for line in (tmp_path / "data/scratch.jsonl").read_text().splitlines()]
+    assert first["scores"] == [1.0]
+    assert second["scores"] == [0.0]
+    assert done.stderr.count("had processes when they ended") == 1

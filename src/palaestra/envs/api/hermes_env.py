@@ -517,9 +517,10 @@ class ContractEnvironment(CollectedEnvironment):
             answer = await bridged(called(self.inner.compute_reward, rollout.task.data, rollout.result, context))
             said = f"{self.name}.compute_reward"
         score = score_of(answer, said)
-        if isinstance(answer, Score):
-            return score
-        return Score(score.reward, numbers(score.metrics), score.metrics)  # it may name more than numbers
+        detail = score.detail if isinstance(answer, Score) else score.metrics  # which may name more than numbers
+        if grading.processes_at_end:
+            detail = {**detail, "processes_at_end": grading.processes_at_end}
+        return Score(score.reward, numbers(score.metrics), detail)
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
         """Call the verification hook in the shape that this kind of class gives it."""

@@ -222,6 +222,7 @@ class CommandRun:
     async def run(self, console: Console, stream: TextIO) -> Totals:
         """Run the command with its console on `stream`, and finish the output however it ends."""
         reason, limits, output = "failed", self.context.limits, self.output
+        totals = None
         try:
             with console:
                 limits.note = self.reporting.note = console.note
@@ -241,6 +242,8 @@ class CommandRun:
                 began = output.begun or reason == "done"
                 if figures and began:
                     _print_summary(output, figures, reason, stream)
+                if totals is not None:
+                    _print_suspects(totals, stream)
                 if began and (reason != "done" or not figures):
                     why = f"{limits.reason}: {limits.message}" if limits.reason else "the run is not finished"
                     stream.write(f"{why}; continue with --resume {output.folder.path}\n")
@@ -444,6 +447,17 @@ def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, st
         f"{gathered}{resumed}{store}"
         f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
+
+
+def _print_suspects(totals: Totals, stream: TextIO) -> None:
+    """Name the rollouts whose work interfered with its check, and those that may need live grading."""
+    for what, names in (
+        ("tampered with their check, scored 0", totals.tampered),
+        ('had processes when they ended and lost their reward; does the task need grading="live"?', totals.cut_off),
+    ):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            stream.write(f"  {len(names)} rollouts {what}: {', '.join(names[:5])}{more}\n")
 
 
 def _interval(figures: dict[str, float], name: str) -> str:

@@ -47,6 +47,7 @@ class Grading:
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
         self._seal_done = self._carried = False
+        self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
         self._tools: list[ToolRuntime] = []
         rollout.closers.append(self.aclose)
@@ -82,7 +83,10 @@ class Grading:
             raise
 
     async def carry_scratch(self) -> None:
-        """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot. Does nothing once it is sealed."""
+        """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot, and count its live processes.
+
+        Does nothing once the slot is sealed.
+        """
         if self.live or self.begun or not self.rollout.has_slot:
             return
         copies = "".join(
@@ -93,6 +97,7 @@ class Grading:
         with self._troubled():
             slot = await self.rollout.sandbox()
             await slot.execute(["/bin/sh", "-c", f"rm -rf {CARRIED}; {copies}"], cwd="/", timeout_s=_COPY_S)
+            self.processes_at_end = await slot.freeze()
         self._carried = True
 
     async def _restore_scratch(self, slot: Slot) -> None:
