@@ -49,12 +49,16 @@ if __name__ == "__main__":
 
 @pytest.mark.slots
 def test_scratch_files_are_graded(tmp_path: Path) -> None:
+    """Also when the kept workspaces are graded again."""
     script = tmp_path / "scratch_env.py"
     script.write_text(SCRIPT)
-    argv = [sys.executable, str(script), "process", "--policy", "oracle"]
+    argv = [sys.executable, str(script), "process", "--policy", "oracle", "--env.save_workspaces", "true"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     first, second = [json.loads(line) for line in (tmp_path / "data/scratch.jsonl").read_text().splitlines()]
     assert first["scores"] == [1.0]
     assert second["scores"] == [0.0]
     assert done.stderr.count("had processes when they ended") == 1
+    again = [sys.executable, "-m", "palaestra", "grade", "last"]
+    graded = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (graded.returncode, graded.stdout) == (0, ""), graded.stderr

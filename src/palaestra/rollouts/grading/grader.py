@@ -85,9 +85,12 @@ class Grading:
     async def carry_scratch(self) -> None:
         """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot, and count its live processes.
 
-        Does nothing once the slot is sealed.
+        Does nothing once the slot is sealed. A kept workspace that is graded again contains the files.
         """
-        if self.live or self.begun or not self.rollout.has_slot:
+        if self.live or self.begun:
+            return
+        self._carried = True
+        if not self.rollout.has_slot:
             return
         copies = "".join(
             f'if [ -n "$(ls -A {place} 2>/dev/null)" ]; then mkdir -p {CARRIED}{place} && '
@@ -98,7 +101,6 @@ class Grading:
             slot = await self.rollout.sandbox()
             await slot.execute(["/bin/sh", "-c", f"rm -rf {CARRIED}; {copies}"], cwd="/", timeout_s=_COPY_S)
             self.processes_at_end = await slot.freeze()
-        self._carried = True
 
     async def _restore_scratch(self, slot: Slot) -> None:
         entry = await slot.stat(CARRIED)

@@ -268,7 +268,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: ResolvedTask = rollout.task.data
         if grading.live:
             return await grading.slot(), (), ()
-        if not grading.begun:
+        if rollout.has_slot and not grading.begun:
             await _save_tmp(await rollout.sandbox())
         changes = await grading.changes()
         without = hidden_paths(
