@@ -64,6 +64,9 @@ def test_the_agent_gets_the_bug_and_one_commit(tmp_path: Path, run_bench: RunBen
             async with bench.slot() as slot:
                 await prepare_repository(slot, cache(tmp_path), task, REPO)
                 assert await slot.read_text(f"{REPO}/pkg/calc.py") == FILES["pkg/calc.py"]
+                tests = await slot.read_text(f"{REPO}/tests/test_calc.py")
+                assert "def test_double" in tests
+                assert "def test_add" not in tests, "it decides, so grading brings it"
                 log = await slot.execute("git log --all --format=%H; git reflog; git remote; git status -s", cwd=REPO)
                 assert len(log.output.split()) == 1, log.output
                 objects = await slot.execute("git cat-file --batch-all-objects --batch-check | grep -c blob", cwd=REPO)
