@@ -33,6 +33,25 @@ def called_xfail(source: Source) -> Row:
     return source.row(test_patch=source.diff({"tests/test_calc.py": CALLED}), PASS_TO_PASS=KNOWN)
 
 
+MADE = """
+
+def for_each(test):
+    for value in (1, 2):
+        globals()[f"test_each_{value}"] = lambda value=value: test(value)
+
+
+@for_each
+def test_each(value):
+    assert double(value) == 2 * value
+"""
+
+
+def made_by_a_decorator(source: Source) -> Row:
+    """No function has the name of the test."""
+    patch = source.diff({"tests/test_calc.py": TESTS + MADE})
+    return source.row(test_patch=patch, PASS_TO_PASS=[*P2P, "tests/test_calc.py::test_each_2"])
+
+
 def imports_what_the_fix_adds(source: Source) -> Row:
     """Without the fix the tests cannot be imported, which is no fault of the grader."""
     tests = TESTS.replace("import add, double", "import add, double, triple")
@@ -76,7 +95,13 @@ def named_test_is_missing(source: Source) -> Row:
     return source.row(PASS_TO_PASS=[*P2P, "tests/test_calc.py::test_gone"])
 
 
-RIGHT_WORK = (marked_xfail, called_xfail, imports_what_the_fix_adds, imports_a_module_that_the_fix_adds)
+RIGHT_WORK = (
+    marked_xfail,
+    called_xfail,
+    made_by_a_decorator,
+    imports_what_the_fix_adds,
+    imports_a_module_that_the_fix_adds,
+)
 BROKEN_TESTS = (
     needs_a_package,
     only_failing_tests_need_a_package,
@@ -96,7 +121,7 @@ def played(
     rows = [make(Source.make(folder / make.__name__)) for make in makes]
     found: dict[str, Mapping[str, Trajectory]] = {}
     for policy in ("oracle", "noop"):
-        groups = roll_out(rows, policy, folder / policy, installed_pytest, "--env.controls=false", baseline=False)
+        groups = roll_out(rows, policy, folder / policy, installed_pytest, baseline=False)
         names = {row["instance_id"]: make.__name__ for row, make in zip(rows, makes, strict=True)}
         found[policy] = {names[group.task_id]: group.trajectories[0] for group in groups}
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -153,10 +154,7 @@ def played(
     names = {row["instance_id"]: make.__name__ for row, make in zip(rows, SOUND, strict=True)}
     assert len(names) == len(rows)
     return {
-        policy: {
-            names[group.task_id]: group
-            for group in roll_out(rows, policy, folder / policy, installed_pytest, "--env.controls=false")
-        }
+        policy: {names[group.task_id]: group for group in roll_out(rows, policy, folder / policy, installed_pytest)}
         for policy in ("oracle", "noop")
     }
 
@@ -168,6 +166,48 @@ def test_a_sound_row(played: Mapping[str, Mapping[str, Group]], name: str, polic
     assert not group.error, group.error
     (trajectory,) = group.trajectories
     assert trajectory.reward == reward, (trajectory.detail, trajectory.error)
+
+
+@pytest.mark.parametrize("make", SOUND, ids=lambda make: make.__name__)
+def test_the_controls_of_a_row(
+    played: Mapping[str, Mapping[str, Group]], make: Callable[[Source], Row], tmp_path: Path
+) -> None:
+    """Every row's tests are controlled, except those that no pytest runs."""
+    (trajectory,) = played["oracle"][make.__name__].trajectories
+    failing = make(Source.make(tmp_path / "source"))["FAIL_TO_PASS"]
+    assert trajectory.detail["uncontrolled"] == (failing if make is django else [])
+
+
+FORGER = """
+import _pytest.reports as reports
+make = reports.TestReport.from_item_and_call.__func__
+def forged(cls, item, call):
+    report = make(cls, item, call)
+    report.outcome, report.longrepr = "passed", None
+    return report
+reports.TestReport.from_item_and_call = classmethod(forged)
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (django, f"{RIGHT}\nimport gc\ngc.get_objects()\n"),
+        (functions, f"{BUGGY}\n{FORGER}"),
+        (cut_node_ids, f"{BUGGY}\n{FORGER}"),
+    ],
+    ids=["django", "functions", "cut_node_ids"],
+)
+def test_work_that_tampers_with_its_tests(
+    make: Callable[[Source], Row], code: str, tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
+    source = Source.make(tmp_path / "source")
+    row, patch = make(source), tmp_path / "work.patch"
+    patch.write_text(source.diff({"pkg/calc.py": code}))
+    (group,) = roll_out([row], f"patch:{patch}", tmp_path / "run", installed_pytest)
+    (trajectory,) = group.trajectories
+    assert trajectory.detail["resolved"], (trajectory.detail, trajectory.error)
+    assert (trajectory.reward, bool(trajectory.detail["tampering"])) == (0.0, True)
 
 
 @pytest.mark.parametrize(
