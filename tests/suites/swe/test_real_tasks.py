@@ -88,20 +88,20 @@ def rolled_out(built: Built, folder: Path, tasks: Path, policy: str, *flags: str
     return list(Recording(report.journal))
 
 
-def play(built: Built, folder: Path, row: Row, policy: str) -> Trajectory:
+def play(built: Built, folder: Path, row: Row, policy: str, *flags: str) -> Trajectory:
     """Roll the row out once and return the trajectory."""
     tasks = folder / "task.jsonl"
     tasks.write_text(json.dumps(row) + "\n")
-    (group,) = rolled_out(built, folder, tasks, policy, "--env.total_steps=1")
+    (group,) = rolled_out(built, folder, tasks, policy, "--env.total_steps=1", *flags)
     assert not group.error
     return group.trajectories[0]
 
 
-def patched(built: Built, folder: Path, row: Row, patch: str) -> Trajectory:
+def patched(built: Built, folder: Path, row: Row, patch: str, *flags: str) -> Trajectory:
     """Apply a patch to the agent's tree, as the scripted policy does, and have it graded."""
     path = folder / "given.patch"
     path.write_text(patch)
-    trajectory = play(built, folder, row, f"patch:{path}")
+    trajectory = play(built, folder, row, f"patch:{path}", *flags)
     applied = [message for message in trajectory.messages if message["role"] == "tool"][-1]
     assert json.loads(applied["content"])["exit_code"] == 0, applied
     return trajectory
@@ -156,7 +156,9 @@ def test_deleted_tests_and_a_skipping_conftest_are_no_fix(built: Built, tmp_path
     for path in sorted({name.split("::")[0] for name in row["FAIL_TO_PASS"]}):
         (whole,) = unified_diff.parse(apply_diff.between(path, text_of(row, path), ""))
         deleted.append(unified_diff.FileDiff(path, None, whole.hunks))
-    trajectory = patched(built, tmp_path, row, unified_diff.render((conftest, *deleted)))
+    patch = unified_diff.render((conftest, *deleted))
+    trajectory = patched(built, tmp_path, row, patch, "--env.keep_tests=*")
+    assert trajectory.detail["tests_in_tree"]
     assert trajectory.reward == 0.0
     assert trajectory.detail["f2p_passed"] == 0
     assert trajectory.detail["p2p_passed"] == trajectory.detail["p2p_total"], "the tests themselves were to be restored"
