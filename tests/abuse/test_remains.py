@@ -149,7 +149,7 @@ def test_a_read_leaves_no_time(arena: Arena) -> None:
     aged = os.stat(SHARED).st_atime_ns
 
     async def case(slot: Slot) -> None:
-        assert (await slot.execute(["cat", SHARED])).success == arena.contained
+        assert (await slot.execute(["cat", SHARED])).success or not arena.contained
 
     arena.face(case)
     if arena.contained:

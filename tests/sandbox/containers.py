@@ -84,6 +84,7 @@ class Docker:
         for name in ("bin", "sbin", "lib", "lib32", "lib64"):
             if os.path.islink(f"/{name}"):
                 (root / name).symlink_to(os.readlink(f"/{name}"))
+        (root / "etc/os-release").write_text('NAME="A container"\n')
         (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/bash\nsomebody:x:12345:12345::/home:/bin/bash\n")
         (root / "etc/shadow").write_text("root:secret\n")
         (root / "etc/shadow").chmod(0o600)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from .. import syscalls
+from ..exec import pipes
 
 _ERRNO = struct.Struct("=i")
 
@@ -64,7 +65,7 @@ class RangeNamespaces:
 
 def make_range_namespace(maker: int = 0) -> int:
     """A descriptor of a new user namespace whose ids are the private range, made by a user. Needs root."""
-    reader, writer = os.pipe()
+    ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
         try:
@@ -74,19 +75,25 @@ def make_range_namespace(maker: int = 0) -> int:
                 os.setresuid(maker, maker, maker)
                 syscalls.capset(_SYS_ADMIN)
             syscalls.unshare(syscalls.CLONE_NEWUSER)
-            os.write(writer, b"+")
+            # The child opens it: in a container without CAP_SYS_PTRACE root may not, once the child is another user.
+            socket.send_fds(theirs, [b"+"], [os.open("/proc/self/ns/user", os.O_RDONLY)])
             signal.pause()
         finally:
             os._exit(1)
-    os.close(writer)
+    theirs.close()
     try:
-        if os.read(reader, 1) != b"+":
+        _, namespaces = pipes.receive(ours, 1, 1)
+        if not namespaces:
             raise PermissionError(1, "cannot make a user namespace")
-        for kind in ("uid", "gid"):
-            write_file(f"/proc/{child}/{kind}_map", f"0 {RANGE_START} {RANGE_SIZE}")
-        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for kind in ("uid", "gid"):
+                write_file(f"/proc/{child}/{kind}_map", f"0 {RANGE_START} {RANGE_SIZE}")
+        except OSError:
+            os.close(namespaces[0])
+            raise
+        return namespaces[0]
     finally:
-        os.close(reader)
+        ours.close()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
