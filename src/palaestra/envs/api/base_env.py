@@ -33,16 +33,16 @@ from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task, number, numbers
 from palaestra.core.user_code import called, is_loaded, place, run_hook, settled, told
 from palaestra.envs.api.scored_data import (
-    PLACEHOLDER,
     ROW_KEYS,
     Row,
     ScoredDataGroup,
     ScoredDataItem,
-    ScoredRow,
     checked_row,
     format_trajectory,
     grouped,
-    placeholder_tokens,
+    is_of,
+    own_row,
+    row_and_backlog,
     rows_of,
 )
 from palaestra.envs.config.build import mcp_servers
@@ -51,8 +51,6 @@ from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.engine import ChatCompletion, TextCompletion
-from palaestra.inference.ledger import Ledger
-from palaestra.inference.ledger.records import TokenRow
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 from palaestra.rollouts.environment import GroupCollection
 from palaestra.rollouts.export.atropos import group_line
@@ -650,7 +648,7 @@ class CollectedEnvironment(ClassEnvironment):
         rows that the class made itself."""
         left = list(rows)
         for position, (rollout, given) in enumerate(played):
-            row = next((row for row in left if _is_of(row, given)), None)
+            row = next((row for row in left if is_of(row, given)), None)
             if row is None and len(rows) == len(played):
                 row = rows[position] if any(each is rows[position] for each in left) else None
             if row is None:
@@ -764,38 +762,6 @@ def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
         error=end.error,
         blame=end.blame,
     )
-
-
-def row_and_backlog(answer: JSON) -> tuple[JSON, list[Item]]:
-    """What a `collect_` method returned. Raises `TaskError` for anything but a pair."""
-    if isinstance(answer, ScoredRow):
-        return answer, []
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise TaskError(f"it must return a pair (row, items to draw next), and returned {answer!r:.100}")
-    return answer[0], list(answer[1] or ())
-
-
-def _is_of(row: Row, given: Row) -> bool:
-    """Whether a row of a group holds the tokens or the messages of a row that was given, also if others changed."""
-    return any(row.get(key) is given.get(key) for key in ("tokens", "messages") if given.get(key))
-
-
-def own_row(item: Mapping[str, JSON], result: AgentResult | None) -> TokenRow | None:
-    """The environment's own row; None if it is one of the ledger's. Only the latter counts as exact."""
-    state = (result.managed_state if result is not None else None) or {}
-    row = TokenRow(
-        tokens=list(item["tokens"]),
-        masks=list(item["masks"]),
-        logprobs=item.get("inference_logprobs") or None,
-        source=item.get("token_source") or "environment",
-    )
-    if isinstance(state.get("ledger"), Ledger):
-        if any(row.tokens == node.tokens and row.masks == node.masked_tokens for node in state["nodes"]):
-            return None
-        row.source = "environment" if state["nodes"] else row.source
-    if row.source == PLACEHOLDER and (result is None or row.tokens != placeholder_tokens(result.messages)):
-        row.source = "environment"
-    return row
 
 
 def scored_item(trajectory: Trajectory) -> ScoredDataItem:

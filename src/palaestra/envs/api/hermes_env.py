@@ -42,9 +42,16 @@ from palaestra.envs.api.base_env import (
     assigned,
     in_rollout,
     own_names,
+)
+from palaestra.envs.api.scored_data import (
+    PLACEHOLDER,
+    Row,
+    ScoredDataItem,
+    ScoredRow,
+    checked_row,
+    placeholder_tokens,
     row_and_backlog,
 )
-from palaestra.envs.api.scored_data import PLACEHOLDER, Row, ScoredDataItem, ScoredRow, checked_row, placeholder_tokens
 from palaestra.envs.config.build import agent_settings, extra_body, kit, make_pool, network_policy, system_prompt
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
