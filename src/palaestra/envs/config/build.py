@@ -194,17 +194,14 @@ def _local_backend(config: BaseEnvConfig) -> LocalBackend:
 
 
 def _backend(config: BaseEnvConfig) -> Backend:
-    name = "local"
-    if isinstance(config, HermesAgentEnvConfig):
-        name = config.terminal_backend if config.tool_pool_mode == "default" else config.tool_pool_mode
-    if name == "local" or not isinstance(config, HermesAgentEnvConfig):
+    if not isinstance(config, HermesAgentEnvConfig) or config.slot_backend == "local":
         return _local_backend(config)
     rung, require = levels(config.isolation, config.require_sandbox)
     many: dict[str, JSON] = {
         "containers": config.max_containers, "slots_per_container": config.slots_per_container,
         "rung": rung, "require": require,
     }  # fmt: skip
-    match name:
+    match config.slot_backend:
         case "docker":
             from palaestra.sandbox.backends.docker import ContainerLimits, DockerBackend
 
@@ -221,7 +218,7 @@ def _backend(config: BaseEnvConfig) -> Backend:
             if not config.ssh_hosts:
                 raise ConfigError("the backend ssh needs a machine: set --env.ssh_hosts user@host")
             return SSHBackend(config.ssh_hosts, slots_per_host=config.ssh_slots_per_host, rung=rung, require=require)
-    raise ConfigError(f"there is no backend {name!r}")
+    raise ConfigError(f"there is no backend {config.slot_backend!r}")
 
 
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:

@@ -8,7 +8,7 @@ settings of the model server are in `palaestra.inference.config`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Literal, Self
 
@@ -23,11 +23,9 @@ from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
-AVAILABLE_BACKENDS = ("local", "docker", "singularity", "ssh")
-AVAILABLE_POOL_MODES = ("default", *AVAILABLE_BACKENDS)
-POOL_MODES = (*AVAILABLE_POOL_MODES, "docker_direct", "modal", "nomad")
-TERMINAL_BACKENDS = (*AVAILABLE_BACKENDS, "daytona", "modal", "slot_pool")
-"""What existing scripts name as the source of slots. A run refuses those that are not available."""
+BACKENDS = ("local", "docker", "singularity", "ssh")
+LATER_BACKENDS = ("docker_direct", "modal", "nomad", "daytona", "slot_pool")
+"""What existing scripts name as the source of slots. A run refuses the later ones."""
 
 
 NO_NOMAD = "This version has no Nomad backend."
@@ -368,21 +366,27 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
             )
         return self
 
+    @property
+    def slot_backend(self) -> str:
+        """The backend that has the slots. Its name is not checked before `check_runnable`."""
+        return str(getattr(self, self._slot_setting))
+
+    @property
+    def _slot_setting(self) -> str:
+        """The setting that names the backend."""
+        return "terminal_backend" if self.tool_pool_mode == "default" else "tool_pool_mode"
+
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raises `ConfigError` for a source of slots that this version does not have. `sources` says who set it."""
         super().check_runnable(sources)
-        choices: tuple[str, Sequence[str], Sequence[str]] = ("tool_pool_mode", POOL_MODES, AVAILABLE_POOL_MODES)
-        if self.tool_pool_mode == "default":
-            choices = ("terminal_backend", TERMINAL_BACKENDS, AVAILABLE_BACKENDS)
-        name, known, available = choices
-        value: str = getattr(self, name)
-        if value in available:
+        name, value = self._slot_setting, self.slot_backend
+        if value in BACKENDS:
             return
         source = (sources or {}).get(f"env.{name}")
-        what = "is not available in this version" if value in known else "is unknown"
+        what = "is not available in this version" if value in LATER_BACKENDS else "is unknown"
         raise ConfigError(
-            f"{name} {value!r}{f' (from {source})' if source else ''} {what}.{nearest(value, available)} "
-            f"Available: {', '.join(available)}. Set --env.{name} local"
+            f"{name} {value!r}{f' (from {source})' if source else ''} {what}.{nearest(value, BACKENDS)} "
+            f"Available: {', '.join(BACKENDS)}. Set --env.{name} local"
         )
 
 
