@@ -9,7 +9,6 @@ from pathlib import Path
 
 from palaestra.agent.budget import Budget
 from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Prices
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
@@ -17,7 +16,7 @@ from palaestra.rollouts.journal.reader import open_recording
 from palaestra.rollouts.recorded_tools.recording_policy import open_world
 from palaestra.rollouts.spec import AgentSettings, Kit, RecordedTools
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.backends.server_backend import levels
+from palaestra.sandbox.backends.registry import make_backend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Backend
 from palaestra.sandbox.snapshots.cache import Prepared
@@ -189,43 +188,12 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
     return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open)
 
 
-def _local_backend(config: BaseEnvConfig) -> LocalBackend:
-    return LocalBackend.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
-
-
-def _backend(config: BaseEnvConfig) -> Backend:
-    if not isinstance(config, HermesAgentEnvConfig) or config.slot_backend == "local":
-        return _local_backend(config)
-    rung, require = levels(config.isolation, config.require_sandbox)
-    many: dict[str, JSON] = {
-        "containers": config.max_containers, "slots_per_container": config.slots_per_container,
-        "rung": rung, "require": require,
-    }  # fmt: skip
-    match config.slot_backend:
-        case "docker":
-            from palaestra.sandbox.backends.docker import ContainerLimits, DockerBackend
-
-            limits = ContainerLimits(cpus=config.container_cpus, memory=config.container_memory)
-            hosts, privileged = config.docker_hosts or [""], config.docker_privileged
-            return DockerBackend(config.docker_image, hosts=hosts, limits=limits, privileged=privileged, **many)
-        case "singularity":
-            from palaestra.sandbox.backends.singularity import SingularityBackend
-
-            return SingularityBackend(config.singularity_image, **many)
-        case "ssh":
-            from palaestra.sandbox.backends.ssh import SSHBackend
-
-            if not config.ssh_hosts:
-                raise ConfigError("the backend ssh needs a machine: set --env.ssh_hosts user@host")
-            return SSHBackend(config.ssh_hosts, slots_per_host=config.ssh_slots_per_host, rung=rung, require=require)
-    raise ConfigError(f"there is no backend {config.slot_backend!r}")
-
-
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
     """The slots of a run; `local`: on this machine, whatever the settings name. Raises `ConfigError` for an unknown
-    isolation level or settings that a backend lacks."""
-    backend = _local_backend(config) if local else _backend(config)
+    backend or settings that it refuses."""
+    name = config.slot_backend if isinstance(config, HermesAgentEnvConfig) and not local else "local"
     slots = config.slots
     if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:
         slots = config.tool_pool_size
-    return SlotPool(SlotPoolConfig(max_slots=slots, acquire_timeout=config.acquire_timeout_s), backend)
+    limits = SlotPoolConfig(max_slots=slots, acquire_timeout=config.acquire_timeout_s)
+    return SlotPool(limits, make_backend(name, config))

@@ -18,12 +18,12 @@ from palaestra.core.config import Settings, later, nearest, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
+from palaestra.sandbox.backends.registry import BUILTIN, backend_names
 from palaestra.sandbox.slot import DEFAULT_STORE_BYTES
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
-BACKENDS = ("local", "docker", "singularity", "ssh")
 LATER_BACKENDS = ("docker_direct", "modal", "nomad", "daytona", "slot_pool")
 """What existing scripts name as the source of slots. A run refuses the later ones."""
 
@@ -274,9 +274,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     )
 
     tool_pool_mode: str = setting(
-        "default", "Where slots are: local, docker, singularity, ssh, or `default` for terminal_backend."
+        "default",
+        "The backend of the slots: local, docker, singularity, ssh, one of another package, or `default` for "
+        "terminal_backend.",
     )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
+    backend_options: dict[str, JSON] = setting({}, "Settings of a backend from another package, NAME: VALUE.")
     docker_image: str | None = setting(None, "Docker: the image of tasks that name none. It needs Python 3.11.")
     docker_hosts: list[str] = setting([], "Docker: addresses of daemons; none means the one that `docker` reaches.")
     docker_privileged: bool = setting(False, "Docker: privileged containers, whose slots can be isolated as `full`.")
@@ -380,13 +383,14 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         """Raises `ConfigError` for a source of slots that this version does not have. `sources` says who set it."""
         super().check_runnable(sources)
         name, value = self._slot_setting, self.slot_backend
-        if value in BACKENDS:
+        if value in BUILTIN or value in backend_names():
             return
+        known = backend_names()
         source = (sources or {}).get(f"env.{name}")
         what = "is not available in this version" if value in LATER_BACKENDS else "is unknown"
         raise ConfigError(
-            f"{name} {value!r}{f' (from {source})' if source else ''} {what}.{nearest(value, BACKENDS)} "
-            f"Available: {', '.join(BACKENDS)}. Set --env.{name} local"
+            f"{name} {value!r}{f' (from {source})' if source else ''} {what}.{nearest(value, known)} "
+            f"Available: {', '.join(known)}. Set --env.{name} local"
         )
 
 

@@ -45,7 +45,7 @@ from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 
 HOST_SETTINGS = frozenset({
     "isolation", "require_sandbox", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
-    "workspace_store_bytes", "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
+    "workspace_store_bytes", "backend_options", "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
     "docker_privileged", "singularity_image", "ssh_hosts", "container_cpus", "container_memory",
     "browser_executable", "builder", "build_network", "force_build",
     "cache_dir", "memory_dir", "sessions_dir", "timings_from", "metrics_port", "metrics_host", "otel_endpoint",

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 LABEL = "palaestra.slots"
@@ -54,6 +56,21 @@ class DockerBackend(RemoteBackend):
         )
         self._limits = limits or ContainerLimits()
         self._privileged = privileged
+
+    @classmethod
+    def from_config(cls, config: JSON) -> DockerBackend:
+        """From the settings of a run."""
+        rung, require = levels(config.isolation, config.require_sandbox)
+        return cls(
+            config.docker_image,
+            hosts=config.docker_hosts or [""],
+            containers=config.max_containers,
+            slots_per_container=config.slots_per_container,
+            limits=ContainerLimits(cpus=config.container_cpus, memory=config.container_memory),
+            privileged=config.docker_privileged,
+            rung=rung,
+            require=require,
+        )
 
     async def check(self, host: str) -> None:
         status, text = await run_command([*_docker(host), "version", "--format", "{{.Server.Version}}"], _CHECK_S)

@@ -80,6 +80,11 @@ class LocalBackend(ServerBackend):
         rung, require = levels(isolation, require_sandbox)
         return cls(rung=rung, require=require)
 
+    @classmethod
+    def from_config(cls, config: JSON) -> LocalBackend:
+        """From the settings of a run."""
+        return cls.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
+
     async def _start_server(self, rung: Rung) -> None:
         settings = {"prefix": _interpreter_prefix(), "first_epoch": self._last_epoch + 1}
         if self._service is None:

@@ -14,7 +14,9 @@ import shutil
 from collections.abc import Sequence
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 _CHECK_S = 60.0
@@ -41,6 +43,18 @@ class SingularityBackend(RemoteBackend):
         )
         self._program = shutil.which("apptainer") or shutil.which("singularity") or "apptainer"
         self._options = options
+
+    @classmethod
+    def from_config(cls, config: JSON) -> SingularityBackend:
+        """From the settings of a run."""
+        rung, require = levels(config.isolation, config.require_sandbox)
+        return cls(
+            config.singularity_image,
+            containers=config.max_containers,
+            slots_per_container=config.slots_per_container,
+            rung=rung,
+            require=require,
+        )
 
     async def check(self, host: str) -> None:
         status, text = await run_command([self._program, "version"], _CHECK_S)

@@ -13,7 +13,9 @@ import shlex
 from collections.abc import Sequence
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 _CHECK_S = 30.0
@@ -38,6 +40,14 @@ class SSHBackend(RemoteBackend):
         places = max(1, len(hosts))
         super().__init__(hosts=hosts, places=places, slots_per_place=slots_per_host, rung=rung, require=require)
         self._ssh = ["ssh", "-T", *(word for each in _OPTIONS for word in ("-o", each)), *options]
+
+    @classmethod
+    def from_config(cls, config: JSON) -> SSHBackend:
+        """From the settings of a run."""
+        if not config.ssh_hosts:
+            raise ConfigError("the backend ssh needs a machine: set --env.ssh_hosts user@host")
+        rung, require = levels(config.isolation, config.require_sandbox)
+        return cls(config.ssh_hosts, slots_per_host=config.ssh_slots_per_host, rung=rung, require=require)
 
     async def check(self, host: str) -> None:
         status, text = await run_command([*self._ssh, host, "python3 -V"], _CHECK_S)
