@@ -56,10 +56,10 @@ def command(
 ) -> None:
     from palaestra.core.printable import printable
     from palaestra.envs.run.replay_run import ReplaySettings, differing, replay
-    from palaestra.rollouts.journal.reader import find_run, open_recording
+    from palaestra.rollouts.journal.reader import Recording, journal_of
     from palaestra.rollouts.observe.console import make_console
 
-    recording = open_recording(find_run(run).resolve())
+    recording = Recording(journal_of(run).resolve())  # an absolute path: the replay changes the directory
     settings = ReplaySettings(environment, tasks, concurrency, network, isolation)
     for line in differing(recording, settings):
         click.echo(f"note: {printable(line)}", err=True)

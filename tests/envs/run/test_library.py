@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -87,6 +88,35 @@ def test_a_run_inside_a_running_loop() -> None:
         return palaestra.run_sync(squares(n=1), policy="oracle")
 
     assert asyncio.run(cell()).mean_reward == 1.0
+
+
+@environment(toolsets=[])
+def keyed() -> Iterator[Task]:
+    yield Task(id="k", prompt="p")
+
+
+@keyed.score
+def reads_the_variable() -> bool:
+    return os.environ.get("STORED_KEY") == "stored" and os.environ.get("SHELL_KEY") == "shell"
+
+
+def test_the_code_of_an_environment_reads_the_variables_of_dotenv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHELL_KEY", "shell")
+    (tmp_path / ".env").write_text("STORED_KEY=stored\nSHELL_KEY=file\nPALAESTRA_ENV_SEED=5\n")
+    run = palaestra.run_sync(keyed, policy="noop")
+    assert (run.mean_reward, run.recording.meta.config["sources"]["env.seed"]) == (1.0, ".env")
+
+    async def streamed() -> list[float | None]:
+        return [group.trajectories[0].reward async for group in palaestra.stream(keyed, policy="noop")]
+
+    async def both() -> list[Run]:
+        return await asyncio.gather(*(palaestra.run(keyed, policy="noop", group_size=n) for n in (1, 20)))
+
+    assert asyncio.run(streamed()) == [1.0]
+    assert [each.mean_reward for each in asyncio.run(both())] == [1.0, 1.0]
+    assert "STORED_KEY" not in os.environ
 
 
 def test_groups_come_while_the_run_goes_on() -> None:

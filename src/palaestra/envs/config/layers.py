@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -152,16 +153,24 @@ def read_dotenv(folder: Path) -> dict[str, str]:
     return found
 
 
+_exports: Counter[str] = Counter()
+"""How many blocks of `exported` hold a variable."""
+
+
 @contextmanager
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let the code of scripts read these variables in `os.environ` in the block. Those that are set there stay."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
+    """Let the code of scripts read these variables in `os.environ` in the block. Those that are set there stay, and
+    those of overlapping blocks until the last one ends."""
+    added = {name: value for name, value in variables.items() if name not in os.environ or _exports[name]}
+    for name, value in added.items():
+        os.environ.setdefault(name, value)
+        _exports[name] += 1
     try:
         yield
     finally:
         for name, value in added.items():
-            if os.environ.get(name) == value:
+            _exports[name] -= 1
+            if not _exports[name] and os.environ.get(name) == value:
                 del os.environ[name]
 
 

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import TextIO, cast
@@ -22,7 +21,7 @@ from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.io.threads import run_blocking
 from palaestra.core.types import JSON
 from palaestra.core.user_code import is_loaded
-from palaestra.envs.config.layers import read_dotenv
+from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.discovery import form_of, load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
@@ -68,11 +67,21 @@ async def run(
     prints to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or
     `SandboxError` if the run cannot start. Failed rollouts are in the result.
     """
-    line = settings | {"policy": policy, "model": model, "base_url": base_url, "resume": resume}
-    line |= {"tasks": tasks, "group_size": group_size}
-    with python_names():
-        form = environment_form(env)
-        parsed = _parsed(form, line, server, "evaluate" if evaluate else "process")
+    dotenv = read_dotenv(Path.cwd())
+    with python_names(), exported(dotenv):
+        form, parsed = _parsed(
+            env,
+            "evaluate" if evaluate else "process",
+            server,
+            dotenv,
+            policy=policy,
+            model=model,
+            base_url=base_url,
+            tasks=tasks,
+            group_size=group_size,
+            resume=resume,
+            **settings,
+        )
         report = await run_line(form, parsed, root=Path(folder), stream=_stream(progress))
     return Run(report.folder)
 
@@ -107,33 +116,44 @@ async def stream(
 
     No further group starts while 64 finished ones wait for the caller.
     """
-    line = settings | {"policy": policy, "model": model, "base_url": base_url, "resume": resume}
-    line |= {"tasks": tasks, "group_size": group_size}
-    with python_names():
-        form = environment_form(env)
-        parsed = _parsed(form, line, server, "process")
-    finished = _FinishedGroups()
-    running = asyncio.create_task(
-        run_line(
-            form,
-            parsed,
-            root=Path(folder),
-            stream=_stream(progress),
-            subscribers=[finished],
-            gate=finished.has_room,
-        ),
-        name="run",
-    )
-    running.add_done_callback(lambda _: finished.close())
-    try:
-        async for group in finished:
-            yield group
+    dotenv = read_dotenv(Path.cwd())
+    with exported(dotenv):
         with python_names():
-            await running
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError, PalaestraError):
-            await running
+            form, parsed = _parsed(
+                env,
+                "process",
+                server,
+                dotenv,
+                policy=policy,
+                model=model,
+                base_url=base_url,
+                tasks=tasks,
+                group_size=group_size,
+                resume=resume,
+                **settings,
+            )
+        finished = _FinishedGroups()
+        running = asyncio.create_task(
+            run_line(
+                form,
+                parsed,
+                root=Path(folder),
+                stream=_stream(progress),
+                subscribers=[finished],
+                gate=finished.has_room,
+            ),
+            name="run",
+        )
+        running.add_done_callback(lambda _: finished.close())
+        try:
+            async for group in finished:
+                yield group
+            with python_names():
+                await running
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PalaestraError):
+                await running
 
 
 class _FinishedGroups:
@@ -197,15 +217,22 @@ def _reference(env: object) -> str:
 
 
 def _parsed(
-    form: Form, line: dict[str, JSON], server: ServerBaseline | Sequence[ServerBaseline] | None, command: str
-) -> RunLine:
+    env: object,
+    command: str,
+    server: ServerBaseline | Sequence[ServerBaseline] | None,
+    dotenv: Mapping[str, str],
+    /,
+    **arguments: JSON,
+) -> tuple[Form, RunLine]:
+    """The environment, and the settings of its run. The variables of `.env` are exported already."""
+    form = environment_form(env)
     servers = [server] if isinstance(server, ServerBaseline) else list(server or ())
-    dotenv = read_dotenv(Path.cwd())
-    parsed = command_line(form, "palaestra.run", command, servers).take(command, line, os.environ, dotenv)
+    line = command_line(form, "palaestra.run", command, servers)
+    parsed = line.take(command, arguments, shell_variables(dotenv), dotenv)
     take_variables(parsed, dotenv)
     for notice in parsed.notices:
         logger.warning("%s", notice)
-    return parsed
+    return form, parsed
 
 
 def _stream(progress: bool) -> TextIO:
