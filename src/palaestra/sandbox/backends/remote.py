@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from palaestra.core.errors import ConfigError, SandboxError, SlotLost
+from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.backends.server_backend import ServerBackend, allowed_hosts, environment
 from palaestra.sandbox.remote.client import RemoteClient
@@ -320,18 +321,7 @@ class RemoteBackend(ABC):
 async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
     """The exit status of a command of this machine, and the end of its output; 127 if there is no such program."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
+        done = await run_process(command, timeout_s=timeout_s)
     except FileNotFoundError:
         return 127, f"{command[0]} is not installed"
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return 124, f"no answer in {timeout_s:g} s"
-    return process.returncode or 0, output.decode(errors="replace").strip()[-1000:]
+    return done.returncode, done.text.strip()[-1000:]

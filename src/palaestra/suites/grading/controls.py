@@ -17,6 +17,7 @@ answers to its tests, and code that knows the tests and compares the variants' m
 from __future__ import annotations
 
 import ast
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
@@ -315,6 +316,33 @@ class Controls:
                 return f"{node_id.partition('::')[0]} compares an object that equals everything: {failure.message}"
         right = sorted(each.name for each in odd)
         return f"{right[0]} passes only as it was written, not rewritten with the same meaning ({len(right)} tests do)"
+
+
+class TaskControls:
+    """The controls of an environment's tasks. Those of a task are made once, by the first work that passes."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Controls] = {}
+        self._making: dict[str, asyncio.Lock] = {}
+
+    async def check(
+        self,
+        task_id: str,
+        run: TestRun,
+        make: Callable[[], Awaitable[Controls]],
+        work: RunTexts,
+        reference: RunTexts | None,
+    ) -> ControlResult:
+        """Whether work passes because of its tests; `run` is its passing run. Raises what the arguments raise."""
+        async with self._making.setdefault(task_id, asyncio.Lock()):
+            if task_id not in self._made:
+                made = await make()
+                await made.calibrate(reference)
+                self._made[task_id] = made
+        controls = self._made[task_id]
+        if problem := hard_alarm(run.alarms, controls.expected):
+            return ControlResult(problem, controls.uncontrolled)
+        return await controls.find_tampering(work, reference)
 
 
 def _function_of(node_id: str) -> str:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.io.host_process import check_process
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Mount, Slot
 from palaestra.suites.build_once import build_once
-from palaestra.suites.host_process import check_process
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import RowFields
 

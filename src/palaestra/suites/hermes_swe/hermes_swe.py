@@ -6,7 +6,6 @@ sealed work with an interpreter that the agent cannot change. The reward is 1.0 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -30,7 +29,7 @@ from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
-from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
+from palaestra.suites.grading.controls import ControlResult, Controls, TaskControls, hard_alarm
 from palaestra.suites.grading.harness import alarms_in, run_harness
 from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
 from palaestra.suites.grading.toolchain import interpreter
@@ -74,8 +73,7 @@ class HermesSweEnvironment(ContractEnvironment):
         super().__init__(inner)
         self.settings = inner.config
         self._python, self._mounts = interpreter()
-        self._controls: dict[str, Controls] = {}
-        self._making: dict[str, asyncio.Lock] = {}
+        self._controls = TaskControls()
 
     def task(self, item: Item, number: int) -> Task:
         return replace(super().task(item, number), files=item.files)
@@ -147,15 +145,11 @@ class HermesSweEnvironment(ContractEnvironment):
                 return await self._run(fork, texts[""])
 
         reference = on_reference if item.solution is not None else None
-        async with self._making.setdefault(item.id, asyncio.Lock()):
-            if item.id not in self._controls:
-                made = Controls({"": item.suite.text}, item.suite.names, ())
-                await made.calibrate(reference)
-                self._controls[item.id] = made
-        controls = self._controls[item.id]
-        if problem := hard_alarm(run.alarms, controls.expected):
-            return ControlResult(problem, controls.uncontrolled)
-        return await controls.find_tampering(on_work, reference)
+
+        async def make() -> Controls:
+            return Controls({"": item.suite.text}, item.suite.names, ())
+
+        return await self._controls.check(item.id, run, make, on_work, reference)
 
 
 class HermesSweEnv(ListedEnv):

@@ -20,9 +20,9 @@ import click
 
 from palaestra.core.config import local_path, nearest
 from palaestra.core.errors import ConfigError, ImageError
+from palaestra.core.io.host_process import check_process
 from palaestra.core.types import JSON
 from palaestra.suites.build_once import CACHE_DIR
-from palaestra.suites.host_process import check_process
 from palaestra.suites.images.dockerfile import ImageConfig
 from palaestra.suites.images.image_builder import SCHEMA, VERSION, read_config
 

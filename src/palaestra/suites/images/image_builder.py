@@ -19,8 +19,8 @@ from pathlib import Path
 
 from palaestra.core.errors import ImageError, TaskError
 from palaestra.core.io.file_lock import file_lock
+from palaestra.core.io.host_process import ProcessResult, check_process, run_process
 from palaestra.core.types import JSON
-from palaestra.suites.host_process import ProcessResult, check_process, run_process
 from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe
 from palaestra.suites.task_files import read_bytes
 

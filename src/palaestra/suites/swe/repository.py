@@ -12,8 +12,8 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.file_lock import file_lock
+from palaestra.core.io.host_process import check_process, run_process
 from palaestra.suites.build_once import build_once
-from palaestra.suites.host_process import check_process, run_process
 from palaestra.suites.swe.swe_row import SweRow
 
 _LOCAL_TIMEOUT_S = 120.0

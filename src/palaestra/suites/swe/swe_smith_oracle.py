@@ -7,7 +7,6 @@ The reward is 1.0 if every named test passes, else 0.0.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
-from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
+from palaestra.suites.grading.controls import ControlResult, Controls, TaskControls, hard_alarm
 from palaestra.suites.grading.rewritten_tests import named_tests, parse, without_tests
 from palaestra.suites.grading.run_tests import TestRun, run_files
 from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
@@ -171,8 +170,7 @@ class SweEnvironment(ContractEnvironment):
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
         self.images = RowImages(self.settings.images, self.settings.image_dir)
         self._prepared_runs: dict[str, TestRun] = {}
-        self._controls: dict[str, Controls] = {}
-        self._making: dict[str, asyncio.Lock] = {}
+        self._controls = TaskControls()
 
     async def open(self) -> None:
         self.images.check()
@@ -379,15 +377,11 @@ class SweEnvironment(ContractEnvironment):
             return await self._run_texts(view, work, texts, timeout_s=limit_s, parameters=parameters, right=True)
 
         reference = on_reference if has_reference else None
-        async with self._making.setdefault(row.instance_id, asyncio.Lock()):
-            if row.instance_id not in self._controls:
-                made = await self._make_controls(row, work, view)
-                await made.calibrate(reference)
-                self._controls[row.instance_id] = made
-        controls = self._controls[row.instance_id]
-        if problem := hard_alarm(run.alarms, controls.expected):
-            return ControlResult(problem, controls.uncontrolled)
-        return await controls.find_tampering(on_work, reference)
+
+        async def make() -> Controls:
+            return await self._make_controls(row, work, view)
+
+        return await self._controls.check(row.instance_id, run, make, on_work, reference)
 
     async def _make_controls(self, row: SweRow, work: ResolvedRow, view: GradedView) -> Controls:
         if any(map(is_loose, row.node_ids)):

@@ -32,8 +32,8 @@ import aiohttp
 
 from palaestra.core.errors import ConfigError, PrepareError
 from palaestra.core.io.durable_files import replaced
+from palaestra.core.io.host_process import check_process, run_process
 from palaestra.core.redaction import redacted
-from palaestra.suites.host_process import check_process, run_process
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _LINK = re.compile(r"""<a\s[^>]*?href=["']([^"']+)["'][^>]*>([^<]+)</a>""", re.IGNORECASE)
