@@ -78,7 +78,8 @@ async def _serve(
       palaestra run my_env.py --base-url http://127.0.0.1:8000 --openai.server_type vllm --model /tmp/tiny
 
     It speaks chat completions with tools, and the token wires of vLLM and SGLang; `palaestra doctor URL` checks it.
-    MODEL is a folder, or a name, which is fetched. There is no authentication. Needs the extra 'train'.
+    MODEL is a folder, or a name, which is fetched. A token, in --token-file or in the variable MODEL_SERVER_TOKEN, is
+    required to listen beyond the loopback; callers send it as their API key. Needs the extra 'train'.
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
@@ -86,24 +87,30 @@ async def _serve(
 @click.option("--tool-parser", default="hermes", show_default=True, help="How the model writes tool calls.")
 @click.option("--device", help="cpu, cuda, …; the best there is when left out.")
 @click.option("--seed", type=int, help="Of requests that bring none; equal seeds sample equally.")
+@token_file
 @click.argument("model")
-def model(host: str, port: int, tool_parser: str, device: str | None, seed: int | None, model: str) -> None:
-    asyncio.run(_serve_model(host, port, tool_parser, device, seed, model))
+def model(
+    host: str, port: int, tool_parser: str, device: str | None, seed: int | None, token_file: Path | None, model: str
+) -> None:
+    token = read_token(token_file, "MODEL_SERVER_TOKEN")
+    asyncio.run(_serve_model(host, port, tool_parser, device, seed, model, token))
 
 
 async def _serve_model(
-    host: str, port: int, tool_parser: str, device: str | None, seed: int | None, model: str
+    host: str, port: int, tool_parser: str, device: str | None, seed: int | None, model: str, token: str | None
 ) -> None:
+    from palaestra.core.io.http_server import require_token
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.testing.model_server import serve_model
 
+    require_token(host, token)
     stop = told_to_stop()
     config = APIServerConfig(server_type="transformers", model_name=model, tool_parser=tool_parser)
     engine = TransformersEngine(config, device=device, seed=seed)
     await engine.start()
     try:
-        await serve_model(engine, host, port, click.echo, stop)
+        await serve_model(engine, host, port, click.echo, stop, token)
     finally:
         await engine.aclose()
 

@@ -63,7 +63,7 @@ class _ToolsOptions:
 
     FILEs are Python files with functions marked @tool(external=True) or subclasses of Tool. The external tools of the
     toolsets and all tools of MCP servers are served too. Executors reach them with tool_server_url, and send the token
-    as a bearer token. Without a token, everybody who reaches the address may call.
+    as a bearer token, which is required to listen beyond the loopback.
 
     POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     GET /tools, GET /health. A trajectory that made no call for --lease-s seconds is forgotten.
@@ -103,7 +103,6 @@ async def _serve_tools(options: _ToolsOptions) -> None:
         async with server.serving(options.host, options.port) as url:
             click.echo(url)
             click.echo(f"serves {' '.join(server.tools.list_tools())}", err=True)
-            _warn_open(options.host, token)
             await stop.wait()
 
 
@@ -195,7 +194,7 @@ class _ExecutorOptions:
 
     A trajectory has one slot from its first call to its release. One that made no call for --lease-s seconds is
     released, and refused until it is released by name. SIGTERM refuses new calls and waits --drain-s seconds for the
-    running ones; then every slot ends. Without a token, everybody who reaches the address may run commands.
+    running ones; then every slot ends. A token is required to listen beyond the loopback.
 
     POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
@@ -255,7 +254,6 @@ async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings)
                 click.echo(f"slots: {pool.limit}; isolation {pool.rung.label}", err=True)
                 if weak := WARNINGS.get(pool.rung):
                     click.echo(f"WARNING: isolation {pool.rung.label}: {weak}", err=True)
-                _warn_open(options.host, settings.token)
                 await stop.wait()
                 if left := await service.drain(options.drain_s):
                     click.echo(f"{left} calls had not ended after {options.drain_s:g} s and are killed", err=True)
@@ -344,10 +342,3 @@ def read_token(file: Path | None, variable: str) -> str | None:
     if token is None:
         raise ConfigError(f"{file} holds no token")
     return token
-
-
-def _warn_open(host: str, token: str | None) -> None:
-    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        click.echo(
-            f"WARNING: {host} without a token: every program that reaches it may call. Set --token-file.", err=True
-        )

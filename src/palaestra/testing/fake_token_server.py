@@ -14,7 +14,7 @@ from typing import Self
 from aiohttp import web
 
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineUnavailable
-from palaestra.core.io.http_server import listening
+from palaestra.core.io.http_server import guard, listening
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled, TokenEngine
 from palaestra.inference.tokenizers import Tokenizer
@@ -51,6 +51,7 @@ class TokenLoopback:
         stock: bool = True,
         token_ids: bool = True,
         kind: str = "",
+        token: str | None = None,
         spoil: Callable[[Reply], Reply] = lambda reply: reply,
     ) -> None:
         self.host, self.port, self.keeps_requests = "127.0.0.1", 0, True
@@ -60,13 +61,16 @@ class TokenLoopback:
         self._stock = stock
         self._token_ids = token_ids
         self._kind = kind
+        self._token = token
         self._spoil = spoil
         self._counter = itertools.count(1)
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 28, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=1 << 28, middlewares=[_errors_as_json, guard(self._token)])
         self.routes(app)
-        self._listening = listening(app, self.host, self.port, shutdown_s=0.01, handler_cancellation=True)
+        self._listening = listening(
+            app, self.host, self.port, token=self._token, shutdown_s=0.01, handler_cancellation=True
+        )
         self.url = await self._listening.__aenter__()
         return self
 

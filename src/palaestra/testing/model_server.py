@@ -4,7 +4,7 @@ Every engine client can be tried against real sampling by a small model on one m
 samples, and nothing is cached between requests. Chat is rendered and parsed as in token-exact chat, so a client that
 chats and one that sends tokens see the same model.
 
-It speaks plain HTTP without authentication: bind it to the loopback or to a network of your own. Sources: the OpenAI
+It speaks plain HTTP; beyond the loopback, callers must send a token as their API key. Sources: the OpenAI
 API reference; vLLM's OpenAI-compatible server; SGLang's native API.
 """
 
@@ -45,9 +45,15 @@ class ModelServer(TokenLoopback):
     """
 
     def __init__(
-        self, engine: ChattingEngine, *, host: str = "127.0.0.1", port: int = 0, kind: str = "palaestra"
+        self,
+        engine: ChattingEngine,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        kind: str = "palaestra",
+        token: str | None = None,
     ) -> None:
-        super().__init__(engine, engine.tokenizer, kind=kind)
+        super().__init__(engine, engine.tokenizer, kind=kind, token=token)
         self.host, self.port, self.keeps_requests = host, port, False
         self._chat_engine = engine
 
@@ -106,9 +112,14 @@ async def _streamed(request: web.Request, reply: Mapping[str, JSON]) -> web.Stre
 
 
 async def serve_model(
-    engine: ChattingEngine, host: str, port: int, started: Callable[[str], None], stop: asyncio.Event
+    engine: ChattingEngine,
+    host: str,
+    port: int,
+    started: Callable[[str], None],
+    stop: asyncio.Event,
+    token: str | None = None,
 ) -> None:
     """Serve a started engine until `stop` is set. Raises `ConfigError` if nothing can listen at the address."""
-    async with ModelServer(engine, host=host, port=port) as server:
+    async with ModelServer(engine, host=host, port=port, token=token) as server:
         started(server.url)
         await stop.wait()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import cast
 
 import aiohttp
 import pytest
@@ -13,7 +15,18 @@ from aiohttp import web
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import http_server
 from palaestra.core.io.http_server import is_loopback, listening, refusal
+from palaestra.inference.engine import TokenEngine
+from palaestra.inference.tokenizers import Tokenizer
+from palaestra.rollouts.observe.prometheus import serving_metrics
+from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status_file import StatusFile
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.testing.fake_token_server import TokenLoopback
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.executor import ToolExecutor
+from palaestra.tools.serving.executor_service import ExecutorService
 from palaestra.tools.serving.http_common import application
+from palaestra.tools.serving.tool_server import ToolServer
 from palaestra.trainers.atropos.trajectory_server import serving
 
 
@@ -39,7 +52,7 @@ def _raw(url: str, head: str, body: bytes = b"") -> Awaitable[bytes]:
 
 def with_tool_server(scenario: Callable[[str], Awaitable[None]], token: str | None) -> None:
     async def run() -> None:
-        async with listening(application(token, {}, {"/execute": _ok}), "127.0.0.1", 0) as url:
+        async with listening(application(token, {}, {"/execute": _ok}), "127.0.0.1", 0, token=token) as url:
             await scenario(url)
 
     asyncio.run(run())
@@ -117,24 +130,70 @@ def test_only_json_is_a_body_of_the_trajectory_server() -> None:
     with_trajectory_server(scenario, None)
 
 
+def _metrics(host: str, token: str | None) -> AbstractAsyncContextManager[str]:
+    reader = cast("RunReader", None)  # nobody gets as far as to read
+    return serving_metrics(reader, cast("StatusFile", None), host, 0, token)
+
+
+def _executor(host: str, token: str | None) -> AbstractAsyncContextManager[str]:
+    pool = SlotPool(SlotPoolConfig(max_slots=1))
+    return ExecutorService(ToolExecutor(pool, ToolRegistry()), pool, token=token).serving(host)
+
+
+def _model_server(host: str, token: str | None) -> AbstractAsyncContextManager[object]:
+    server = TokenLoopback(cast("TokenEngine", None), cast("Tokenizer", None), token=token)
+    server.host = host
+    return server
+
+
+SERVERS: list[Callable[[str, str | None], AbstractAsyncContextManager[object]]] = [
+    lambda host, token: serving(host, token=token),
+    lambda host, token: ToolServer(ToolRegistry(), token=token).serving(host),
+    _executor,
+    _metrics,
+    _model_server,
+]
+EACH = pytest.mark.parametrize("server", SERVERS, ids=["trajectories", "tools", "executor", "metrics", "model"])
+Server = Callable[[str, str | None], AbstractAsyncContextManager[object]]
+
+
+@EACH
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
-def test_beyond_the_loopback_the_trajectory_server_wants_a_token(host: str) -> None:
-    async def run() -> None:
-        async with serving(host):
+def test_beyond_the_loopback_a_server_needs_a_token(server: Server, host: str) -> None:
+    async def run(token: str | None) -> None:
+        async with server(host, token):
             pass
 
     assert not is_loopback(host)
-    with pytest.raises(ConfigError, match="needs a token"):
-        asyncio.run(run())
+    for none in (None, ""):
+        with pytest.raises(ConfigError, match="needs a token"):
+            asyncio.run(run(none))
+
+
+@EACH
+def test_every_path_of_a_server_wants_its_token(server: Server) -> None:
+    """Except greetings, which tell nothing of a run."""
+
+    async def run() -> None:
+        async with server("127.0.0.1", "right") as started, aiohttp.ClientSession() as session:
+            url = started.url if isinstance(started, TokenLoopback) else str(started).removesuffix("/metrics")
+            for path in ("/execute", "/status", "/tools", "/metrics", "/v1/models", "/generate", "/batch", "/nothing"):
+                for method in ("GET", "POST"):
+                    for sent in ("", "Bearer wrong", "Basic right"):
+                        headers = {"Authorization": sent} if sent else {}
+                        async with session.request(method, url + path, headers=headers) as reply:
+                            assert reply.status == 401, path
+
+    asyncio.run(run())
 
 
 def test_no_page_by_any_name() -> None:
     assert refusal(None, {"Host": "localhost:1"}) is None
-    assert refusal(None, {"Host": "[::1]:1", "Sec-Fetch-Site": "none"}, local=True) is None
+    assert refusal(None, {"Host": "[::1]:1", "Sec-Fetch-Site": "none"}) is None
     for host in ("localhost", "localhost:1", "127.0.0.1:1", "[::1]"):
-        assert refusal(None, {"Host": host}, local=True) is None
+        assert refusal(None, {"Host": host}) is None
     for host in ("evil.example", "evil.example:1", "192.0.2.1", "localhost.evil.example:1"):
-        assert (refusal(None, {"Host": host}, local=True) or (0,))[0] == 403
+        assert (refusal(None, {"Host": host}) or (0,))[0] == 403
     assert refusal("t", {"Authorization": "bearer t"}) is None
     assert (refusal("t", {"Authorization": "Bearer  "}) or (0,))[0] == 401
 

@@ -1,8 +1,8 @@
 """HTTP servers that run for the length of a block, and the check of their callers.
 
 Every server of the project listens through this. It bounds connections, the time until a request has begun, and the
-time that its body may take. Invariant: a caller is checked before its body is read, and a token is compared in constant
-time.
+time that its body may take. Invariants: a server beyond the loopback has a token, a caller is checked before its body
+is read (`guard`), and a token is compared in constant time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,12 +35,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def refusal(token: str | None, headers: Mapping[str, str], *, local: bool = False) -> tuple[int, str] | None:
+def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | None:
     """The status and the reason why the sender of these headers may not call; None if it may.
 
     With a token, it must be sent as `Authorization: Bearer TOKEN`. Without one every program may call, but no web page:
-    any site that is open in a browser of this machine could. A page is known by its origin or by the browser's
-    `Sec-Fetch-Site`; on a server that is only `local`, also by a host name that is not the loopback's.
+    any site that is open in a browser of this machine could. A page is known by its origin, by the browser's
+    `Sec-Fetch-Site`, or by a host name that is not the loopback's.
     """
     if token:
         scheme, _, given = headers.get("Authorization", "").partition(" ")
@@ -55,20 +55,54 @@ def refusal(token: str | None, headers: Mapping[str, str], *, local: bool = Fals
     if origin is not None:
         return 403, f"a page of {origin} may not ask: this server has no token"
     name = headers.get("Host", "localhost")
-    if local and not is_loopback(name if name.endswith("]") else name.rpartition(":")[0] or name):
+    if not is_loopback(name if name.endswith("]") else name.rpartition(":")[0] or name):
         return 403, f"this server is localhost, not {name}: a page that names it otherwise may not ask"
     return None
 
 
+def guard(token: str | None, open_paths: Collection[str] = ()) -> Any:
+    """The middleware that refuses callers by `refusal`, except on `open_paths`, and reads the bodies of the others."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refused = None if request.path in open_paths else refusal(token, request.headers)
+        if refused is None:
+            if request.can_read_body:
+                await _read_body(request)
+            return await handler(request)
+        headers = {"WWW-Authenticate": "Bearer"} if refused[0] == 401 else {}
+        body = {"detail": refused[1], "error": "Refusal", "field": None}
+        return web.json_response(body, status=refused[0], headers=headers)
+
+    return check
+
+
+def require_token(host: str, token: str | None) -> None:
+    """Raise `ConfigError` for a server beyond the loopback without a token."""
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"a server on {host} needs a token, because programs of other machines and of slots could call it; "
+            "set one, or listen on 127.0.0.1"
+        )
+
+
 @asynccontextmanager
 async def listening(
-    app: web.Application, host: str, port: int, *, shutdown_s: float = 2.0, handler_cancellation: bool = False
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    token: str | None = None,
+    shutdown_s: float = 2.0,
+    handler_cancellation: bool = False,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields the URL, without a path. Port 0 takes a free one.
 
-    At the end, requests in progress have `shutdown_s` seconds. `handler_cancellation` cancels the handler of a client
-    that disconnects. Raises `ConfigError` if the port cannot be opened.
+    `token` is the one that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
+    seconds. `handler_cancellation` cancels the handler of a client that disconnects. Raises `ConfigError` if the port
+    cannot be opened, and for a host beyond the loopback without a token.
     """
+    require_token(host, token)
     runner = _Runner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation)
     app.middlewares.insert(0, runner.note)
     try:
@@ -83,11 +117,11 @@ async def listening(
         await runner.cleanup()
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The body of a request. Raises `HTTPRequestTimeout` if it does not arrive in `BODY_S` seconds."""
+async def _read_body(request: web.Request) -> None:
+    """Read a body, which the request keeps. Raises `HTTPRequestTimeout` if it does not arrive in `BODY_S` seconds."""
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the body did not arrive in {BODY_S:g} s") from None
 

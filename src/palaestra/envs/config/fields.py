@@ -124,6 +124,9 @@ class BaseEnvConfig(Settings):
         None, "Serve the run's numbers as Prometheus text on this port; 0: any free port.", ge=0, le=65535
     )
     metrics_host: str = setting("127.0.0.1", "The address on which metrics_port listens.")
+    metrics_token: str | None = setting(
+        None, "The bearer token of callers of metrics_port; required beyond the loopback."
+    )
     otel_endpoint: str | None = setting(
         None, "Send OpenTelemetry spans to this collector (OTLP over HTTP, http://localhost:4318; extra `otel`)."
     )

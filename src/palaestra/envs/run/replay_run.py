@@ -48,9 +48,9 @@ HOST_SETTINGS = frozenset({
     "workspace_store_bytes", "backend_options", "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
     "docker_privileged", "singularity_image", "ssh_hosts", "container_cpus", "container_memory",
     "browser_executable", "builder", "build_network", "force_build",
-    "cache_dir", "memory_dir", "sessions_dir", "timings_from", "metrics_port", "metrics_host", "otel_endpoint",
-    "otel_content", "use_wandb", "wandb_mode", "use_trackio", "rollout_server_url", "rollout_server_token",
-    "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",
+    "cache_dir", "memory_dir", "sessions_dir", "timings_from", "metrics_port", "metrics_host", "metrics_token",
+    "otel_endpoint", "otel_content", "use_wandb", "wandb_mode", "use_trackio", "rollout_server_url",
+    "rollout_server_token", "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",
 })  # fmt: skip
 """Settings that act on this machine or reach other ones. No recording decides them."""
 

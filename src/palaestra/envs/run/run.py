@@ -260,7 +260,8 @@ class CommandRun:
                 yield
                 return
             reader = RunReader(self.output.folder.journal)
-            async with serving_metrics(reader, self.status, config.metrics_host, config.metrics_port) as url:
+            host, port, token = config.metrics_host, config.metrics_port, config.metrics_token
+            async with serving_metrics(reader, self.status, host, port, token) as url:
                 console.note(f"metrics at {url}")
                 yield
 

@@ -1,7 +1,8 @@
 """A run's status as Prometheus text, and its endpoint GET /metrics. Source of the format: Prometheus, text exposition
 format 0.0.4.
 
-The endpoint listens on this host alone unless the settings name another address, since the text names tasks and models.
+The endpoint listens on this host alone unless the settings name another address and a token, since the text names tasks
+and models.
 Invariant: counters come from the journal, so they survive a resumed run; a metric without a measurement has no line.
 """
 
@@ -13,7 +14,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import listening
+from palaestra.core.io.http_server import guard, listening
 from palaestra.rollouts.observe.status import RunReader, RunStatus
 from palaestra.rollouts.observe.status_file import StatusFile
 
@@ -80,7 +81,9 @@ def _labels(labels: tuple[tuple[str, str], ...]) -> str:
 
 
 @asynccontextmanager
-async def serving_metrics(reader: RunReader, inflight: StatusFile, host: str, port: int) -> AsyncIterator[str]:
+async def serving_metrics(
+    reader: RunReader, inflight: StatusFile, host: str, port: int, token: str | None = None
+) -> AsyncIterator[str]:
     """Serve while the block runs; gives the URL. Raises `ConfigError` if it cannot listen."""
     reading = asyncio.Lock()
 
@@ -91,7 +94,7 @@ async def serving_metrics(reader: RunReader, inflight: StatusFile, host: str, po
         status.in_flight, status.oldest = now.stages, now.idle
         return web.Response(body=exposition(status, now.at).encode(), headers={"Content-Type": CONTENT_TYPE})
 
-    app = web.Application()
+    app = web.Application(middlewares=[guard(token)])
     app.router.add_get("/metrics", metrics)
-    async with listening(app, host, port) as url:
+    async with listening(app, host, port, token=token) as url:
         yield f"{url}/metrics"

@@ -45,7 +45,7 @@ RequestT = TypeVar("RequestT", ArtifactReadRequestPayload, ArtifactListRequestPa
 
 
 class ExecutorService:
-    """The routes. `token` is what callers must send; None accepts every caller."""
+    """The routes. `token` is what callers must send; None accepts every program of this machine."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class ExecutorService:
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Listen for as long as the block runs; yields the URL. Raises `ConfigError`."""
         sweeping = self.leases.sweep(self._executor.release_trajectory)
-        async with running(sweeping), listening(self.app(), host, port, handler_cancellation=True) as url:
+        server = listening(self.app(), host, port, token=self._token, handler_cancellation=True)
+        async with running(sweeping), server as url:
             yield url
 
     async def drain(self, patience_s: float = DEFAULT_DRAIN_S) -> int:

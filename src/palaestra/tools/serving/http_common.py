@@ -24,7 +24,7 @@ from palaestra.core.errors import (
     StaleLease,
     ToolServerUnavailable,
 )
-from palaestra.core.io.http_server import read_body, refusal
+from palaestra.core.io.http_server import guard
 from palaestra.core.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -75,26 +75,22 @@ def encoded(value: JSON) -> bytes:
 
 def application(token: str | None, gets: Mapping[str, Handle], posts: Mapping[str, Handle]) -> web.Application:
     """An application that replies to these paths with the result of their `Handle`, or its failure with a status."""
-    app = web.Application(client_max_size=MOST_REQUEST_BYTES)
+    app = web.Application(client_max_size=MOST_REQUEST_BYTES, middlewares=[guard(token, OPEN_PATHS)])
     for method, routes in (("GET", gets), ("POST", posts)):
         for path, handle in routes.items():
-            app.router.add_route(method, path, _handler(handle, path not in OPEN_PATHS, token))
+            app.router.add_route(method, path, _handler(handle))
     return app
 
 
-def _handler(handle: Handle, guarded: bool, token: str | None) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _handler(handle: Handle) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handler(request: web.Request) -> web.Response:
         headers: dict[str, str] = {}
         try:
-            if guarded and (refused := refusal(token, request.headers)) is not None:
-                raise RequestRefused(*refused)
-            body = await read_body(request)
-            return web.Response(body=encoded(await handle(body)), content_type="application/json")
+            return web.Response(body=encoded(await handle(await request.read())), content_type="application/json")
         except web.HTTPException:
             raise
         except RequestRefused as error:
             status, value = error.status, error.body
-            headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         except PalaestraError as error:
             status, value = _status(error), {"detail": str(error), "error": type(error).__name__}
             headers = {"Retry-After": "1"} if status == 503 else {}

@@ -35,7 +35,7 @@ DEFAULT_LEASE_S = 3600.0
 
 
 class ToolServer:
-    """External tools by trajectory. Callers must send `token`; None accepts every caller."""
+    """External tools by trajectory. Callers must send `token`; None accepts every program of this machine."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class ToolServer:
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Listen for as long as the block runs; yields the URL. Raises `ConfigError`."""
         sweeping = self.leases.sweep(self.release)
-        async with running(sweeping), listening(self.app(), host, port, handler_cancellation=True) as url:
+        server = listening(self.app(), host, port, token=self._token, handler_cancellation=True)
+        async with running(sweeping), server as url:
             try:
                 yield url
             finally:

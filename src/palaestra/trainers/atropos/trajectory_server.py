@@ -12,7 +12,6 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -20,7 +19,7 @@ from aiohttp import web
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.io.durable_files import open_lines, writing
-from palaestra.core.io.http_server import Handler, is_loopback, listening, read_body, refusal
+from palaestra.core.io.http_server import Handler, guard, listening, require_token
 from palaestra.core.types import JSON
 from palaestra.trainers.atropos.exchange import AnyEvent, BatchTaken, DataReset, Exchange, TrainerStarted
 from palaestra.trainers.atropos.wire import (
@@ -106,7 +105,9 @@ class TrajectoryServer:
         self.store = store
         self._clock = clock or SystemClock()
         self._taking = asyncio.Lock()
-        self.app = web.Application(client_max_size=MOST_REQUEST_BYTES, middlewares=[_refusing, _guard(token)])
+        self.app = web.Application(
+            client_max_size=MOST_REQUEST_BYTES, middlewares=[_refusing, guard(token), _only_json]
+        )
         self.app.add_routes(
             [
                 web.get("/", self._root),
@@ -237,21 +238,12 @@ def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-def _guard(token: str | None) -> Any:
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        refused = refusal(token, request.headers, local=True)
-        if refused is not None:
-            headers = {"WWW-Authenticate": "Bearer"} if refused[0] == 401 else {}
-            return web.json_response({"detail": refused[1], "field": None}, status=refused[0], headers=headers)
-        if request.can_read_body:
-            if request.content_type != "application/json":
-                detail = f"a body of type {request.content_type} is not taken: send application/json"
-                return web.json_response({"detail": detail, "field": None}, status=415)
-            await read_body(request)
-        return await handler(request)
-
-    return guard
+@web.middleware
+async def _only_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if request.body_exists and request.content_type != "application/json":
+        detail = f"a body of type {request.content_type} is not taken: send application/json"
+        return web.json_response({"detail": detail, "field": None}, status=415)
+    return await handler(request)
 
 
 @web.middleware
@@ -287,15 +279,15 @@ async def serving(
 
     Raises `ConfigError`, also for a host beyond the loopback without a token.
     """
-    if token is None and not is_loopback(host):
-        raise ConfigError(f"a trajectory server on {host} needs a token: programs of other machines could call it")
+    require_token(host, token)
     clock = clock or SystemClock()
     exchange = Exchange(most_groups=most_groups, most_bytes=most_bytes)
     kept = None if store is None else EventStore(store)
     try:
         if kept is not None:
             kept.restore(exchange, clock.monotonic())
-        async with listening(TrajectoryServer(exchange, kept, token=token, clock=clock).app, host, port) as url:
+        app = TrajectoryServer(exchange, kept, token=token, clock=clock).app
+        async with listening(app, host, port, token=token) as url:
             yield url
     finally:
         if kept is not None:
