@@ -25,6 +25,8 @@ ROOTS = frozenset(
 """Top-level modules that contract scripts import from."""
 
 ELSEWHERE: Mapping[str, str] = {
+    "create_tool_backend": "palaestra.envs.config.build",
+    "ToolBackend": "palaestra.sandbox.pool",
     "EvalHandlingEnum": "palaestra.envs.config.fields",
     "ProcessSession": "palaestra.processes.session",
     "SlotState": "palaestra.sandbox.slot",
@@ -40,7 +42,6 @@ NOT_NEEDED: Mapping[str, str] = {
     "DockerDirectBackend": "this version has only slots of this machine: delete the backend's settings",
     "ModalToolBackend": "this version has only slots of this machine: set tool_pool_mode='local'",
     "NomadToolBackend": "this version has only slots of this machine: set tool_pool_mode='local'",
-    "create_tool_backend": "this version has only slots of this machine: set tool_pool_mode='local'",
 }
 """Names without a counterpart, and what to do instead."""
 

@@ -269,10 +269,15 @@ class SlotPool:
         return await run_slot_tool(slot, lambda: self._shell(slot), tool, args, timeout or USUAL_TIMEOUT_S)
 
     async def execute_batch(
-        self, requests: Sequence[tuple[Slot, str, Mapping[str, JSON]]], timeout: float | None = None
+        self,
+        requests: Sequence[tuple[Slot, str, Mapping[str, JSON]]],
+        timeout: float | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> list[ExecutionResult]:
         """Run several calls concurrently; the results are in order. One that failed with an `InfraError` is a result
-        with that error, so that the others are not lost."""
+        with that error, so that the others are not lost. `timeout_s` is another name of `timeout`."""
+        timeout = timeout_s if timeout is None else timeout
 
         async def one(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
             try:
@@ -393,6 +398,11 @@ class SlotPool:
             _log.warning("dropping the snapshot %s failed: %s", snapshot.snapshot_id, error)
 
     @property
+    def default_timeout_s(self) -> float:
+        """Seconds of a call that sets no timeout."""
+        return USUAL_TIMEOUT_S
+
+    @property
     def total_slots(self) -> int:
         """How many slots there may be."""
         return self._places
@@ -510,6 +520,10 @@ class SlotPool:
             f"{f' (longest by {holders})' if holders else ''}; "
             "raise max_slots or acquire_timeout, or lower the concurrency"
         )
+
+
+ToolBackend = SlotPool
+"""The contract's name of what `create_tool_backend` returns."""
 
 
 def _quantile(ordered: list[float], share: float) -> float:

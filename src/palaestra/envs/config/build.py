@@ -188,6 +188,15 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
     return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open)
 
 
+def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
+    """The contract's name of `make_pool`: the slots that a run with this configuration has, not yet started.
+
+    Raises `ConfigError` if no run can start with it.
+    """
+    config.check_runnable()
+    return make_pool(config)
+
+
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
     """The slots of a run; `local`: on this machine, whatever the settings name. Raises `ConfigError` for an unknown
     backend or settings that it refuses."""

@@ -46,8 +46,8 @@ from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 HOST_SETTINGS = frozenset({
     "isolation", "require_sandbox", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
     "workspace_store_bytes", "backend_options", "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
-    "docker_privileged", "singularity_image", "ssh_hosts", "container_cpus", "container_memory",
-    "browser_executable", "builder", "build_network", "force_build",
+    "docker_privileged", "singularity_image", "ssh_hosts", "ssh_user", "ssh_port", "ssh_key", "container_cpus",
+    "container_memory", "browser_executable", "builder", "build_network", "force_build",
     "cache_dir", "memory_dir", "sessions_dir", "timings_from", "metrics_port", "metrics_host", "metrics_token",
     "otel_endpoint", "otel_content", "use_wandb", "wandb_mode", "use_trackio", "rollout_server_url",
     "rollout_server_token", "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",

@@ -47,7 +47,10 @@ class SSHBackend(RemoteBackend):
         if not config.ssh_hosts:
             raise ConfigError("the backend ssh needs a machine: set --env.ssh_hosts user@host")
         rung, require = levels(config.isolation, config.require_sandbox)
-        return cls(config.ssh_hosts, slots_per_host=config.ssh_slots_per_host, rung=rung, require=require)
+        words = (("-l", config.ssh_user), ("-p", config.ssh_port), ("-i", config.ssh_key))
+        options = [word for flag, value in words if value is not None for word in (flag, str(value))]
+        slots = config.ssh_slots_per_host
+        return cls(config.ssh_hosts, slots_per_host=slots, options=options, rung=rung, require=require)
 
     async def check(self, host: str) -> None:
         status, text = await run_command([*self._ssh, host, "python3 -V"], _CHECK_S)
