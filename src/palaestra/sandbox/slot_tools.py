@@ -18,7 +18,13 @@ SLOT_TOOLS = SHELL_NAMES | STATEFUL_NAMES | {"read_file", "write_file"}
 
 
 async def run_slot_tool(
-    slot: Slot, shell: Callable[[], Awaitable[Shell]], name: str, args: Mapping[str, JSON], timeout_s: float
+    slot: Slot,
+    shell: Callable[[], Awaitable[Shell]],
+    name: str,
+    args: Mapping[str, JSON],
+    timeout_s: float,
+    *,
+    max_output_bytes: int = MAX_OUTPUT_BYTES,
 ) -> ExecutionResult:
     """Run one of `SLOT_TOOLS`; `args["timeout"]` replaces `timeout_s`. `shell` opens the stateful shell of the slot.
 
@@ -28,11 +34,11 @@ async def run_slot_tool(
         limit_s = float(args.get("timeout") or timeout_s)
         if name in STATEFUL_NAMES:
             command = str(args["command"])
-            return await (await shell()).run(command, timeout_s=limit_s, max_output_bytes=MAX_OUTPUT_BYTES)
+            return await (await shell()).run(command, timeout_s=limit_s, max_output_bytes=max_output_bytes)
         if name in SHELL_NAMES:
             cwd = str(args.get("workdir") or WORKSPACE)
             return await slot.execute(
-                str(args["command"]), cwd=cwd, timeout_s=limit_s, max_output_bytes=MAX_OUTPUT_BYTES, stderr=True
+                str(args["command"]), cwd=cwd, timeout_s=limit_s, max_output_bytes=max_output_bytes, stderr=True
             )
         if name == "read_file":
             return tool_result(await slot.read_text(str(args["path"])))

@@ -22,7 +22,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import InfraError
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.sandbox import artifacts
+from palaestra.sandbox import artifact_files, artifacts
 from palaestra.sandbox.artifacts import (
     ArtifactArchiveRequestPayload,
     ArtifactArchiveResponsePayload,
@@ -160,8 +160,8 @@ class ExecutorService:
                 except InfraError:
                     raise
                 except (OSError, ValueError) as error:
-                    failed = response(success=False, error=artifacts.message(error)).model_dump()
+                    failed = response(success=False, error=artifact_files.message(error)).model_dump()
                     detail = failed.pop("error")
-                    raise RequestRefused(artifacts.status_of(error), detail, detail, **failed) from None
+                    raise RequestRefused(artifact_files.status_of(error), detail, detail, **failed) from None
 
         return handle

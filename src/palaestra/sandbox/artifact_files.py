@@ -1,0 +1,190 @@
+"""Files of a slot's workspace for callers outside: read, listed and archived, as the objects of the contract's bodies.
+
+Through the slot's file calls, never its shell. Invariant: nothing outside the workspace is revealed, wherever links in
+it lead; failures raise builtin errors, each of which has its HTTP status (`status_of`). Standard library only: the
+slot server's network port (`remote/port_server.py`) uses it where nothing is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import gzip
+import hashlib
+import io
+import mimetypes
+import posixpath
+import tarfile
+from collections.abc import AsyncIterator
+
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import MAX_FILE_BYTES, WORKSPACE, FileInfo, Slot
+
+MAX_BYTES = 5_000_000
+"""Of one file or archive, unless the request says otherwise. The contract's."""
+MAX_ENTRIES = 5_000
+_MAX_LINKS = 40
+
+
+async def read(
+    slot: Slot, path: str, *, encoding: str = "text", max_bytes: int | None = None, include_sha256: bool = False
+) -> dict[str, JSON]:
+    """The beginning of a file, up to `max_bytes`. A file of more than 64 MiB is refused."""
+    target, info = await _found(slot, path)
+    if info.kind != "file":
+        raise IsADirectoryError(errno.EISDIR, "not a regular file", path)
+    whole = await slot.read_bytes(target, max_bytes=MAX_FILE_BYTES)
+    data = whole[: MAX_BYTES if max_bytes is None else max_bytes]
+    return {
+        "success": True,
+        "content": data.decode(errors="replace") if encoding == "text" else base64.b64encode(data).decode(),
+        "encoding": encoding,
+        "truncated": len(data) < len(whole),
+        "bytes": len(data),
+        "file_size": len(whole),
+        "path": _relative(target),
+        "mime": mimetypes.guess_type(target)[0],
+        "sha256": hashlib.sha256(data).hexdigest() if include_sha256 else None,
+    }
+
+
+async def entries(
+    slot: Slot, path: str = ".", *, recursive: bool = False, max_entries: int | None = None
+) -> dict[str, JSON]:
+    """The entries of a directory, sorted; links are entries and are not followed."""
+    target, info = await _found(slot, path)
+    if info.kind != "dir":
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
+    most = MAX_ENTRIES if max_entries is None else max_entries
+    found: list[JSON] = []
+    async for each in _walk(slot, target, recursive=recursive):
+        if len(found) == most:
+            return {"success": True, "entries": found, "truncated": True}
+        found.append(
+            {"path": _relative(each.path), "is_dir": each.kind == "dir", "size": each.size, "mtime": each.mtime}
+        )
+    return {"success": True, "entries": found, "truncated": False}
+
+
+async def archive(
+    slot: Slot,
+    path: str = ".",
+    *,
+    format: str = "tar.gz",  # noqa: A002 - the contract's
+    max_bytes: int | None = None,
+    max_entries: int | None = None,
+) -> dict[str, JSON]:
+    """A file or directory as a tar file; names in it are relative to the directory. Links are kept as links.
+
+    An archive of more than `max_bytes` or `max_entries` is refused.
+    """
+    target, info = await _found(slot, path)
+    most = MAX_BYTES if max_bytes is None else max_bytes
+    most_entries = MAX_ENTRIES if max_entries is None else max_entries
+    top = target if info.kind == "dir" else posixpath.dirname(target)
+    packed, count = io.BytesIO(), 0
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
+        async for each in _walk(slot, target, recursive=True) if info.kind == "dir" else _only(info):
+            count += 1
+            if count > most_entries:
+                raise OSError(errno.EFBIG, f"more than {most_entries} entries; archive a part of it", path)
+            data = await slot.read_bytes(each.path) if each.kind == "file" else b""
+            member = _member(each, posixpath.relpath(each.path, top), len(data))
+            if member is not None:
+                await asyncio.to_thread(tar.addfile, member, io.BytesIO(data))
+            if packed.tell() > most:
+                break
+    if packed.tell() > most:
+        raise OSError(errno.EFBIG, f"the archive is larger than {most} bytes; archive a part of it", path)
+    content = base64.b64encode(packed.getvalue()).decode()
+    size = len(packed.getvalue())
+    return {
+        "success": True, "content": content, "encoding": "base64", "format": format, "bytes": size,
+        "entry_count": count,
+    }  # fmt: skip
+
+
+def status_of(error: OSError | ValueError) -> int:
+    """The HTTP status of a failure: 403 outside, 404 not there, 413 too large, 400 anything else."""
+    match error:
+        case PermissionError():
+            return 403
+        case FileNotFoundError():
+            return 404
+        case OSError(errno=errno.EFBIG):
+            return 413
+    return 400
+
+
+def message(error: OSError | ValueError) -> str:
+    """The text of an error for a response."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
+    """The target of a path of the workspace; links are followed as long as they stay in it."""
+    if not path or "\0" in path:
+        raise ValueError("the path is empty or holds a NUL character")
+    here, left, links = WORKSPACE, _parts(path, path), 0
+    info = await _stat(slot, here, path)
+    while left:
+        here = posixpath.join(here, left.pop(0))
+        info = await _stat(slot, here, path)
+        if info.kind == "symlink":
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, "too many links", path)
+            target = posixpath.join(posixpath.dirname(here), info.target)
+            here, left = WORKSPACE, _parts(posixpath.join(target, *left), path)
+            info = await _stat(slot, here, path)
+    return here, info
+
+
+async def _stat(slot: Slot, path: str, asked: str) -> FileInfo:
+    info = await slot.stat(path)
+    if info is None:
+        raise FileNotFoundError(errno.ENOENT, "no such file or directory", asked)
+    return info
+
+
+def _parts(path: str, asked: str) -> list[str]:
+    """The names below the workspace that a path goes through. Raises PermissionError if it leads out of it."""
+    whole = posixpath.normpath(posixpath.join(WORKSPACE, path))
+    if whole != WORKSPACE and not whole.startswith(f"{WORKSPACE}/"):
+        raise PermissionError(errno.EACCES, "outside of the workspace", asked)
+    return [name for name in whole.removeprefix(WORKSPACE).split("/") if name]
+
+
+def _relative(path: str) -> str:
+    return posixpath.relpath(path, WORKSPACE)
+
+
+async def _walk(slot: Slot, path: str, *, recursive: bool) -> AsyncIterator[FileInfo]:
+    """The entries below a directory, at any depth, each directory before its entries."""
+    trail = [iter(await slot.list_dir(path))]
+    while trail:
+        each = next(trail[-1], None)
+        if each is None:
+            trail.pop()
+            continue
+        yield each
+        if recursive and each.kind == "dir":
+            trail.append(iter(await slot.list_dir(each.path)))
+
+
+async def _only(info: FileInfo) -> AsyncIterator[FileInfo]:
+    yield info
+
+
+def _member(info: FileInfo, name: str, size: int) -> tarfile.TarInfo | None:
+    """The archive's entry; None for sockets, devices and fifos, which are left out."""
+    kinds = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "symlink": tarfile.SYMTYPE}
+    if info.kind not in kinds:
+        return None
+    member = tarfile.TarInfo(name)
+    member.type, member.size, member.mode, member.mtime = kinds[info.kind], size, info.mode & 0o777, int(info.mtime)
+    member.linkname = info.target
+    return member

@@ -1,0 +1,138 @@
+"""A slot server behind a network port (`port_server.py`), reached with a token."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import json
+import socket
+import tarfile
+from pathlib import Path
+from typing import Self
+
+from palaestra.core.errors import SandboxError
+from palaestra.core.types import JSON
+from palaestra.sandbox.local.client import OnLost, SlotClient
+from palaestra.sandbox.remote import port_launch
+from palaestra.sandbox.remote.port_server import UPGRADE, keep_alive
+from palaestra.sandbox.slotd.protocol.frames import Fields
+
+_ANSWER_S = 15.0
+_PACKAGE = Path(__file__).parents[2]
+_FILES = (
+    "core/__init__.py", "core/errors.py", "core/types.py", "sandbox/__init__.py", "sandbox/artifact_files.py",
+    "sandbox/backends/__init__.py", "sandbox/backends/server_backend.py", "sandbox/isolation/__init__.py",
+    "sandbox/isolation/self_test.py", "sandbox/local/__init__.py", "sandbox/local/client.py",
+    "sandbox/local/local_slot.py", "sandbox/remote/__init__.py", "sandbox/remote/port_server.py", "sandbox/slot.py",
+    "sandbox/slot_tools.py",
+)  # fmt: skip
+"""What the server needs besides `slotd`."""
+
+
+class PortClient(SlotClient):
+    """A slot server of its own, behind a port."""
+
+    @classmethod
+    async def connect(cls, address: tuple[str, int], token: str, rung: str, settings: Fields, on_lost: OnLost) -> Self:
+        """Start a server at an isolation level. Raises `SandboxError` or `OSError`."""
+        client = cls(on_lost)
+        stream = await _opened(address)
+        try:
+            head = f"POST /stream?rung={rung} HTTP/1.1\r\nHost: slots\r\nAuthorization: Bearer {token}\r\n"
+            request = f"{head}Connection: Upgrade\r\nUpgrade: {UPGRADE}\r\nContent-Length: 0\r\n\r\n"
+            await client.loop.sock_sendall(stream, request.encode())
+            async with asyncio.timeout(_ANSWER_S):
+                first = await _head(stream)
+            if " 101 " not in first:
+                raise SandboxError(f"the slot server at {_name(address)} refuses a stream: {first}")
+            client._connect(stream)
+            await client._greet(settings)
+        except TimeoutError:
+            stream.close()
+            raise SandboxError(f"the slot server at {_name(address)} did not answer in {_ANSWER_S:g} s") from None
+        except BaseException:
+            await client.aclose()
+            stream.close()
+            raise
+        return client
+
+
+async def ask(address: tuple[str, int], token: str, method: str, path: str, body: bytes = b"") -> tuple[int, JSON]:
+    """Status and JSON of one request. Raises OSError, TimeoutError among them, if there is no answer."""
+    async with asyncio.timeout(_ANSWER_S):
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            head = f"{method} {path} HTTP/1.1\r\nHost: slots\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await writer.drain()
+            answer = await reader.read()
+        finally:
+            writer.close()
+    head, _, text = answer.decode(errors="replace").partition("\r\n\r\n")
+    words = head.split()
+    if len(words) < 2 or not words[1].isdecimal():
+        raise ConnectionError(f"{_name(address)} does not speak HTTP")
+    try:
+        return int(words[1]), json.loads(text)
+    except ValueError:
+        return int(words[1]), None
+
+
+async def deliver(address: tuple[str, int], token: str) -> None:
+    """Send the server's files, unless they are there. Raises `SandboxError` or OSError."""
+    status, _ = await ask(address, token, "GET", "/health")
+    if status == 503:
+        status, _ = await ask(address, token, "PUT", "/server", archive())
+    if status != 200:
+        raise SandboxError(f"the slot server at {_name(address)} refuses its files: status {status}")
+
+
+async def _opened(address: tuple[str, int]) -> socket.socket:
+    stream = socket.socket()
+    try:
+        stream.setblocking(False)
+        async with asyncio.timeout(_ANSWER_S):
+            await asyncio.get_running_loop().sock_connect(stream, address)
+        keep_alive(stream)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+async def _head(stream: socket.socket) -> str:
+    """The first line of an answer; what follows its head stays in the socket, where the frames are read."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        piece = await asyncio.get_running_loop().sock_recv(stream, 1)
+        if not piece:
+            break
+        head += piece
+    return head.decode(errors="replace").split("\r\n", 1)[0]
+
+
+def _name(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+@functools.cache
+def program() -> str:
+    """The source of `port_launch`."""
+    return Path(port_launch.__file__).read_text()
+
+
+@functools.cache
+def archive() -> bytes:
+    """The server's files, as `port_launch` takes them: a package without its public names."""
+    packed = io.BytesIO()
+    slotd = [path for path in sorted((_PACKAGE / "sandbox/slotd").rglob("*")) if path.is_file()]
+    kept = [path for path in slotd if path.suffix in (".py", ".c", ".h") or path.name.startswith("init-")]
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as files:
+        files.addfile(tarfile.TarInfo("palaestra/__init__.py"), io.BytesIO())
+        for path in (*(_PACKAGE / name for name in _FILES), *kept):
+            entry = tarfile.TarInfo(f"palaestra/{path.relative_to(_PACKAGE)}")
+            entry.size, entry.mode = path.stat().st_size, 0o755 if path.suffix == "" else 0o644
+            with path.open("rb") as content:
+                files.addfile(entry, content)
+    return packed.getvalue()

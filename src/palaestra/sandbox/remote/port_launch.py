@@ -1,0 +1,100 @@
+"""Waits behind a network port for the slot server's files, and becomes `port_server` when they have arrived.
+
+The platform runs this file as the argument of `python3 -I -S -c`, with the address, the port and the number of slots as
+further arguments and a secret in PALAESTRA_TOKEN. A client that has the secret sends the files with `PUT /server`;
+until then every other request is answered with 503, and one without the secret with 401. Runs on Python 3.9 and later
+with nothing but the standard library; the server itself needs 3.11.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import os
+import signal
+import socket
+import sys
+import tarfile
+import tempfile
+from typing import NoReturn
+
+NEEDED = (3, 11)
+PATIENCE_S = 10.0
+MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
+
+
+def receive(connection: socket.socket) -> tuple[str, dict[str, str], bytes]:
+    """The first line, the headers and the body of a request. Raises ValueError for one that is too large."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = connection.recv(MAX_HEAD)
+        if not piece or len(data) > MAX_HEAD:
+            raise ValueError("not a request")
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    size = int(headers.get("content-length", "0"))
+    if size > MAX_BODY:
+        raise ValueError("too large")
+    rest = bytearray(body)
+    while len(rest) < size:
+        piece = connection.recv(size - len(rest))
+        if not piece:
+            raise ValueError("the request ended early")
+        rest += piece
+    return first, headers, bytes(rest)
+
+
+def unpack(archive: bytes) -> str:
+    """A new folder with the files."""
+    folder = tempfile.mkdtemp(prefix="palaestra-port-")
+    os.chmod(folder, 0o755)  # noqa: S103 - users of slots run the init
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder)  # noqa: S202 - our own archive
+    return folder
+
+
+def answer(connection: socket.socket, token: str) -> str:
+    """Answer one request; the folder of the files if it brought them, else an empty text."""
+    first, headers, body = receive(connection)
+    folder, status, text = "", "503 Service Unavailable", '{"status": "waiting"}'
+    if not hmac.compare_digest(headers.get("authorization", "").encode(), b"Bearer " + token.encode()):
+        status, text = "401 Unauthorized", '{"error": "the token is missing or wrong"}'
+    elif first.startswith("PUT /server "):
+        folder, status, text = unpack(body), "200 OK", '{"status": "ok"}'
+    reply = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
+    connection.sendall(f"{reply}Connection: close\r\n\r\n{text}".encode())
+    return folder
+
+
+def main(host: str, port: str, slots: str) -> NoReturn:
+    """Listen, and replace this process by the server."""
+    if sys.version_info < NEEDED:
+        here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
+        sys.exit(f"python3 is {here} there, and the slot server needs {needed}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the first process of a container has no default
+    token = os.environ["PALAESTRA_TOKEN"]
+    listener = socket.create_server((host, int(port)), backlog=128)
+    folder = ""
+    while not folder:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(PATIENCE_S)
+            try:
+                folder = answer(connection, token)
+            except (OSError, ValueError, tarfile.TarError) as error:
+                sys.stderr.write(f"a request failed: {error}\n")
+    reader, writer = os.pipe()  # the environment of a process can be read by others of its user
+    os.write(writer, token.encode())
+    os.close(writer)
+    for fd in (listener.fileno(), reader):
+        os.set_inheritable(fd, True)
+    program = folder + "/palaestra/sandbox/remote/port_server.py"
+    command = [sys.executable, "-I", "-S", program, folder, str(listener.fileno()), str(reader), slots]
+    os.chdir("/")
+    os.execve(sys.executable, command, {})  # noqa: S606
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

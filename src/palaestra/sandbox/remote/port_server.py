@@ -1,0 +1,391 @@
+"""The slot server behind a network port, for platforms that offer no stream to a place: HTTP with a token.
+
+    POST /stream?rung=LEVEL    with `Upgrade: palaestra-slots`: 101, then the frames of `slotd/protocol/frames.py`
+    PUT  /server               200; the files are here already
+    GET  /health /slots        the states of the numbered slots, and how many streams are open
+    POST /execute /batch /reset /artifacts/read|list|archive      calls in the numbered slots `slot_0`, `slot_1`, …
+
+A stream has a slot server of its own, which ends with it: streams share no slots, and nothing runs here after the last
+one. The other routes are the contract's, for its existing clients: a numbered slot is made by its first call and ends
+with `/reset`, at the network that this call allows; a later call that needs another network is refused.
+
+Every request needs `Authorization: Bearer TOKEN`. A connection that a user of a slot makes is closed whatever it sends:
+slots with the network on share this host's. Standard library and this package's own files only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import urllib.parse
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+
+from palaestra.core.errors import InfraError
+from palaestra.core.types import JSON, Network
+from palaestra.sandbox import artifact_files
+from palaestra.sandbox.backends.server_backend import ServerBackend, allowed_hosts, environment
+from palaestra.sandbox.local.client import SlotClient
+from palaestra.sandbox.slot import Rung, Shell, Slot, SlotSpec
+from palaestra.sandbox.slot_tools import run_slot_tool
+from palaestra.sandbox.slotd import syscalls
+
+UPGRADE = "palaestra-slots"
+MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
+MAX_OUTPUT_BYTES = 50_000
+"""Of one call by the contract's routes, as the contract has it."""
+FIRST_SLOT_UID = 65536
+"""Users of slots have numbers from here on; callers do not."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+_SILENT_MS = 40_000
+
+_SLOTD = Path(__file__).parents[1] / "slotd"
+
+
+class Refused(Exception):
+    """A request with a status other than 200."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request."""
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> JSON:
+        """The body. Raises `Refused` for one that is not JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise Refused(400, f"the body is not JSON: {error}") from None
+
+
+def keep_alive(stream: socket.socket) -> None:
+    """Let the kernel end a connection whose other side is gone, and send small frames without delay."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        stream.setsockopt(socket.IPPROTO_TCP, option, value)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
+
+
+class Here(ServerBackend):
+    """The slot server of the numbered slots."""
+
+    name = "port"
+
+    async def _start_server(self, rung: Rung) -> None:
+        settings = {"prefix": "", "first_epoch": self._last_epoch + 1}
+        self._server = await SlotClient.start(rung.label, settings, self._on_lost)
+
+    async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
+        return {"image": None, "allow": allowed_hosts(spec), "mounts": [], "env": environment(spec)}
+
+
+@dataclass
+class Numbered:
+    """A slot of the contract's routes."""
+
+    slot_id: str
+    slot: Slot | None = None
+    network: bool = False
+    shell: Shell | None = None
+    execution_id: str | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class PortServer:
+    """Serves one listening socket."""
+
+    def __init__(self, token: str, slots: int) -> None:
+        self._token = token.encode()
+        self._backend = Here()
+        self._slots = {f"slot_{number}": Numbered(f"slot_{number}") for number in range(slots)}
+        self._streams = 0
+        self._left = time.monotonic()
+        self._starting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until cancelled."""
+        server = await asyncio.start_server(self._on_connection, sock=listener, limit=MAX_HEAD)
+        async with server:
+            await server.serve_forever()
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if is_of_a_slot(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
+                return
+            while (request := await _read(reader)) is not None:
+                if await self._answer(request, writer):
+                    return
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            pass  # it sent no request
+        finally:
+            writer.close()
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        """Answer a request; True if the connection is used up."""
+        try:
+            sent = request.headers.get("authorization", "").encode()
+            if not hmac.compare_digest(sent, b"Bearer " + self._token):
+                raise Refused(401, "the token is missing or wrong")
+            if request.path == "/stream":
+                await self._stream(request, writer)
+                return True
+            status, reply = 200, await self._route(request)
+        except Refused as refused:
+            status, reply = refused.status, {"success": False, "error": str(refused)}
+        except InfraError as error:
+            status, reply = 503, {"success": False, "error": f"{type(error).__name__}: {error}"}
+        body = json.dumps(reply).encode()
+        head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        return request.headers.get("connection", "").lower() == "close"
+
+    async def _route(self, request: Request) -> JSON:
+        match request.method, request.path:
+            case "PUT", "/server":
+                return {"status": "ok"}
+            case "GET", "/health":
+                return self._health()
+            case "GET", "/slots":
+                return {"slots": [_described(each) for each in self._slots.values()]}
+            case "POST", "/execute":
+                return await self._execute(request.json())
+            case "POST", "/batch":
+                calls = request.json()
+                if not isinstance(calls, list):
+                    raise Refused(400, "the body of /batch is a list of calls")
+                return list(await asyncio.gather(*(self._one_of_many(call) for call in calls)))
+            case "POST", "/reset":
+                return await self._reset(self._numbered(request.json()))
+            case "POST", "/artifacts/read":
+                return await self._artifact(
+                    request.json(), artifact_files.read, "path", "encoding", "max_bytes", "include_sha256"
+                )
+            case "POST", "/artifacts/list":
+                return await self._artifact(request.json(), artifact_files.entries, "path", "recursive", "max_entries")
+            case "POST", "/artifacts/archive":
+                return await self._artifact(
+                    request.json(), artifact_files.archive, "path", "format", "max_bytes", "max_entries"
+                )
+        raise Refused(404, f"there is no {request.method} {request.path}")
+
+    # Streams
+
+    async def _stream(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        """Hand the connection to a slot server of its own."""
+        rung = request.query.get("rung", "")
+        if rung not in {each.label for each in Rung} or request.headers.get("upgrade") != UPGRADE:
+            raise Refused(400, f"/stream needs rung=LEVEL and Upgrade: {UPGRADE}")
+        writer.write(f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n\r\n".encode())
+        await writer.drain()
+        stream = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+        writer.transport.abort()  # closes asyncio's descriptor of it; ours keeps the connection
+        with stream:
+            stream.setblocking(True)
+            keep_alive(stream)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_SLOTD), str(stream.fileno()), rung),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                env={}, cwd="/", pass_fds=[stream.fileno()], start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+        self._streams += 1
+        task = asyncio.create_task(self._watch(process))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        self._streams -= 1
+        self._left = time.monotonic()
+
+    # The contract's routes
+
+    def _health(self) -> JSON:
+        executing = sum(each.lock.locked() for each in self._slots.values())
+        return {
+            "status": "ok",
+            "slots": len(self._slots),
+            "available": len(self._slots) - executing,
+            "executing": executing,
+            "data_dir": "",
+            "bwrap_available": False,
+            "stateful_dir": "",
+            "streams": self._streams,
+            "unattended_s": 0.0 if self._streams else round(time.monotonic() - self._left, 1),
+        }
+
+    def _numbered(self, body: JSON) -> Numbered:
+        if not isinstance(body, dict):
+            raise Refused(400, "the body is not an object")
+        found = self._slots.get(str(body.get("slot_id")))
+        if found is None:
+            raise Refused(404, f"there is no slot {body.get('slot_id')!r}")
+        return found
+
+    async def _one_of_many(self, call: JSON) -> JSON:
+        try:
+            return await self._execute(call)
+        except (Refused, InfraError) as error:
+            return _result(call if isinstance(call, dict) else {}, False, "", str(error), {})
+
+    async def _execute(self, call: JSON) -> JSON:
+        numbered = self._numbered(call)
+        args = call.get("args") or {}
+        if not isinstance(args, dict):
+            raise Refused(400, "args is not an object")
+        async with numbered.lock:
+            numbered.execution_id = str(call.get("execution_id") or "") or None
+            try:
+                slot = await self._made(numbered, bool(args.get("allow_network", True)))
+                needs = any(args.get(name) for name in ("require_sandbox", "require_stateful_sandbox"))
+                if needs and slot.rung < Rung.CONFINED:
+                    return _result(call, False, "", "no isolation is available here", {"requires_bwrap": True})
+                done = await run_slot_tool(
+                    slot,
+                    lambda: self._shell(numbered, slot),
+                    str(call.get("tool")),
+                    args,
+                    float(call.get("timeout") or 30.0),
+                    max_output_bytes=MAX_OUTPUT_BYTES,
+                )
+                return _result(call, done.success, done.output.strip(), done.error, dict(done.metadata))
+            finally:
+                numbered.execution_id = None
+
+    async def _made(self, numbered: Numbered, network: bool) -> Slot:
+        if numbered.slot is None:
+            async with self._starting:
+                await self._backend.start()
+            spec = SlotSpec(network=Network.ON if network else Network.OFF)
+            numbered.slot, numbered.network = await self._backend.create(spec, numbered.slot_id), network
+        if numbered.network and not network:
+            raise Refused(409, f"{numbered.slot_id} has the network on, and the call forbids it: reset the slot first")
+        return numbered.slot
+
+    async def _shell(self, numbered: Numbered, slot: Slot) -> Shell:
+        if numbered.shell is None:
+            numbered.shell = await slot.shell()
+        return numbered.shell
+
+    async def _reset(self, numbered: Numbered) -> JSON:
+        async with numbered.lock:
+            slot, numbered.slot, numbered.shell = numbered.slot, None, None
+            if slot is not None:
+                await self._backend.destroy(slot)
+        return {"success": True, "slot_id": numbered.slot_id}
+
+    async def _artifact(self, body: JSON, work: Callable[..., Awaitable[JSON]], *names: str) -> JSON:
+        numbered = self._numbered(body)
+        if numbered.slot is None:
+            raise Refused(404, f"{numbered.slot_id} has no workspace: nothing has run in it yet")
+        try:
+            return await work(numbered.slot, **{name: body[name] for name in names if body.get(name) is not None})
+        except InfraError:
+            raise
+        except (OSError, ValueError, TypeError) as error:
+            known = error if isinstance(error, OSError | ValueError) else ValueError(str(error))
+            raise Refused(artifact_files.status_of(known), artifact_files.message(known)) from None
+
+
+def _die_with_parent() -> None:
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_REASONS = {
+    200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 409: "Conflict",
+    413: "Content Too Large", 503: "Service Unavailable",
+}  # fmt: skip
+
+
+async def _read(reader: asyncio.StreamReader) -> Request | None:
+    """The next request of a connection; None at its end. Raises ValueError for what is not one."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError as error:
+        if not error.partial:
+            return None
+        raise
+    first, *lines = head.decode("latin-1").rstrip().split("\r\n")
+    method, target, _ = first.split(" ", 2)
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    size = int(headers.get("content-length", "0"))
+    if not 0 <= size <= MAX_BODY:
+        raise ValueError("the body is too large")
+    url = urllib.parse.urlsplit(target)
+    return Request(method, url.path, dict(urllib.parse.parse_qsl(url.query)), headers, await reader.readexactly(size))
+
+
+def _result(call: Mapping[str, JSON], success: bool, output: str, error: str, metadata: dict[str, JSON]) -> JSON:
+    execution_id = str(call.get("execution_id") or "")
+    return {
+        "success": success, "output": output, "error": error, "execution_id": execution_id, "metadata": metadata,
+    }  # fmt: skip
+
+
+def _described(each: Numbered) -> JSON:
+    return {
+        "slot_id": each.slot_id,
+        "state": "executing" if each.lock.locked() else "available",
+        "workspace_dir": "" if each.slot is None else each.slot.workspace_dir,
+        "current_execution_id": each.execution_id,
+    }
+
+
+def is_of_a_slot(peer: tuple[str, int], here: tuple[str, int]) -> bool:
+    """Whether a user of a slot on this host has made a connection, as the kernel lists it. Source: proc(5), net/tcp."""
+    wanted = _hexadecimal(peer), _hexadecimal(here)
+    with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
+        for line in table:
+            words = line.split()
+            if (words[1], words[2]) == wanted:
+                return int(words[7]) >= FIRST_SLOT_UID
+    return False  # it is not from this host
+
+
+def _hexadecimal(address: tuple[str, int]) -> str:
+    return f"{int.from_bytes(socket.inet_aton(address[0]), sys.byteorder):08X}:{address[1]:04X}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`port_server FOLDER LISTENER TOKEN_FD SLOTS`."""
+    folder, listener, token, slots = arguments
+    with os.fdopen(int(token)) as source:
+        server = PortServer(source.read(), int(slots))
+    stream = socket.socket(fileno=int(listener))
+    stream.setblocking(False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        asyncio.run(server.serve(stream))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
