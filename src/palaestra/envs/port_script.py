@@ -40,7 +40,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "registry": "write each tool as a typed function with @tool from palaestra, instead of registry.register",
     "ToolRegistryEntry": "write each tool as a typed function with @tool from palaestra",
     "DockerDirectBackend": "this version has only slots of this machine: delete the backend's settings",
-    "ModalToolBackend": "this version has only slots of this machine: set tool_pool_mode='local'",
+    "ModalToolBackend": "the setting tool_pool_mode='modal' makes it",
     "NomadToolBackend": "this version has only slots of this machine: set tool_pool_mode='local'",
 }
 """Names without a counterpart, and what to do instead."""

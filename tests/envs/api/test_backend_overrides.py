@@ -19,7 +19,7 @@ class RemoteEnv(HermesAgentBaseEnv):
 
     @classmethod
     def config_init(cls):
-        config = HermesAgentEnvConfig(FIELD="modal", enabled_toolsets=["terminal"], group_size=1, total_steps=1)
+        config = HermesAgentEnvConfig(FIELD="daytona", enabled_toolsets=["terminal"], group_size=1, total_steps=1)
         return config, [APIServerConfig(model_name="m")]
 
     async def setup(self):
@@ -60,7 +60,7 @@ def test_a_flag_a_file_and_a_variable_replace_it(field: str, monkeypatch: pytest
 def test_the_refusal_names_the_setting_and_who_set_it(field: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "remote_env.py", "--policy", "oracle"]) == 2
     said = capsys.readouterr().err
-    assert f"{field} 'modal' (from config_init)" in said
+    assert f"{field} 'daytona' (from config_init)" in said
     assert f"--env.{field} local" in said
     assert not Path("runs").exists()
 
@@ -83,7 +83,7 @@ def test_help_and_checks_work_whatever_it_names(line: list[str]) -> None:
 def test_show_lists_the_settings_without_effect_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "show", "remote_env.py"]) == 0
     shown = capsys.readouterr().out
-    assert "This version has no Modal backend." in shown
-    assert "modal_gpu" in shown
+    assert "its own workspace at /workspace" in shown
+    assert "modal_workspace_base" in shown
     assert main(["env", "show", "--json", "remote_env.py"]) == 0
     assert json.loads(capsys.readouterr().out)["without_effect"]["terminal_lifetime"].startswith("A slot lives")

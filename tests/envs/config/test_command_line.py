@@ -221,18 +221,18 @@ def test_a_misspelt_environment_variable_is_refused() -> None:
 
 
 def test_settings_without_effect_are_noticed() -> None:
-    run = parse("process", "--env.modal_image", "debian", "--env.wandb_name", "None")
+    run = parse("process", "--env.modal_workspace_base", "/w", "--env.wandb_name", "None")
     (notice,) = run.notices
-    assert notice.startswith("env.modal_image (command line): no effect")
+    assert notice.startswith("env.modal_workspace_base (command line): no effect")
 
 
 def test_settings_without_effect_are_noticed_when_config_init_sets_them() -> None:
-    own = {"terminal_lifetime": 60, "modal_gpu": "T4", "tool_pool_size": 128, "group_size": 2}
+    own = {"terminal_lifetime": 60, "modal_workspace_base": "/w", "tool_pool_size": 128, "group_size": 2}
     line = CommandLine("x", HermesAgentEnvConfig, APIServerConfig, env_values=own)
     found = line.parse(["process"], {})
     assert isinstance(found, Parsed)
     (notice,) = found.notices
-    assert "env.terminal_lifetime, env.modal_gpu (config_init)" in notice
+    assert "env.terminal_lifetime, env.modal_workspace_base (config_init)" in notice
     assert "tool_pool_size" not in notice  # it has its default
 
 

@@ -129,7 +129,10 @@ def test_what_cannot_work_is_refused(field: str, value: object, message: str) ->
 @pytest.mark.parametrize(
     ("values", "names"),
     [
-        ({"tool_pool_mode": "modal"}, "tool_pool_mode 'modal' .from a.yaml. is not available .* --env.tool_pool_mode"),
+        (
+            {"tool_pool_mode": "daytona"},
+            "tool_pool_mode 'daytona' .from a.yaml. is not available .* --env.tool_pool_mode",
+        ),
         ({"tool_pool_mode": "locl"}, "tool_pool_mode 'locl' .* is unknown. Did you mean local"),
         ({"terminal_backend": "daytona"}, "terminal_backend 'daytona' .* Set --env.terminal_backend local"),
     ],
@@ -150,7 +153,7 @@ def test_toolsets_come_from_one_place() -> None:
 
 
 def test_remote_pools_settings_are_accepted_without_effect() -> None:
-    assert not has_effect(HermesAgentEnvConfig, "modal_image")
+    assert not has_effect(HermesAgentEnvConfig, "modal_workspace_base")
     assert has_effect(HermesAgentEnvConfig, "tool_pool_mode")
 
 

@@ -37,13 +37,20 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         max_tokens=config.max_token_length,
         system_prompt=system_prompt(config),
         extra_body=extra_body(config),
-        tool_timeout_s=float(config.terminal_timeout),
+        tool_timeout_s=command_timeout_s(config),
         budget=budget(config),
         prices=prices(config),
         memory=Path(config.memory_dir) if config.memory_dir else None,
         sessions=Path(config.sessions_dir) if config.sessions_dir else None,
         freeze=config.freeze_slots,
     )
+
+
+def command_timeout_s(config: HermesAgentEnvConfig) -> float:
+    """The limit of a command whose call sets none, in seconds."""
+    if config.slot_backend == "modal" and "modal_execution_timeout" in config.model_fields_set:
+        return config.modal_execution_timeout
+    return float(config.terminal_timeout)
 
 
 THINKING_PROMPT = """\
@@ -204,5 +211,7 @@ def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
     slots = config.slots
     if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:
         slots = config.tool_pool_size
-    limits = SlotPoolConfig(max_slots=slots, acquire_timeout=config.acquire_timeout_s)
-    return SlotPool(limits, make_backend(name, config))
+    wait_s = config.acquire_timeout_s
+    if isinstance(config, HermesAgentEnvConfig) and name == "modal":
+        wait_s = config.modal_acquire_timeout
+    return SlotPool(SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s), make_backend(name, config))

@@ -24,13 +24,12 @@ from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
-LATER_BACKENDS = ("docker_direct", "modal", "nomad", "daytona", "slot_pool")
+LATER_BACKENDS = ("docker_direct", "nomad", "daytona", "slot_pool")
 """What existing scripts name as the source of slots. A run refuses the later ones."""
 
 
 NO_NOMAD = "This version has no Nomad backend."
-NO_MODAL = "This version has no Modal backend."
-"""Why the settings of these backends have no effect."""
+"""Why the settings of this backend have no effect."""
 
 
 class EvalHandlingEnum(Enum):
@@ -278,7 +277,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     tool_pool_mode: str = setting(
         "default",
-        "The backend of the slots: local, docker, singularity, ssh, one of another package, or `default` for "
+        "The backend of the slots: local, docker, singularity, ssh, modal, one of another package, or `default` for "
         "terminal_backend.",
     )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
@@ -323,21 +322,32 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     purge_job_on_start: bool = later(False, "Nomad: remove an old job first.", NO_NOMAD)
     purge_job_on_shutdown: bool = later(True, "Nomad: remove the job at the end.", NO_NOMAD)
     driver: str = later("docker", "Nomad: the task driver, `docker` or `singularity`.", NO_NOMAD)
-    modal_app_name: str = later("atropos-sandbox", "Modal: the app.", NO_MODAL)
-    modal_image: str = later("python:3.11", "Modal: the image.", NO_MODAL)
-    modal_gpu: str | None = later(None, "Modal: the GPU type.", NO_MODAL)
-    modal_cpu: float = later(1.0, "Modal: cores per sandbox.", NO_MODAL)
-    modal_memory: int = later(2048, "Modal: megabytes per sandbox.", NO_MODAL)
-    modal_slots_per_sandbox: int = later(10, "Modal: slots in one sandbox.", NO_MODAL)
-    modal_min_sandboxes: int = later(1, "Modal: sandboxes kept running.", NO_MODAL)
-    modal_max_sandboxes: int = later(5, "Modal: sandboxes at most.", NO_MODAL)
-    modal_idle_timeout: int = later(120, "Modal: seconds until an idle sandbox ends.", NO_MODAL)
-    modal_max_lifetime: int = later(3600, "Modal: seconds a sandbox lives.", NO_MODAL)
-    modal_acquire_timeout: float = later(60, "Modal: seconds to wait for a slot.", NO_MODAL)
-    modal_execution_timeout: float = later(30, "Modal: seconds a command may take.", NO_MODAL)
-    modal_secrets: str = later("", "Modal: names of its secrets, separated by commas.", NO_MODAL)
-    modal_env_vars: str = later("", "Modal: variables, K=V;K=V.", NO_MODAL)
-    modal_workspace_base: str = later("/data", "Modal: where workspaces lie.", NO_MODAL)
+    modal_app_name: str = setting("atropos-sandbox", "Modal: the app that the sandboxes belong to.")
+    modal_image: str = setting("python:3.11", "Modal: the image of tasks that name none. It needs Python 3.11.")
+    modal_gpu: str | None = setting(None, "Modal: the GPU of a sandbox, such as `T4`.")
+    modal_cpu: float = setting(1.0, "Modal: cores of a sandbox.", gt=0)
+    modal_memory: int = setting(2048, "Modal: megabytes of a sandbox.", ge=128)
+    modal_slots_per_sandbox: int = setting(10, "Modal: slots in one sandbox, at most.", ge=1)
+    modal_min_sandboxes: int = setting(1, "Modal: sandboxes that run even without slots.", ge=0)
+    modal_max_sandboxes: int = setting(5, "Modal: sandboxes, at most.", ge=1)
+    modal_idle_timeout: int = setting(
+        120, "Modal: seconds until a sandbox without slots, or without this process, ends.", ge=1
+    )
+    modal_max_lifetime: int = setting(
+        3600,
+        "Modal: seconds that a sandbox lives, at most. Must be longer than a rollout; grows with worker_timeout "
+        "unless it is set.",
+        ge=1,
+    )
+    modal_acquire_timeout: float = setting(60, "Modal: seconds to wait for a slot and for capacity.", gt=0)
+    modal_execution_timeout: float = setting(
+        30, "Modal: seconds of one command, if set; otherwise terminal_timeout.", gt=0
+    )
+    modal_secrets: str = setting("", "Modal: names of its secrets, separated by commas. All commands read them.")
+    modal_env_vars: str = setting("", "Modal: variables of all commands, K=V;K=V.")
+    modal_workspace_base: str = later(
+        "/data", "Modal: where workspaces lie.", "Every slot has its own workspace at /workspace."
+    )
 
     @field_validator("distribution")
     @classmethod

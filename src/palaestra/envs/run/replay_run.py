@@ -49,7 +49,10 @@ HOST_SETTINGS = frozenset({
     "docker_privileged", "singularity_image", "ssh_hosts", "ssh_user", "ssh_port", "ssh_key", "container_cpus",
     "container_memory", "browser_executable", "builder", "build_network", "force_build",
     "cache_dir", "memory_dir", "sessions_dir", "timings_from", "metrics_port", "metrics_host", "metrics_token",
-    "otel_endpoint", "otel_content", "use_wandb", "wandb_mode", "use_trackio", "rollout_server_url",
+    "modal_app_name", "modal_image", "modal_gpu", "modal_cpu", "modal_memory", "modal_slots_per_sandbox",
+    "modal_min_sandboxes", "modal_max_sandboxes", "modal_idle_timeout", "modal_max_lifetime", "modal_acquire_timeout",
+    "modal_secrets", "modal_env_vars", "otel_endpoint", "otel_content", "use_wandb", "wandb_mode", "use_trackio",
+    "rollout_server_url",
     "rollout_server_token", "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",
 })  # fmt: skip
 """Settings that act on this machine or reach other ones. No recording decides them."""

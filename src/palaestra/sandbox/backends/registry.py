@@ -30,6 +30,7 @@ BUILTIN: Mapping[str, str] = {
     "docker": f"{_MODULES}.docker:DockerBackend.from_config",
     "singularity": f"{_MODULES}.singularity:SingularityBackend.from_config",
     "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
+    "modal": f"{_MODULES}.modal:ModalBackend.from_config",
 }
 """The entries of this package."""
 

@@ -75,6 +75,11 @@ class Place(ServerBackend):
         return len(self.slots) + self.starting
 
     @property
+    def takes_slots(self) -> bool:
+        """Whether a new slot may still start in it."""
+        return True
+
+    @property
     def is_up(self) -> bool:
         """Whether its server runs."""
         return self._server is not None and not self._server.ended
@@ -126,9 +131,13 @@ class RemoteBackend(ABC):
         self._lost = 0
         self._started = False
 
-    @abstractmethod
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         """The local command that starts a place, runs `call` there, and ends the place with its standard input."""
+        raise NotImplementedError(f"{self.name} neither has a command nor makes its places itself")
+
+    def make_place(self, spec: PlaceSpec, number: int, rung: Rung | None) -> Place:
+        """A place that is not started. Backends without a command make their own kind."""
+        return Place(self, spec, number, rung=rung, require=self._required)
 
     @abstractmethod
     async def check(self, host: str) -> None:
@@ -191,7 +200,7 @@ class RemoteBackend(ABC):
         """A new slot, in the place of the snapshot if one is given."""
         tried: set[str] = set()
         while True:
-            place = self._choose(spec, tried) if snapshot is None else self._place_of(snapshot)
+            place = await self._choose(spec, tried) if snapshot is None else self._place_of(snapshot)
             place.starting += 1
             try:
                 await place.start()
@@ -261,18 +270,25 @@ class RemoteBackend(ABC):
             "containers": len(places),
         }
 
-    def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
+    async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
         """The place for a new slot: one that runs and has room, or a new one on the host with the fewest slots."""
         wanted = self.place_spec(spec)
+        return self._with_room(wanted, without) or self._add_place(wanted, without)
+
+    def _with_room(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place | None:
+        """The fullest place of that kind with room, so that others become idle."""
         fitting = [
             place
             for place in self._places.values()
             if replace(place.spec, host="") == wanted
             and place.spec.host not in without
             and place.load < self._per_place
+            and place.takes_slots
         ]
-        if fitting:
-            return max(fitting, key=lambda place: place.load)  # so that others become idle
+        return max(fitting, key=lambda place: place.load, default=None)
+
+    def _add_place(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place:
+        """A new place, not started, on the host with the fewest slots."""
         hosts = [host for host in self._hosts if host not in without]
         now = time.monotonic()
         usable = [host for host in hosts if now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S] or hosts
@@ -282,9 +298,7 @@ class RemoteBackend(ABC):
                 loads[place.spec.host] += self._per_place
         number = next(self._numbers)
         rung = self._wanted if self._rung is None else self._rung
-        place = Place(
-            self, replace(wanted, host=min(usable, key=loads.__getitem__)), number, rung=rung, require=self._required
-        )
+        place = self.make_place(replace(wanted, host=min(usable, key=loads.__getitem__)), number, rung)
         self._places[number] = place
         return place
 
@@ -307,10 +321,14 @@ class RemoteBackend(ABC):
     async def _tidy(self) -> None:
         """End idle places beyond those that are kept, and idle ones whose server has ended."""
         for number, place in list(self._places.items()):
-            if place.idle and (len(self._places) > self._most or not place.is_up):
+            if place.idle and self._is_spare(place):
                 del self._places[number]
                 self._lost += int(place.stats()["lost"])
                 await place.aclose()
+
+    def _is_spare(self, place: Place) -> bool:
+        """Whether an idle place should end."""
+        return len(self._places) > self._most or not place.is_up
 
     def _leave_out(self, host: str, error: Exception) -> None:
         if len(self._hosts) > 1:

@@ -43,21 +43,31 @@ class RemoteClient(SlotClient):
 
     async def _spawn(self, stream: socket.socket, rung: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        call = ["python3", "-I", "-S", "-c", program(), rung]
         fd = stream.fileno()
         self._process = await asyncio.create_subprocess_exec(
-            *self._command(call), stdin=fd, stdout=fd, stderr=self._log, start_new_session=True
+            *self._command(call_of(rung)), stdin=fd, stdout=fd, stderr=self._log, start_new_session=True
         )
 
     async def _deliver(self, stream: socket.socket) -> None:
-        stream.setblocking(False)
-        with contextlib.suppress(OSError):  # the command has ended, which reading finds, with its log
-            await self.loop.sock_sendall(stream, archive())
+        await send_server(stream)
+
+
+async def send_server(stream: socket.socket) -> None:
+    """Send the slot server's files as `launch` takes them."""
+    stream.setblocking(False)
+    with contextlib.suppress(OSError):  # the command has ended, which reading finds, with its log
+        await asyncio.get_running_loop().sock_sendall(stream, archive())
+
+
+def call_of(rung: str, silence_s: float | None = None) -> list[str]:
+    """The command that runs `launch` in a place."""
+    silence = [] if silence_s is None else [str(silence_s)]
+    return ["python3", "-I", "-S", "-c", program(), rung, *silence]
 
 
 @functools.cache
 def program() -> str:
-    """The source of `launch`, without its docstring."""
+    """The source of `launch`."""
     return Path(launch.__file__).read_text()
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 
 PIECE = 256 << 10
 NEEDED = (3, 11)
@@ -42,16 +43,21 @@ def receive_line() -> bytes:
     return line[:-1]
 
 
-def relay(server: socket.socket) -> None:
-    """Pass bytes on in both directions until one side ends."""
+def relay(server: socket.socket, silence_s: float | None = None) -> None:
+    """Pass bytes on in both directions until one side ends, or nothing has come from the client for `silence_s`."""
     server_fd = server.fileno()
     to_server, to_client = bytearray(), bytearray()
+    heard_at = time.monotonic()
     for fd in (0, 1, server_fd):
         os.set_blocking(fd, False)
     while True:
         readable = [fd for fd, waiting in ((0, to_server), (server_fd, to_client)) if len(waiting) < 4 * PIECE]
         writable = [fd for fd, waiting in ((server_fd, to_server), (1, to_client)) if waiting]
-        readable, writable, _ = select.select(readable, writable, [])
+        readable, writable, _ = select.select(readable, writable, [], silence_s)
+        if 0 in readable:
+            heard_at = time.monotonic()
+        elif silence_s is not None and time.monotonic() > heard_at + silence_s:
+            return
         for fd in readable:
             try:
                 piece = os.read(fd, PIECE)
@@ -76,8 +82,11 @@ def relay(server: socket.socket) -> None:
                 return
 
 
-def main(rung: str) -> int:
-    """Receive the server, run it at an isolation level, and remove it."""
+def main(rung: str, silence_s: float | None = None) -> int:
+    """Receive the server, run it at an isolation level, and remove it.
+
+    `silence_s` is for platforms that keep the streams of a client that is gone.
+    """
     if sys.version_info < NEEDED:
         here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
         sys.stderr.write(f"python3 is {here} there, and the slot server needs {needed}")
@@ -99,7 +108,7 @@ def main(rung: str) -> int:
                 env={},
                 cwd="/",
             )
-        relay(ours)
+        relay(ours, silence_s)
         ours.close()
         return server.wait()
     finally:
@@ -107,4 +116,4 @@ def main(rung: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], *map(float, sys.argv[2:])))

@@ -1,0 +1,705 @@
+"""Slots in sandboxes of Modal, many slots in each sandbox. Needs the extra `modal` and an account.
+
+A sandbox is created with the image and resources of the configuration; the slot server runs in it as a command whose
+streams are the connection. Modal isolates it from everything else (gVisor); its slots are isolated from each other at
+the best level that it allows. The image needs Python 3.11 as `python3`.
+
+Nothing is paid for longer than it is used. A sandbox ends with its place, at the latest `max_lifetime` after its start,
+and `idle_timeout` after its server has ended, which ends by itself when this process has been silent for that long. It
+is also tagged with this process: a later start on this machine ends the sandboxes of processes that are gone.
+
+A slot starts only where the rest of the lifetime is enough for a whole rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import logging
+import math
+import os
+import socket
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import yaml
+
+from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
+from palaestra.core.types import JSON
+from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
+from palaestra.sandbox.backends.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
+from palaestra.sandbox.local.client import OnLost, SlotClient, settle
+from palaestra.sandbox.remote.client import call_of, send_server
+from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slotd.protocol.frames import Fields
+
+if TYPE_CHECKING:
+    import modal
+
+T = TypeVar("T")
+
+DEFAULT_APP = "atropos-sandbox"
+
+_MOST_LIFETIME_S = 24 * 3600  # Modal's own limit
+_GRADING_S = 300.0  # what a rollout's slot may live beyond the limit of the rollout
+_CREATE_S = 900.0  # the first use of an image pulls it
+_CALL_S = 60.0
+_CLOSE_S = 20.0
+_BEATS = 4  # how often the connection is used while it may be silent
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
+_PIECE = 256 << 10
+
+_OWN_VARIABLES = ("HOME", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TERM", "LANG")
+# Prints the environment. Its own Python also gets the path that the tools of this machine call it by.
+_PREPARE = """
+import json, os, sys
+path, version = sys.argv[1:]
+if not os.path.lexists(path) and version == "%d.%d" % sys.version_info[:2]:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.symlink(sys.executable, path)
+print(json.dumps(dict(os.environ)))
+"""
+_VERSION = "{}.{}".format(*sys.version_info)
+_UNPACK = "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|').extractall('/')"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModalSandboxConfig:
+    """The sandboxes of one profile. The contract's names and defaults; times in seconds, `memory` in megabytes.
+
+    `min_sandboxes` run always, at most `max_sandboxes`; those above the minimum end after `idle_timeout` without slots.
+    `secrets` are names of Modal's secrets. Their variables and `env_vars` are in the environment of every command.
+    Raises `ConfigError` for values that Modal or this backend cannot use.
+    """
+
+    name: str = "default"
+    app_name: str | None = None
+    image: str = "python:3.11"
+    gpu: str | None = None
+    cpu: float = 1.0
+    memory: int = 2048
+    slots_per_sandbox: int = 10
+    min_sandboxes: int = 1
+    max_sandboxes: int = 5
+    idle_timeout: int = 120
+    max_lifetime: int = 3600
+    acquire_timeout_s: float = 60.0
+    execution_timeout_s: float = 30.0
+    secrets: list[str] = field(default_factory=list)
+    env_vars: dict[str, str] = field(default_factory=dict)
+    workspace_base: str = "/data"
+    """The contract's. Every slot has its workspace at /workspace, whatever this is."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_sandboxes <= self.max_sandboxes or self.max_sandboxes < 1 or self.slots_per_sandbox < 1:
+            raise ConfigError(
+                f"modal profile {self.name}: max_sandboxes and slots_per_sandbox must be at least 1, and min_sandboxes "
+                "not above max_sandboxes"
+            )
+        if self.idle_timeout < 1 or not 1 <= self.max_lifetime <= _MOST_LIFETIME_S:
+            raise ConfigError(
+                f"modal profile {self.name}: idle_timeout must be positive, and max_lifetime 1 to {_MOST_LIFETIME_S} s"
+            )
+
+    def with_app_name(self, app_name: str) -> ModalSandboxConfig:
+        """The same, in another app."""
+        return replace(self, app_name=app_name)
+
+    def get_app_name(self) -> str:
+        """The app of its sandboxes; each profile but the default one has an app of its own."""
+        if self.app_name is not None:
+            return self.app_name
+        return DEFAULT_APP if self.name == "default" else f"{DEFAULT_APP}-{self.name}"
+
+    @classmethod
+    def from_dict(cls, name: str, data: Mapping[str, JSON]) -> ModalSandboxConfig:
+        """From a profile of a file. Raises `ConfigError` for an unknown key or a value of another type."""
+        found: dict[str, JSON] = {}
+        known = {each.name: str(each.type) for each in fields(cls)}
+        for key, value in data.items():
+            if key not in known:
+                raise ConfigError(f"modal profile {name}: unknown setting {key!r}; known are {', '.join(known)}")
+            if value is not None:
+                found[key] = _typed(f"modal profile {name}: {key}", known[key], value)
+        return cls(**{"name": name, **found})
+
+    @classmethod
+    def from_env(cls, profile_name: str = "default", environ: Mapping[str, str] | None = None) -> ModalSandboxConfig:
+        """From ATROPOS_MODAL_PROFILE_<NAME>_<SETTING>, or else ATROPOS_MODAL_<SETTING>, for example
+        ATROPOS_MODAL_IMAGE. `environ` defaults to this process's."""
+        environ = os.environ if environ is None else environ
+        own = f"ATROPOS_MODAL_PROFILE_{profile_name.upper().replace('-', '_')}_"
+        found: dict[str, JSON] = {}
+        for each in fields(cls):
+            name = each.name.upper()
+            for variable in (own + name, own + name.removesuffix("_S"), *(f"ATROPOS_MODAL_{name}",
+                             f"ATROPOS_MODAL_{name.removesuffix('_S')}")):  # fmt: skip
+                if each.name != "name" and environ.get(variable):
+                    found[each.name] = environ[variable]
+                    break
+        return cls.from_dict(profile_name, found)
+
+    @classmethod
+    def from_agent_env_config(cls, config: JSON) -> ModalSandboxConfig:
+        """From the `modal_*` settings of an environment."""
+        given = {each.name: getattr(config, f"modal_{each.name.removesuffix('_s')}", None) for each in fields(cls)}
+        return cls.from_dict("default", {key: value for key, value in given.items() if value is not None})
+
+    @classmethod
+    def load_profiles(
+        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None
+    ) -> dict[str, ModalSandboxConfig]:
+        """The profiles by name: those of a YAML file with `profiles:` (the argument, or ATROPOS_MODAL_PROFILES_FILE),
+        those that ATROPOS_MODAL_PROFILES lists (see `from_env`), and `default`."""
+        environ = os.environ if environ is None else environ
+        path = path or environ.get("ATROPOS_MODAL_PROFILES_FILE")
+        found: dict[str, ModalSandboxConfig] = {}
+        if path:
+            try:
+                content = yaml.safe_load(Path(path).read_text())
+                profiles = content["profiles"].items()
+            except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{path} is not a file of Modal profiles, with `profiles:` in YAML: {error}"
+                ) from None
+            found |= {name: cls.from_dict(name, data or {}) for name, data in profiles}
+        names = [name.strip() for name in environ.get("ATROPOS_MODAL_PROFILES", "").split(",")]
+        found |= {name: cls.from_env(name, environ) for name in names if name and name not in found}
+        found.setdefault("default", cls.from_env("default", environ))
+        return found
+
+
+class ModalBackend(RemoteBackend):
+    """Slots in sandboxes of Modal.
+
+    `rollout_s` is how long a rollout may hold a slot; None: a slot may start in any sandbox. `rung` and `require` are
+    those of `ServerBackend`.
+    """
+
+    name = "modal"
+
+    def __init__(
+        self,
+        config: ModalSandboxConfig | None = None,
+        *,
+        rollout_s: float | None = None,
+        rung: Rung | None = None,
+        require: Rung | None = None,
+    ) -> None:
+        self.config = config = config or ModalSandboxConfig()
+        super().__init__(
+            image=config.image,
+            places=config.max_sandboxes,
+            slots_per_place=config.slots_per_sandbox,
+            rung=rung,
+            require=require,
+        )
+        self.rollout_s = 0.0 if rollout_s is None else rollout_s + _GRADING_S
+        if self.rollout_s > config.max_lifetime:
+            raise ConfigError(
+                f"a rollout may hold its slot for {self.rollout_s:g} s, grading included, and sandboxes live "
+                f"{config.max_lifetime} s: raise modal_max_lifetime, or lower worker_timeout"
+            )
+        self._changed = asyncio.Condition()
+        self._keeping: asyncio.Task[None] | None = None
+        self._app: modal.App | None = None
+
+    @classmethod
+    def from_config(cls, config: JSON) -> ModalBackend:
+        """From the settings of a run. A lifetime that the user does not set is long enough for a rollout."""
+        rung, require = levels(config.isolation, config.require_sandbox)
+        wanted = ModalSandboxConfig.from_agent_env_config(config)
+        rollout_s = config.worker_timeout if config.worker_timeout > 0 else None
+        if rollout_s is not None and "modal_max_lifetime" not in config.model_fields_set:
+            needed = min(_MOST_LIFETIME_S, 2 * int(rollout_s + _GRADING_S))
+            wanted = replace(wanted, max_lifetime=max(wanted.max_lifetime, needed))
+        return cls(wanted, rollout_s=rollout_s, rung=rung, require=require)
+
+    async def check(self, host: str) -> None:
+        sdk = load_sdk()
+        name = self.config.get_app_name()
+        try:
+            self._app = await _within(_CALL_S, sdk.App.lookup.aio(name, create_if_missing=True))
+            for secret in self.config.secrets:
+                await _within(_CALL_S, sdk.Secret.from_name(secret).hydrate.aio())
+            await self._end_leftovers()
+        except sdk.exception.AuthError as error:
+            raise ConfigError(
+                "Modal does not accept the credentials, or there are none: set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, "
+                f"or run `modal token set`. Modal says: {error}"
+            ) from None
+        except sdk.exception.NotFoundError as error:
+            raise ConfigError(f"Modal has no such secret: {error}. Create it, or change modal_secrets") from None
+        except (sdk.exception.Error, OSError) as error:
+            raise ConfigError(
+                f"Modal does not answer: {_text(error)}. Check the connection and MODAL_SERVER_URL"
+            ) from None
+
+    async def _end_leftovers(self) -> None:
+        """End the sandboxes of processes of this machine that are gone."""
+        sdk = load_sdk()
+        async for sandbox in sdk.Sandbox.list.aio(app_id=self._app_id, tags={"palaestra_host": _host()}):
+            process = (await sandbox.get_tags.aio()).get("palaestra_process", "")
+            if process and not _is_alive(process):
+                _log.warning("ending the sandbox %s, whose process is gone", sandbox.object_id)
+                await sandbox.terminate.aio()
+
+    @property
+    def _app_id(self) -> str:
+        assert self._app is not None
+        assert self._app.app_id is not None
+        return self._app.app_id
+
+    async def start(self) -> None:
+        if self._started:
+            return
+        await super().start()
+        try:
+            await self._fill()
+        except BaseException:
+            await self.aclose()
+            raise
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def aclose(self) -> None:
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        await super().aclose()
+
+    def place_spec(self, spec: SlotSpec) -> PlaceSpec:
+        wanted = super().place_spec(spec)
+        assert wanted.image is not None
+        if os.path.isabs(wanted.image) or wanted.image.startswith("."):
+            raise ConfigError(f"modal takes images by name, and {wanted.image} is a path: push it to a registry first")
+        # This machine's interpreter is not copied: the image has its own, see `_PREPARE`.
+        return replace(wanted, mounts=tuple(mount for mount in wanted.mounts if mount.source != sys.base_prefix))
+
+    def make_place(self, spec: PlaceSpec, number: int, rung: Rung | None) -> Place:
+        return ModalPlace(self, spec, number, rung=rung, require=self._required)
+
+    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
+        """Also waits while `max_sandboxes` run and none has room. Raises `AcquireTimeout`."""
+        try:
+            return await super().create(spec, trajectory_id, snapshot)
+        finally:
+            await self._notify()
+
+    async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
+        wanted = self.place_spec(spec)
+        try:
+            async with asyncio.timeout(self.config.acquire_timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._is_possible(wanted))
+                if self._with_room(wanted) is None and len(self._places) >= self._most:
+                    number = next(number for number, place in self._places.items() if place.idle)
+                    await self._places.pop(number).aclose()
+                return await super()._choose(spec, without)
+        except TimeoutError:
+            raise AcquireTimeout(
+                f"no sandbox of Modal has had room for {self.config.acquire_timeout_s:g} s: {len(self._places)} of "
+                f"{self._most} run"
+            ) from None
+
+    def _is_possible(self, wanted: PlaceSpec) -> bool:
+        if self._with_room(wanted) is not None or len(self._places) < self._most:
+            return True
+        return any(place.idle for place in self._places.values())
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        try:
+            return await super().seal(slot, view)
+        finally:
+            await self._notify()
+
+    async def destroy(self, slot: Slot) -> None:
+        try:
+            await super().destroy(slot)
+        finally:
+            await self._notify()
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        try:
+            await super().forget(snapshot)
+        finally:
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _keep(self) -> None:
+        """Have the minimum of sandboxes run, and end those that nobody has used for long."""
+        while True:
+            await asyncio.sleep(min(15.0, self.config.idle_timeout / _BEATS))
+            try:
+                await self._tidy()
+                await self._fill()
+            except SandboxError as error:
+                _log.warning("modal: a sandbox cannot be replaced now: %s", error)
+            await self._notify()
+
+    async def _fill(self) -> None:
+        """Start sandboxes of the configured image up to the minimum."""
+        missing = self.config.min_sandboxes - len(self._places)
+        await asyncio.gather(*(self._start_place() for _ in range(missing)))
+
+    async def _start_place(self) -> None:
+        place = self._add_place(self.place_spec(SlotSpec()))
+        place.starting += 1
+        try:
+            await place.start()
+        finally:
+            place.starting -= 1
+
+    def _is_spare(self, place: Place) -> bool:
+        assert isinstance(place, ModalPlace)
+        if super()._is_spare(place) or not place.takes_slots:
+            return True
+        return len(self._places) > self.config.min_sandboxes and place.idle_for_s > self.config.idle_timeout
+
+    async def _tidy(self) -> None:
+        for place in self._places.values():
+            assert isinstance(place, ModalPlace)
+            place.look()
+        await super()._tidy()
+
+    async def make_sandbox(self, spec: PlaceSpec) -> modal.Sandbox:
+        """A new sandbox for a place. While Modal has no capacity for more, tries again. Raises `SandboxError`."""
+        sdk = load_sdk()
+        config = self.config
+        deadline = time.monotonic() + config.acquire_timeout_s
+        assert spec.image is not None
+        for number in itertools.count():
+            creating = sdk.Sandbox.create.aio(
+                app=self._app,
+                image=sdk.Image.from_registry(spec.image),
+                tags={"palaestra_host": _host(), "palaestra_process": _process(os.getpid())},
+                env=dict(config.env_vars),
+                secrets=[sdk.Secret.from_name(name) for name in config.secrets],
+                timeout=config.max_lifetime,
+                idle_timeout=min(config.idle_timeout, config.max_lifetime),
+                gpu=config.gpu,
+                cpu=config.cpu,
+                memory=config.memory,
+                block_network=not spec.network,
+            )
+            try:
+                return await _created(creating)
+            except sdk.exception.ResourceExhaustedError as error:
+                pause = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2**number)
+                if time.monotonic() + pause > deadline:
+                    raise SandboxError(f"Modal gives no more sandboxes: {_text(error)}") from None
+                await asyncio.sleep(pause)
+            except (sdk.exception.Error, OSError) as error:
+                raise SandboxError(f"Modal does not create a sandbox of {spec.image}: {_text(error)}") from None
+        raise AssertionError
+
+
+class ModalPlace(Place):
+    """One sandbox, and the slot server in it."""
+
+    _backend: ModalBackend
+
+    def __init__(
+        self, backend: ModalBackend, spec: PlaceSpec, number: int, *, rung: Rung | None, require: Rung | None
+    ) -> None:
+        super().__init__(backend, spec, number, rung=rung, require=require)
+        self._sandbox: modal.Sandbox | None = None
+        self._variables: dict[str, str] = {}  # the sandbox's environment, which commands inherit
+        self._trying = False
+        self._ends_at = math.inf
+        self._idle_since: float | None = None
+
+    @property
+    def takes_slots(self) -> bool:
+        return time.monotonic() + self._backend.rollout_s < self._ends_at
+
+    @property
+    def idle_for_s(self) -> float:
+        """How long it has had no slots, as far as `look` has seen it."""
+        return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
+
+    def look(self) -> None:
+        """Note whether it is idle."""
+        if not self.idle:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = time.monotonic()
+
+    async def start(self) -> None:
+        async with self._starting:
+            if self._server is not None:
+                return
+            try:
+                await self._new_sandbox()
+                await ServerBackend.start(self)
+            except BaseException:
+                await self.aclose()
+                raise
+
+    async def attempt(self, rung: Rung) -> str | None:
+        self._trying = True  # the next level is tried in the same sandbox
+        try:
+            return await super().attempt(rung)
+        finally:
+            self._trying = False
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        sandbox = self._sandbox
+        if sandbox is not None and not self._trying:
+            self._sandbox = None
+            await settle(asyncio.ensure_future(_terminate(sandbox)), _CLOSE_S)
+
+    async def _new_sandbox(self) -> None:
+        self._ends_at = time.monotonic() + self._backend.config.max_lifetime
+        self._sandbox = sandbox = await self._backend.make_sandbox(self.spec)
+        python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+        variables = await _call(_output_of(sandbox, _PREPARE, python, _VERSION))
+        self._variables = {
+            name: value
+            for name, value in json.loads(variables).items()
+            if name not in _OWN_VARIABLES and not name.startswith("MODAL_")
+        }
+        for mount in self.spec.mounts:
+            await _call(_copy_in(sandbox, mount))
+
+    async def _start_server(self, rung: Rung) -> None:
+        if self._server is not None:  # it has died: the sandbox is dead too, or not worth keeping
+            if self._sandbox is not None:
+                await _terminate(self._sandbox)
+            await self._new_sandbox()
+        assert self._sandbox is not None
+        self._server = await ModalClient.start_in(
+            self._sandbox,
+            float(self._backend.config.idle_timeout),
+            rung,
+            {"prefix": "", "first_epoch": self._last_epoch + 1},
+            self._on_lost,
+        )
+
+    async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
+        own = environment(spec, self._variables.get("PATH", SYSTEM_PATH))
+        return {**await super()._place(spec), "env": {**self._variables, **own}}
+
+
+class ModalClient(SlotClient):
+    """A slot server that runs as a command of a sandbox."""
+
+    def __init__(self, on_lost: OnLost, sandbox: modal.Sandbox, silence_s: float) -> None:
+        super().__init__(on_lost)
+        self._sandbox, self._silence_s = sandbox, silence_s
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start_in(
+        cls, sandbox: modal.Sandbox, silence_s: float, rung: Rung, settings: Fields, on_lost: OnLost
+    ) -> Self:
+        """Start a server in a sandbox. It ends when its client has been silent for `silence_s`. Raises
+        `SandboxError`."""
+        client = cls(on_lost, sandbox, silence_s)
+        await client._launch(rung.label, settings)
+        client._tasks.append(asyncio.create_task(client._beat()))
+        return client
+
+    async def _spawn(self, stream: socket.socket, rung: str) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        process = await _call(self._sandbox.exec.aio(*call_of(rung, self._silence_s), text=False))
+        ours = stream.dup()
+        ours.setblocking(False)
+        pumps = (self._send_all(ours, process), self._receive(ours, process))
+        self._tasks = [asyncio.create_task(pump) for pump in pumps]
+
+    async def _deliver(self, stream: socket.socket) -> None:
+        await send_server(stream)
+
+    async def _send_all(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
+        """Pass on what the client sends, as much as there is with each call."""
+        try:
+            while piece := await self.loop.sock_recv(ours, _PIECE):
+                process.stdin.write(piece)
+                await process.stdin.drain.aio()
+            process.stdin.write_eof()
+            await process.stdin.drain.aio()
+        except Exception as error:
+            self._end(SlotLost(f"the connection to Modal's sandbox is gone: {_text(error)}"))
+
+    async def _receive(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
+        """Pass on what the server sends, until it ends."""
+        with ours:
+            try:
+                async for piece in process.stdout:
+                    await self.loop.sock_sendall(ours, piece)
+                errors = await _within(_CALL_S, process.stderr.read.aio())
+                if self._log is not None and not self._log.closed:
+                    self._log.write(errors)
+                    self._log.flush()
+            except Exception as error:
+                self._end(SlotLost(f"Modal's sandbox has ended: {_text(error)}"))
+
+    async def _beat(self) -> None:
+        """Keep the server alive, and notice a connection on which nothing arrives."""
+        pause = self._silence_s / _BEATS
+        while not self.ended:
+            await asyncio.sleep(pause)
+            answer = asyncio.create_task(self.call("forget", {"layers": []}))
+            done, _ = await asyncio.wait([answer], timeout=self._silence_s)
+            if not done:
+                self._end(SlotLost(f"Modal's sandbox has not answered for {self._silence_s:g} s"))
+            with contextlib.suppress(SandboxError):
+                await answer
+
+    async def aclose(self) -> None:
+        self._end()
+        await super().aclose()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def load_sdk() -> Any:  # the module `modal`, whose functions have attributes that its types do not declare
+    """The client of Modal. Raises `ConfigError` if it is not installed."""
+    try:
+        import modal
+        import modal.exception
+    except ImportError:
+        raise ConfigError("the backend modal needs Modal's client: pip install 'palaestra[modal]'") from None
+    return modal
+
+
+async def _within(limit_s: float, work: Awaitable[T]) -> T:
+    """The result of a call. Raises OSError if it takes longer."""
+    try:
+        return await asyncio.wait_for(work, limit_s)
+    except TimeoutError:
+        raise OSError(f"no answer in {limit_s:g} s") from None
+
+
+async def _call(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a call to a sandbox. Raises `SlotLost` for its failure."""
+    try:
+        return await _within(_CREATE_S, work)
+    except Exception as error:  # the client also raises errors of the libraries it uses
+        raise SlotLost(f"Modal's sandbox does not start commands: {_text(error)}") from None
+
+
+async def _created(creating: Coroutine[Any, Any, modal.Sandbox]) -> modal.Sandbox:
+    """A new sandbox; one that nobody waits for any more is ended."""
+    task = asyncio.ensure_future(creating)
+    try:
+        return await _within(_CREATE_S, asyncio.shield(task))
+    except BaseException:
+        task.add_done_callback(_end_unwanted)
+        raise
+
+
+_ending: set[asyncio.Task[None]] = set()
+
+
+def _end_unwanted(creating: asyncio.Future[modal.Sandbox]) -> None:
+    if not creating.cancelled() and creating.exception() is None:
+        task = asyncio.ensure_future(_terminate(creating.result()))
+        _ending.add(task)
+        task.add_done_callback(_ending.discard)
+
+
+async def _terminate(sandbox: modal.Sandbox) -> None:
+    sdk = load_sdk()
+    try:
+        await _within(_CLOSE_S, sandbox.terminate.aio())
+    except (sdk.exception.Error, OSError) as error:
+        _log.warning("the sandbox %s could not be ended, and ends at its deadline: %s", sandbox.object_id, _text(error))
+
+
+async def _output_of(sandbox: modal.Sandbox, program: str, *arguments: str) -> str:
+    process = await sandbox.exec.aio("python3", "-I", "-S", "-c", program, *arguments)
+    output, errors = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
+    if await process.wait.aio() != 0:
+        raise OSError(f"python3 does not run there: {errors.strip()[-500:]}")
+    return str(output)
+
+
+async def _copy_in(sandbox: modal.Sandbox, mount: Mount) -> None:
+    """Copy a directory of this machine into the sandbox."""
+    process = await sandbox.exec.aio("python3", "-I", "-S", "-c", _UNPACK)
+    async for packed in _packed(mount):
+        for start in range(0, len(packed), _PIECE):
+            process.stdin.write(packed[start : start + _PIECE])
+            await process.stdin.drain.aio()
+    process.stdin.write_eof()
+    await process.stdin.drain.aio()
+    errors = await process.stderr.read.aio()
+    if await process.wait.aio() != 0:
+        raise OSError(f"{mount.source} cannot be copied to {mount.target}: {errors.strip()[-500:]}")
+
+
+async def _packed(mount: Mount) -> AsyncIterator[bytes]:
+    """A tar file of the directory, entry by entry."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w|", bufsize=_PIECE) as files:
+        for path in [mount.source, *sorted(map(str, Path(mount.source).rglob("*")))]:
+            name = mount.target.lstrip("/") + path[len(mount.source) :]
+            await asyncio.to_thread(files.add, path, name, recursive=False)
+            if buffer.tell() >= _PIECE:
+                yield buffer.getvalue()
+                buffer.seek(0)
+                buffer.truncate()
+    yield buffer.getvalue()
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _host() -> str:
+    """This machine since its start, as far as this process sees its processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _process(pid: int) -> str:
+    """A process that no other one of this machine is taken for: its number and its start. Source: proc_pid_stat(5)."""
+    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{pid}-{started}"
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        return _process(int(process.partition("-")[0])) == process
+    except (OSError, ValueError):
+        return False
+
+
+def _typed(what: str, declared: str, value: JSON) -> JSON:
+    """A value from a file or a variable as the type of its field. Raises `ConfigError`."""
+    try:
+        if declared.startswith("list"):
+            return (
+                [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else list(value)
+            )
+        if declared.startswith("dict"):
+            pairs = (
+                (pair.partition("=") for pair in value.split(";") if pair.strip()) if isinstance(value, str) else None
+            )
+            if pairs is None:
+                return {str(key): str(each) for key, each in value.items()}
+            found = {key.strip(): each.strip() for key, equals, each in pairs if equals}
+            if len(found) != len([pair for pair in value.split(";") if pair.strip()]):
+                raise ValueError(value)
+            return found
+        return {"int": int, "float": float}.get(declared, str)(value)
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{what} cannot be {value!r}") from None
