@@ -11,8 +11,7 @@ from recorded import write_run
 
 from palaestra.cli.main import cli, main
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.observe.compare_runs import compare
-from palaestra.rollouts.observe.intervals import student
+from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores, compare
 from palaestra.rollouts.records import Group, Trajectory
 
 
@@ -28,6 +27,10 @@ def group(number: int, task: str, *rewards: float | None) -> Group:
     return Group(group_id=f"g{number}", number=number, task_id=task, trajectories=rollouts)
 
 
+def compared(first: list[Group], other: list[Group]) -> RunComparison:
+    return compare(RunScores.of(first), RunScores.of(other))
+
+
 FIRST = [group(0, "a", 1.0, 1.0), group(1, "b", 0.0, 1.0), group(2, "c", None, 1.0), group(3, "mine", 1.0)]
 OTHER = [
     group(0, "c", 0.0),
@@ -39,7 +42,7 @@ OTHER = [
 
 
 def test_tasks_are_paired_whatever_their_order_and_size() -> None:
-    found = compare(FIRST, OTHER)
+    found = compared(FIRST, OTHER)
     assert [(pair.task, pair.first, pair.other) for pair in found.pairs] == [
         ("a", 1.0, 0.5),
         ("b", 0.5, 0.5),
@@ -47,14 +50,34 @@ def test_tasks_are_paired_whatever_their_order_and_size() -> None:
     ]
     assert (found.better, found.worse, found.only_first, found.only_other) == (2, 0, ("mine",), ("theirs",))
     assert found.difference == pytest.approx(0.5)
-    assert found.low == pytest.approx(0.5 - 4.302653 * 0.5 / 3**0.5)  # by hand: differences 0.5, 0, 1
-    assert found.high == pytest.approx(0.5 + 4.302653 * 0.5 / 3**0.5)
-    assert compare(FIRST[:1], OTHER).low is None
+    trials = 0.75 * 0.25 / (1 / 48)  # of the differences 0.5, 0, 1, from -1..1 to 0..1: their mean's share and variance
+    square = 4.302653**2 / trials
+    middle, reach = 0.75 + square / 2, (square * 0.75 * 0.25 + square**2 / 4) ** 0.5
+    bounds = [2 * (middle + sign * reach) / (1 + square) - 1 for sign in (-1, 1)]
+    assert [found.low, found.high] == pytest.approx(bounds, abs=1e-4)
+    assert found.winner == 0
+    assert "one run only" in found.undecided
+    alone = compared(FIRST[:1], OTHER)
+    assert (alone.low, alone.high) == pytest.approx((0.5 * 0.2066 - 0.7934, 0.5 * 0.2066 + 0.7934), abs=1e-4)
 
 
-@pytest.mark.parametrize(("freedom", "tabulated"), [(1, 12.7062), (3, 3.1824), (5, 2.5706), (30, 2.0423)])
-def test_the_quantiles_are_those_of_the_tables(freedom: int, tabulated: float) -> None:
-    assert student(freedom) == pytest.approx(tabulated, rel=2e-4)
+def test_winning_each_of_three_tasks_is_no_proof_and_each_of_ten_is() -> None:
+    won, lost = ([group(n, f"t{n}", reward) for n in range(10)] for reward in (1.0, 0.0))
+    few = compared(won[:3], lost[:3])
+    assert few.low is not None
+    assert few.low < 0
+    assert (few.winner, few.undecided) == (0, "the interval contains 0")
+    assert (compared(won, lost).winner, compared(lost, won).winner) == (1, -1)
+
+
+def test_no_winner_is_named_where_the_coverage_differs() -> None:
+    won, lost = ([group(n, f"t{n}", reward, reward) for n in range(10)] for reward in (1.0, 0.0))
+    lost[0] = group(0, "t0", 0.0, None)
+    found = compared(won, lost)
+    assert found.low is not None
+    assert found.low > 0
+    assert found.winner == 0
+    assert "20 of 20 against 19 of 20" in found.undecided
 
 
 def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,9 +89,11 @@ def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFix
     assert said(first, other) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
-    assert lines[0] == "  +0.500  1.000 against 0.500  a"
-    assert lines[-2] == "+0.500 (-0.742 to +1.742) over 3 tasks: better on 2, worse on 0"
-    assert lines[-1] == "+0.333 (-0.384 to +1.050) with the unscored as 0, over 3 tasks"
+    assert "  +0.500  1.000 against 0.500  a" in lines
+    assert lines[-3].startswith("+0.500 (-0.622 to +0.950) over 3 tasks: better on 2, worse on 0")
+    assert lines[-2].startswith("+0.333 (-0.")
+    assert lines[-1].startswith("no winner: ")
+    assert "6 of 7 rollouts scored, 4 tasks" in lines[0]
     assert f"1 tasks have a reward only in {other}" in told.err
     assert said(other, first, "--json") == 0
     assert json.loads(capsys.readouterr().out)["difference"] == pytest.approx(-0.5)
@@ -84,9 +109,9 @@ def test_tasks_that_asked_something_else_are_said(tmp_path: Path, capsys: pytest
         return [msgspec.structs.replace(group(n, f"item-{n}", 1.0), asked=each) for n, each in enumerate(asked)]
 
     first, other = asking("dog", "cat", ""), asking("dog", "cow", "hen")
-    assert compare(first, other).asked_otherwise == ("item-1",)
+    assert compared(first, other).asked_otherwise == ("item-1",)
     again = [*other, msgspec.structs.replace(group(3, "item-1", 0.0), asked="cat")]
-    assert compare(first, again).asked_otherwise == ()
+    assert compared(first, again).asked_otherwise == ()
     paths = [str(write_run(tmp_path / name, *run)) for name, run in (("first", first), ("other", other))]
     cli.main(["compare", *paths], standalone_mode=False)
     assert "1 of these tasks, item-1 first, asked something else" in capsys.readouterr().err
@@ -97,5 +122,25 @@ def test_those_that_differ_most_are_shown(tmp_path: Path, capsys: pytest.Capture
     other = [group(n, f"t{n}", 0.0) for n in range(1, 31)]
     paths = [str(write_run(tmp_path / name, *run)) for name, run in (("first", first), ("other", other))]
     cli.main(["compare", *paths], standalone_mode=False)
-    shown = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[:20]]
+    shown = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if " against 0.000  t" in line]
     assert shown == [f"t{n}" for n in range(11, 31)]
+
+
+def test_several_runs_are_compared_with_their_models_and_differing_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for name, reward in (("small", 0.0), ("large", 1.0), ("large-again", 1.0)):
+        config = {"env": {"group_size": 1, "max_agent_turns": len(name)}, "openai": [{"model_name": name}]}
+        groups = [group(n, f"t{n}", reward) for n in range(10)]
+        paths.append(str(write_run(tmp_path / name, *groups, model=name, config=config)))
+    assert main(["compare", *paths]) == 0
+    out = capsys.readouterr().out
+    assert 'openai.model_name: "small" | "large" | "large-again"' in out
+    assert "env.max_agent_turns: 5 | 5 | 11" in out
+    assert "group_size" not in out
+    assert f"better: {paths[1]} (large)" in out
+    assert main(["compare", *paths, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [run["model"] for run in found["runs"]] == ["small", "large", "large-again"]
+    assert [found["winner"], found["others"][0]["winner"]] == [-1, -1]

@@ -1,4 +1,4 @@
-"""Record the golden runs again: python tests/golden/make.py OUT
+"""Record the golden runs again: python tests/golden/make.py OUT [--exports]
 
 The script writes three folders, with the layout of those next to it: `OUT/runs/NAME` has the journal and the tool
 recording of each run, `OUT/exports/NAME` every export, the HTML report and the output of the commands that summarise a
@@ -6,6 +6,8 @@ run, `OUT/model` the tokenizer of the token-exact runs. Files of 4 kB and more a
 
 The committed folders are what earlier versions wrote and what later versions must read and export unchanged. Replace
 them only after an intended change of the journal or of an export format.
+
+With --exports the committed runs are exported again, and no run is recorded: for a change of an export alone.
 
 Each run is a process of its own in /tmp/golden, so that no path of this machine is recorded. Times, run ids and ports
 differ between two recordings; conversations, tokens and rewards do not. Runs that are to be cut off are killed while
@@ -27,7 +29,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from golden.cases import CASES, ENVIRONMENTS, Case, copy_run, exports, report, store, summaries
+from golden.cases import CASES, ENVIRONMENTS, RUNS, Case, copy_run, exports, load, report, store, summaries
+from golden.cases import MODEL as COMMITTED_MODEL
 from golden.servers import (
     MCP_SERVER,
     SCRIPTS,
@@ -53,17 +56,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="record this run only")
+    parser.add_argument("--exports", action="store_true", help="export the committed runs again, and record none")
     options = parser.parse_args()
     if TOP.exists():
         parser.error(f"{TOP} exists: wait for the other recording, or remove what it left")
     TOP.mkdir()
     try:
+        chosen = [case for case in CASES if options.only in ("", case.name)]
+        if options.exports:
+            MODEL.mkdir()
+            for name, data in load(COMMITTED_MODEL).items():
+                (MODEL / name).write_bytes(data)
+            for case in chosen:
+                store_exports(case, TOP / case.name, RUNS, options.out)
+            return 0
         save_model(MODEL)
         for path in MODEL.iterdir():
             store(options.out / "model" / path.name, path.read_bytes())
-        for case in CASES:
-            if options.only in ("", case.name):
-                record(case, options.out)
+        for case in chosen:
+            record(case, options.out)
     finally:
         shutil.rmtree(TOP)
     return 0
@@ -87,22 +98,27 @@ def record(case: Case, out: Path) -> None:
         with serving(ChatServer(case.server, "after")) as chat:
             resume = ["--resume", str(run.relative_to(folder))]
             run_command(case, folder, [*case.command(Path(), chat.url, MODEL), *resume])
-    for kind in ("runs", "exports"):
-        shutil.rmtree(out / kind / case.name, ignore_errors=True)
+    shutil.rmtree(out / "runs" / case.name, ignore_errors=True)
     for path in (journal, run / "world.jsonl"):
         if path.exists():
             store(out / "runs" / case.name / path.name, path.read_bytes())
-    copy = folder / "copy"
-    copy_run(case, copy, out / "runs")
-    made = {**exports(copy), **summaries(case, copy)}
+    made = store_exports(case, folder / "copy", out / "runs", out)
     if not case.cut_off:
         start = json.loads(journal.read_bytes().partition(b"\n")[0])
         assert made["atropos.jsonl"] == Path(start["config"]["groups_file"]).read_bytes()
-        if case.reports:
-            made["report.html"] = report(case, copy, MODEL)
+
+
+def store_exports(case: Case, copy: Path, runs: Path, out: Path) -> dict[str, bytes]:
+    """Store what the commands make of a recorded run, copied to the folder `copy`."""
+    copy_run(case, copy, runs)
+    made = {**exports(copy), **summaries(case, copy)}
+    if case.reports and not case.cut_off:
+        made["report.html"] = report(case, copy, MODEL)
+    shutil.rmtree(out / "exports" / case.name, ignore_errors=True)
     for name, data in made.items():
         store(out / "exports" / case.name / name, data)
     print(f"{case.name}: {', '.join(sorted(made))}")
+    return made
 
 
 @contextlib.contextmanager

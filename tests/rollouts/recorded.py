@@ -132,11 +132,18 @@ def groups() -> list[Group]:
     return [sky(), broken()]
 
 
-def write_run(folder: Path, *finished: Group, order: Sequence[int] = (), ended: bool = True) -> Path:
+def write_run(
+    folder: Path,
+    *finished: Group,
+    order: Sequence[int] = (),
+    ended: bool = True,
+    model: str = "m",
+    config: dict[str, JSON] | None = None,
+) -> Path:
     """A run folder whose groups ended in `order` (of places), their lines interleaved as a run's are."""
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "journal.jsonl")
-    journal.append(RunStarted(at=1.5, run_id="run-1", env="weather", model="m", seed=7))
+    journal.append(RunStarted(at=1.5, run_id="run-1", env="weather", model=model, seed=7, config=config or {}))
     for group in finished:
         journal.append(GroupStarted(group=Group(**{**fields(group), "trajectories": [], "error": ""})))
     for group in finished:

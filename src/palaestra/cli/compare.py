@@ -1,47 +1,102 @@
-"""`palaestra compare RUN OTHER`: two runs of the same tasks beside each other."""
+"""`palaestra compare RUN OTHER…`: runs of the same tasks next to each other."""
 
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from palaestra.core.types import JSON
+    from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores
+
 _SHOWN = 20
+_SHOWN_SETTINGS = 15
 
 
 @click.command(
     "compare",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Say which of two runs of the same tasks did better, and how sure that is.
+    help="""Report which of several runs of the same tasks did better, and how sure that is.
 
     \b
-      palaestra compare runs/my_env--NEW/… runs/my_env--OLD/…
+      palaestra compare last last:2
+      palaestra compare runs/my_env--NEW/… runs/my_env--OLD/… runs/my_env--OLDER/…
       palaestra compare RUN OTHER --json | jq .difference
 
-    Tasks are paired by their id, each with the mean reward of its rollouts; the difference is RUN minus OTHER, with the
-    95 % interval of its mean over the tasks. If the interval contains 0, these tasks do not show a difference.
-    Rollouts that infrastructure failures ended are left out; if there are any, a second line counts them as 0.
+    RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
+    difference is RUN minus OTHER, with the 95 % interval of its mean over the tasks. No winner is named if the interval
+    contains 0, or if the runs do not cover the same tasks and the same share of their rollouts. Rollouts that
+    infrastructure failures ended are left out; if there are any, a second line counts them as 0. The models and the
+    settings that differ are listed first.
     """,
 )
 @click.argument("run")
-@click.argument("other")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable, with every task.")
-def command(run: str, other: str, as_json: bool) -> None:
+@click.argument("others", metavar="OTHER...", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every task; further runs are in `others`.")
+def command(run: str, others: tuple[str, ...], as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
-    from palaestra.rollouts.journal.reader import open_recording
-    from palaestra.rollouts.observe.compare_runs import compare
+    from palaestra.rollouts.observe.compare_runs import compare, differing_settings
 
-    first, second = open_recording(run), open_recording(other)
-    try:
-        found = compare(first, second)
-        whole = compare(first, second, unscored=0.0)
-    except ValueError as error:
-        raise ConfigError(f"{run} and {other} cannot be compared: {error}") from None
+    runs = [_scores(each) for each in (run, *others)]
+    found: list[tuple[RunComparison, RunComparison]] = []
+    for other in runs[1:]:
+        try:
+            found.append((compare(runs[0], other), compare(runs[0], other, unscored=0.0)))
+        except ValueError as error:
+            raise ConfigError(f"{run} and {other.name} cannot be compared: {error}") from None
+    settings = differing_settings(runs)
     if as_json:
-        beside = {"difference": whole.difference, "low": whole.low, "high": whole.high, "tasks": len(whole.pairs)}
-        click.echo(json.dumps(found.to_json() | {"with_unscored": beside}, indent=2))
+        about = {"runs": [each.to_json() for each in runs], "settings": settings}
+        first, *further = [_plain(*pair) for pair in found]
+        click.echo(json.dumps(first | about | ({"others": further} if further else {}), indent=2))
         return
+    for each in runs:
+        click.echo(each.line())
+    _show_settings(settings)
+    for other, (scored, whole) in zip(runs[1:], found, strict=True):
+        _show(runs[0], other, scored, whole)
+    if len(found) > 1:
+        click.echo(f"{len(found)} comparisons: on average one 95 % interval in 20 misses its value", err=True)
+
+
+def _scores(run: str) -> RunScores:
+    from palaestra.rollouts.journal.reader import open_recording
+    from palaestra.rollouts.observe.compare_runs import RunScores
+
+    recording = open_recording(run)
+    meta = recording.meta
+    return RunScores.of(recording, run, meta.env, meta.model, meta.config)
+
+
+def _plain(scored: RunComparison, whole: RunComparison) -> dict[str, JSON]:
+    with_unscored = {
+        "difference": whole.difference,
+        "low": whole.low,
+        "high": whole.high,
+        "tasks": len(whole.pairs),
+    }
+    return scored.to_json() | {"with_unscored": with_unscored}
+
+
+def _show_settings(settings: dict[str, list[JSON]]) -> None:
+    if settings:
+        click.echo("settings that differ:")
+    for name, values in list(settings.items())[:_SHOWN_SETTINGS]:
+        click.echo(f"  {name}: {' | '.join(_short(value) for value in values)}")
+    if len(settings) > _SHOWN_SETTINGS:
+        click.echo(f"  and {len(settings) - _SHOWN_SETTINGS} more (--json)")
+
+
+def _short(value: JSON) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComparison) -> None:
     changed = sorted((pair for pair in found.pairs if pair.difference), key=lambda pair: -abs(pair.difference))
+    click.echo(f"{run.name} against {other.name}:")
     for pair in sorted(changed[:_SHOWN], key=lambda pair: pair.difference):
         click.echo(f"{pair.difference:+8.3f}  {pair.first:.3f} against {pair.other:.3f}  {pair.task}")
     if len(changed) > _SHOWN:
@@ -50,12 +105,14 @@ def command(run: str, other: str, as_json: bool) -> None:
     click.echo(f"{found.difference:+.3f}{found.interval} over {counts}")
     if whole.pairs != found.pairs:
         click.echo(f"{whole.difference:+.3f}{whole.interval} with the unscored as 0, over {len(whole.pairs)} tasks")
+    best = run if found.winner > 0 else other
+    click.echo(f"no winner: {found.undecided}" if not found.winner else f"better: {best.name} ({best.model})")
     if found.asked_otherwise:
         click.echo(
             f"{len(found.asked_otherwise)} of these tasks, {found.asked_otherwise[0]} first, asked something else in "
-            f"{other}: the prompt is another there, or the id (the number of an item, say) names another task",
+            f"{other.name}: the prompt differs there, or the id (the number of an item, say) names another task",
             err=True,
         )
     for where, tasks in ((run, found.only_first), (other, found.only_other)):
         if tasks:
-            click.echo(f"{len(tasks)} tasks have a reward only in {where}", err=True)
+            click.echo(f"{len(tasks)} tasks have a reward only in {where.name}", err=True)

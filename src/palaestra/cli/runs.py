@@ -17,8 +17,9 @@ import click
       palaestra runs
       palaestra runs --limit 100 --json | jq -r '.[] | select(.state == "done") | .path'
 
-    Each line has the run's id, its state, finished groups, rollouts, mean reward, environment and model. Other commands
-    take the id, or its beginning, as RUN; `last` is the first run of this list, `last:2` the second.
+    Each line has the run's id, its state, finished groups, mean reward, the rollouts that have a reward of those that
+    were planned, environment and model. Other commands take the id, or its beginning, as RUN; `last` is the first run
+    of this list, `last:2` the second.
     """,
 )
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, at most.")
@@ -39,6 +40,8 @@ def command(limit: int, root: Path, as_json: bool) -> None:
                 "state": status.state,
                 "groups": status.groups_ended,
                 "rollouts": status.rollouts,
+                "scored": status.scored,
+                "planned": status.planned,
                 "mean_reward": status.mean_reward,
                 "env": status.env,
                 "model": status.model,
@@ -49,7 +52,8 @@ def command(limit: int, root: Path, as_json: bool) -> None:
         return
     for row in rows:
         reward = "-" if row["mean_reward"] is None else f"{row['mean_reward']:.3f}"
-        counts = f"{row['groups']:>6} groups {row['rollouts']:>7} rollouts  reward {reward:<6}"
+        covered = f"{row['scored']} of {row['planned']} scored"
+        counts = f"{row['groups']:>6} groups  reward {reward:<6} ({covered})"
         click.echo(f"{row['id']}  {row['state']:<11} {counts}  {row['env']} with {row['model']}")
     if not folders:
         click.echo(f"there are no runs in {root.resolve()}", err=True)

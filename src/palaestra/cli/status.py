@@ -94,18 +94,19 @@ def _prepared(status: RunStatus) -> str:
 
 
 def _reward(status: RunStatus) -> str:
+    from palaestra.rollouts.observe.intervals import in_words
+
     if status.mean_reward is None:
         return "none yet"
     lost = status.rollouts - status.scored
-    scored = f"{status.mean_reward:.3f}{_within(status.mean_interval)} over {status.scored} scored"
-    with_unscored = f"{status.mean_with_unscored:.3f}{_within(status.mean_with_unscored_interval)}"
+    covered = f"{status.scored} of {status.planned} rollouts scored"
+    scored = f"{status.mean_reward:.3f}{in_words(status.mean_interval)}"
+    with_unscored = f"{status.mean_with_unscored:.3f}{in_words(status.mean_with_unscored_interval)}"
     full = status.full
-    share = "" if full is None else f", {100 * full.share:.1f} % full{_within((100 * full.low, 100 * full.high), 1)}"
-    return f"{scored}{share}" + (f"; {with_unscored} with the {lost} unscored as 0" if lost else "")
-
-
-def _within(interval: tuple[float, float] | None, digits: int = 3) -> str:
-    return "" if interval is None else f" ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})"
+    share = (
+        "" if full is None else f", {100 * full.share:.1f} % full{in_words((100 * full.low, 100 * full.high), '.1f')}"
+    )
+    return f"{scored}{share}; {covered}" + (f"; {with_unscored} with the {lost} unscored as 0" if lost else "")
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import LAST, RUNS, Recording, find_run, journal_of
-from palaestra.rollouts.observe.metrics import Figures
+from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.records import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Run:
     @cached_property
     def metrics(self) -> dict[str, float]:
         """The metrics of the whole run by name, with the environment's own once the run has ended."""
-        figures = Figures()
+        figures = Figures(group_size(self.recording.meta.config))
         for group in self:
             figures.add(group)
         return figures.numbers() | _last_metrics(self.path / "metrics.jsonl")

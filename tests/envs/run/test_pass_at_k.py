@@ -43,6 +43,7 @@ def test_an_evaluation_counts_attempts_apart_from_tasks() -> None:
     found = figures(done, 4, tasks=3, labels={"a": ("category/files",), "b": ("category/text",)})
     assert (found["tasks"], found["tasks_not_run"], found["attempts"]) == (3, 1, 8)
     assert (found["unscored"], found["unscored/grader"]) == (1, 1)
+    assert (found["planned"], found["scored"]) == (12, 7)
     assert found["pass_rate"] == pytest.approx(2 / 7)
     assert found["mean_reward"] == pytest.approx(2.5 / 7)
     assert found["mean_reward/low"] < 2.5 / 7 < found["mean_reward/high"]
@@ -59,3 +60,17 @@ def test_the_line_for_people_counts_the_tasks_that_the_rate_is_over() -> None:
     figure = {"pass@1": 0.5, "pass@1/low": 0.1, "pass@1/high": 0.9, "pass@1/tasks": 3, "tasks": 4}
     assert in_short(figure).endswith("over 3 of 4 tasks")
     assert in_short({**figure, "pass@1/tasks": 4}).endswith("over 4 tasks")
+    assert in_short({**figure, "planned": 16, "scored": 13}).endswith("3 of 4 tasks, 13 of 16 rollouts scored")
+
+
+def test_mean_share_and_pass_at_1_of_one_evaluation_have_one_interval() -> None:
+    for rewards in ([[0.0] * 4] * 5, [[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0, 1.0, 1.0, 0.0]]):
+        done = [attempt(str(task), n, reward) for task, row in enumerate(rewards) for n, reward in enumerate(row)]
+        found = figures(done, 4, tasks=len(rewards))
+        for end in ("low", "high"):
+            assert found[f"pass@1/{end}"] == pytest.approx(found[f"mean_reward/{end}"])
+            assert found[f"pass@1/{end}"] == pytest.approx(found[f"pass_rate/{end}"])
+
+
+def test_an_evaluation_without_pass_at_k_shows_its_own_figures() -> None:
+    assert in_short({"eval/pct": 0.5, "note": "x"}) == "pct 0.5"

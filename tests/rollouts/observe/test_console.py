@@ -78,7 +78,7 @@ def test_a_log_gets_one_line_per_finished_group(log, clock):
     assert log.getvalue().splitlines() == [
         "[1/2] fix-sort: reward 1 0 · 2.5s",
         "[2/2] fix-sort: not run: pip failed exit 1",
-        "done: groups 2/2 · rollouts 2/4 in 8.0s · reward 0.500 · natural 2 · 15.0 rollouts/min",
+        "done: groups 2/2 · rollouts 2/4 in 8.0s · reward 0.500 (2 of 2 scored) · natural 2 · 15.0 rollouts/min",
     ]
 
 
@@ -94,7 +94,8 @@ def test_a_log_gets_a_status_line_every_ten_seconds_at_most(log, clock):
     tell(progress, RolloutEnded(trajectory=rollout(0)))
     last = log.getvalue().splitlines()[-1]
     assert last == (
-        "groups 0/10 · rollouts 1/40 · running 1 tool · reward 1.000 · natural 1 · 1.5 rollouts/min · ETA 26m00s"
+        "groups 0/10 · rollouts 1/40 · running 1 tool · reward 1.000 (1 of 1 scored) · natural 1 · 1.5 rollouts/min"
+        " · ETA 26m00s"
     )
 
 
@@ -150,7 +151,7 @@ def test_the_live_view_shows_counts_stages_and_results(log, clock):
     assert "needs [bold]live?" in shown
     assert "groups 0/2 · rollouts 1/4" in shown
     assert "model 1  grade 1" in shown
-    assert "reward 0.500 · natural 1" in shown
+    assert "reward 0.500 (1 of 1 scored) · natural 1" in shown
     assert "ETA 6.0s" in shown
 
 

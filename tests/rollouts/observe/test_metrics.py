@@ -5,8 +5,8 @@ import pytest
 
 from palaestra.core.types import Blame, Outcome
 from palaestra.envs.run.report_metrics import MetricsFile
-from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
-from palaestra.rollouts.observe.metrics import quantile, summarise
+from palaestra.rollouts.observe.intervals import mean_interval
+from palaestra.rollouts.observe.metrics import Figures, quantile, summarise
 from palaestra.rollouts.records import Beside, Group, ToolErrorRecord, Trajectory, TurnRecord
 
 
@@ -28,6 +28,13 @@ def trajectory(index, reward, outcome=Outcome.NATURAL, **fields):
 
 def group(*trajectories):
     return Group(group_id="g", number=0, task_id="t", trajectories=list(trajectories))
+
+
+def of_one_task(name, mean):
+    """A metric over the values of one task: its interval is that of one value, 1 / (1 + z^2) sure."""
+    like = 1 / (1 + 1.959964**2)
+    bounds = {f"{name}/low": like * mean, f"{name}/high": like * mean + 1 - like}
+    return {name: pytest.approx(mean)} | {end: pytest.approx(bound) for end, bound in bounds.items()}
 
 
 def test_what_a_run_amounts_to():
@@ -56,23 +63,18 @@ def test_what_a_run_amounts_to():
         "groups": 2,
         "groups_failed": 1,
         "rollouts": 3,
+        "rollouts_planned": 3,
         "scored": 2,
         "outcomes/natural": 1,
         "outcomes/max_turns": 1,
         "outcomes/infra_error": 1,
         "blame/sandbox": 1,
-        "blame_rate/sandbox": pytest.approx(1 / 3),
-        "blame_rate/sandbox/low": pytest.approx(0.0615, abs=1e-4),
-        "blame_rate/sandbox/high": pytest.approx(0.7923, abs=1e-4),
-        "reward/mean": 0.5,
+        **of_one_task("blame_rate/sandbox", 1 / 3),
+        **of_one_task("reward/mean", 0.5),
         "reward/std": 0.5,
-        "reward/mean_with_unscored": pytest.approx(1 / 3),
-        "percent_correct": 0.5,
-        "percent_correct/low": pytest.approx(0.0945, abs=1e-4),
-        "percent_correct/high": pytest.approx(0.9055, abs=1e-4),
-        "percent_correct_with_unscored": pytest.approx(1 / 3),
-        "percent_correct_with_unscored/low": pytest.approx(0.0615, abs=1e-4),
-        "percent_correct_with_unscored/high": pytest.approx(0.7923, abs=1e-4),
+        **of_one_task("reward/mean_with_unscored", 1 / 3),
+        **of_one_task("percent_correct", 0.5),
+        **of_one_task("percent_correct_with_unscored", 1 / 3),
         "turns/mean": pytest.approx(2 / 3),
         "tokens/prompt": 100,
         "tokens/completion": 10,
@@ -100,26 +102,29 @@ def test_intervals_costs_and_stages_where_there_is_enough_to_know():
 
 def test_the_interval_with_the_unscored_takes_them_as_zeros_of_their_group():
     lost = {"outcome": Outcome.INFRA_ERROR, "blame": Blame.SANDBOX}
-    numbers = summarise([group(trajectory(0, 1.0), trajectory(1, None, **lost)), group(trajectory(0, 1.0))])
-    assert (numbers["reward/mean/low"], numbers["reward/mean/high"]) == (1.0, 1.0)
+    other = Group(group_id="h", number=1, task_id="u", trajectories=[trajectory(0, 1.0)])
+    numbers = summarise([group(trajectory(0, 1.0), trajectory(1, None, **lost)), other])
+    assert (numbers["reward/mean/low"], numbers["reward/mean/high"]) == pytest.approx(mean_interval([[1.0], [1.0]]))
     low, high = mean_interval([[1.0, 0.0], [1.0]])
     assert numbers["reward/mean_with_unscored/low"] == pytest.approx(low)
     assert numbers["reward/mean_with_unscored/high"] == pytest.approx(high)
 
 
-def test_rollouts_of_one_group_tell_less_of_the_share_that_is_correct_than_as_many_of_other_groups():
-    def interval(*groups_of_rewards):
-        rewards = [group(*(trajectory(i, each) for i, each in enumerate(those))) for those in groups_of_rewards]
-        numbers = summarise(rewards)
-        return numbers["percent_correct/low"], numbers["percent_correct/high"]
+def test_a_mean_and_its_share_have_the_same_interval_over_tasks_and_not_over_groups():
+    again = [Group(group_id=f"g{n}", number=n, task_id="t", trajectories=[trajectory(0, 0.0)]) for n in range(9)]
+    other = Group(group_id="h", number=9, task_id="u", trajectories=[trajectory(0, 0.0)])
+    numbers = summarise([*again, other])
+    for name in ("reward/mean", "percent_correct"):
+        assert (numbers[f"{name}/low"], numbers[f"{name}/high"]) == pytest.approx(mean_interval([[0.0] * 9, [0.0]]))
 
-    alike = interval(*[[1.0] * 8] * 3, *[[0.0] * 8] * 3)
-    mixed = interval(*[[1.0, 0.0] * 4] * 6)
-    assert alike == pytest.approx(mean_interval([[1.0] * 8] * 3 + [[0.0] * 8] * 3))
-    assert mixed == pytest.approx(rate_interval(24, 48))
-    assert alike[0] < mixed[0] < 0.5 < mixed[1] < alike[1]
-    assert interval(*[[1.0] * 8] * 3) == pytest.approx(rate_interval(24, 24)), "no width is no certainty"
-    assert interval([1.0, 0.0]) == pytest.approx(rate_interval(1, 2))
+
+def test_a_group_that_could_not_be_prepared_lacks_its_rollouts():
+    figures = Figures(group_size=4)
+    figures.add(group(*(trajectory(index, 1.0) for index in range(4))))
+    figures.add(Group(group_id="h", number=1, task_id="u", error="no image"))
+    numbers = figures.numbers()
+    assert (numbers["rollouts"], numbers["rollouts_planned"], numbers["scored"]) == (4, 8, 4)
+    assert (numbers["reward/mean"], numbers["reward/mean_with_unscored"]) == (1.0, 0.5)
 
 
 def test_nothing_measured_is_left_out_rather_than_zero():

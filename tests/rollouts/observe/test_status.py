@@ -16,27 +16,12 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.events import Alive, AttemptDiscarded, GroupStarted, RolloutEnded, RunResumed
 from palaestra.rollouts.journal.journal import Journal
-from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
+from palaestra.rollouts.observe.intervals import mean_interval
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import LONGEST_LISTED, StatusFile, read_stages
 from palaestra.rollouts.records import Beside, Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-
-
-def test_the_intervals_are_those_of_the_books() -> None:
-    assert rate_interval(8, 10) == (pytest.approx(0.4901, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-    assert rate_interval(0, 20) == (0.0, pytest.approx(0.1611, abs=1e-4))
-    assert rate_interval(20, 20)[1] == 1.0
-    assert mean_interval([[1.0, 0.0], []]) is None
-    apart = mean_interval([[0.0], [1.0]] * 50)
-    assert apart == (pytest.approx(0.4003, abs=1e-4), pytest.approx(0.5997, abs=1e-4))
-    assert mean_interval([[2.0], [4.0], [6.0]]) == (
-        pytest.approx(4 - 4.9683, abs=1e-4),
-        pytest.approx(8.9683, abs=1e-4),
-    )
-    assert mean_interval([[0.0], [1.0]]) == (0.0, 1.0), "a mean of rewards within 0 and 1 lies there, too"
-    assert mean_interval([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]] * 50) == pytest.approx(apart), "copies add no certainty"
 
 
 def test_an_ended_run(tmp_path: Path) -> None:
@@ -50,7 +35,10 @@ def test_an_ended_run(tmp_path: Path) -> None:
     assert (rate.count, rate.share) == (1, 0.25)
     assert 0 < rate.low < 0.25 < rate.high < 1
     assert (status.full.count, status.full.share) == (1, pytest.approx(1 / 3))
-    assert status.mean_interval is None, "one group with a reward says nothing of others"
+    low, high = status.mean_interval
+    assert low < 0.1, "one task says little of others"
+    assert high > 0.8
+    assert status.planned == 4
     assert status.in_flight == {}
     assert status.cost is None
     assert status.disk_free_bytes > 0

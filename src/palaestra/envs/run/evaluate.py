@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.io.durable_files import private, writing
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, numbers
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
+from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.spec import RunContext
@@ -111,13 +112,14 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
-    """The pass@k metrics in one line; empty if the evaluation has none."""
+    """The pass@k metrics in one line with their coverage, or, of an evaluation without pass@k, its own figures."""
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
+    if not names:
+        return ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in numbers(metrics).items())
     parts = [
-        f"{name} {metrics[name]:.3f} ({metrics[f'{name}/low']:.3f} to {metrics[f'{name}/high']:.3f})" for name in names
+        f"{name} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}" for name in names
     ]
-    if not parts:
-        return ""
     tried = metrics.get(f"{names[0]}/tasks", metrics["tasks"])
     count = f"{tried} tasks" if tried == metrics["tasks"] else f"{tried} of {metrics['tasks']} tasks"
-    return f"{', '.join(parts)} over {count}"
+    covered = f", {metrics['scored']} of {metrics['planned']} rollouts scored" if "planned" in metrics else ""
+    return f"{', '.join(parts)} over {count}{covered}"

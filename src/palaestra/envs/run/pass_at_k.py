@@ -1,5 +1,5 @@
 """The metrics of an evaluation: rates, pass@k and their intervals, overall and by label. Unscored rollouts are counted,
-but neither as passed nor as failed."""
+but neither as passed nor as failed. The intervals are those of `observe/intervals.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from palaestra.core.types import JSON
-from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
+from palaestra.rollouts.observe.intervals import Cluster, mean_interval, pass_interval, share_interval, with_interval
 from palaestra.rollouts.records import Trajectory
 
 PASSED = 1.0
@@ -25,13 +25,15 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 def figures(
     done: Sequence[Trajectory], attempts: int, *, tasks: int, labels: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, JSON]:
-    """The metrics of an evaluation with `attempts` at each of `tasks` tasks. `labels` are those of each task, by its
-    id; metrics of the tasks with a label are below `LABEL/`."""
+    """The metrics of an evaluation with `attempts` at each of `tasks` tasks: `planned` rollouts, of which `attempts`
+    were run and `scored` have a reward. pass@k is over the tasks with k scored rollouts, `pass@k/tasks`. `labels` are
+    those of each task, by its id; metrics of the tasks with a label are below `LABEL/`."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in done:
         by_task[trajectory.task_id].append(trajectory)
     found: dict[str, JSON] = {
         "tasks": tasks,
+        "planned": tasks * attempts,
         "attempts": len(done),
         "unscored": sum(not trajectory.scored for trajectory in done),
         "tasks_not_run": tasks - len(by_task),
@@ -48,22 +50,22 @@ def figures(
 
 
 def _passes(groups: Sequence[Sequence[Trajectory]], attempts: int) -> dict[str, JSON]:
-    """`pass_rate`, `mean_reward`, and `pass@k` for k of 1, 2, 4 … up to the attempts, with 95 % intervals."""
+    """`pass_rate`, `mean_reward`, and `pass@k` for k of 1, 2, 4 … up to the attempts."""
     rewards = [[each.reward for each in group if each.reward is not None] for group in groups]
     counts = [(len(scored), sum(reward >= PASSED for reward in scored)) for scored in rewards]
-    total = sum(n for n, _ in counts)
-    found: dict[str, JSON] = {}
+    total, passed = sum(n for n, _ in counts), sum(each for _, each in counts)
+    found: dict[str, JSON] = {"scored": total}
     if total:
-        found["pass_rate"] = sum(passed for _, passed in counts) / total
-        found["mean_reward"] = sum(map(sum, rewards)) / total
-        if (interval := mean_interval(rewards)) is not None:
-            found |= {"mean_reward/low": interval[0], "mean_reward/high": interval[1]}
+        shares = share_interval([Cluster(each, n) for n, each in counts])
+        found |= with_interval("pass_rate", passed / total, shares)
+        found |= with_interval("mean_reward", sum(map(sum, rewards)) / total, mean_interval(rewards))
     for k in sorted({attempts, *(1 << power for power in range(attempts.bit_length()) if 1 << power <= attempts)}):
-        rates = [pass_at_k(n, passed, k) for n, passed in counts if n >= k]
-        if rates:
-            low, high = rate_interval(sum(rates), len(rates))
-            rate = sum(rates) / len(rates)
-            found |= {f"pass@{k}": rate, f"pass@{k}/low": low, f"pass@{k}/high": high, f"pass@{k}/tasks": len(rates)}
+        tried = [(n, each) for n, each in counts if n >= k]
+        if tried:
+            rates = [pass_at_k(n, each, k) for n, each in tried]
+            interval = pass_interval(rates, sum(n for n, _ in tried) / k)
+            found |= with_interval(f"pass@{k}", sum(rates) / len(rates), interval)
+            found[f"pass@{k}/tasks"] = len(rates)
     return found
 
 

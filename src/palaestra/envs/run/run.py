@@ -37,6 +37,7 @@ from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
 from palaestra.rollouts.observe.console import Console, make_console
+from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.prometheus import serving_metrics
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
@@ -427,13 +428,13 @@ _SHOWN_CAUSES = 5
 
 
 def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, stream: TextIO) -> None:
-    names = ("groups", "groups_failed", "rollouts", "scored")
-    groups, failed, rollouts, scored = (int(figures.get(name, 0)) for name in names)
+    names = ("groups", "groups_failed", "rollouts", "rollouts_planned", "scored")
+    groups, failed, rollouts, planned, scored = (int(figures.get(name, 0)) for name in names)
     mean = figures.get("reward/mean")
     reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
     if mean is not None:
         reward += _interval(figures, "reward/mean")
-    if mean is not None and scored < rollouts:
+    if mean is not None and scored < planned:
         name = "reward/mean_with_unscored"
         reward += f", {figures[name]:.3f}{_interval(figures, name)} with the unscored as 0"
     resumed = f"  resumed {output.resumed}\n" if output.resumed else ""
@@ -444,7 +445,7 @@ def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, st
     if len(causes) > _SHOWN_CAUSES:
         gathered += f"  and {len(causes) - _SHOWN_CAUSES} further causes\n"
     stream.write(
-        f"{reason}: {groups} groups ({failed} failed), {rollouts} rollouts ({rollouts - scored} unscored), {reward}\n"
+        f"{reason}: {groups} groups ({failed} failed), {rollouts} rollouts, {scored} of {planned} scored, {reward}\n"
         f"{gathered}{resumed}{store}"
         f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
     )
@@ -462,4 +463,4 @@ def _print_suspects(totals: Totals, stream: TextIO) -> None:
 
 
 def _interval(figures: dict[str, float], name: str) -> str:
-    return f" ({figures[f'{name}/low']:.3f} to {figures[f'{name}/high']:.3f})" if f"{name}/low" in figures else ""
+    return in_words((figures[f"{name}/low"], figures[f"{name}/high"]) if f"{name}/low" in figures else None)

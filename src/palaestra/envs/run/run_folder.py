@@ -41,7 +41,7 @@ from palaestra.rollouts.export.html import write_report
 from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.reader import Recording, find_run
 from palaestra.rollouts.observe.failures import Failures
-from palaestra.rollouts.observe.metrics import Figures
+from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
@@ -144,7 +144,7 @@ class RunOutput:
         self.resumed = ""
         self.settings = settings
         self.status = RunReader(folder.journal)
-        self._figures = Figures()
+        self._figures = Figures(group_size(settings))
         self._started_at = time.time()
 
     @property

@@ -1,22 +1,97 @@
-"""Compares the rewards of two runs of the same tasks, with a 95 % interval.
+"""Compares the rewards of runs of the same tasks, with 95 % intervals.
 
 Rewards are paired by task, because tasks differ more from each other than two models do on one task: only tasks with a
-reward in both runs count, each by the mean of its rollouts. Not for ranking many runs: each further pair is another
-chance for an interval to miss.
-
-Source of the interval: Student's t for the mean of paired differences.
+reward in both runs count, each by the mean of its rollouts. The interval is that of `intervals.py`. No winner is named
+if the interval contains 0, or if the runs do not cover the same tasks and the same share of their rollouts: what is
+missing may be what is hard.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from palaestra.core.types import JSON
-from palaestra.rollouts.observe.intervals import student
+from palaestra.rollouts.observe.intervals import Cluster, Interval, clustered_interval, in_words, mean_interval
+from palaestra.rollouts.observe.metrics import group_size
 from palaestra.rollouts.records import Group
+
+_HERE = frozenset({"data_path_to_save_groups", "data_dir_to_save_evals", "wandb_name", "timings_from", "metrics_port"})
+"""Settings that only name a place of one run."""
+
+
+@dataclass(slots=True)
+class TaskScores:
+    """A task in one run, over all groups that it had. `lost` rollouts have no reward."""
+
+    rewards: list[float] = field(default_factory=list)
+    lost: int = 0
+    asked: set[str] = field(default_factory=set)
+
+    def mean(self, unscored: float | None) -> float | None:
+        """The mean reward; a rollout without a reward is left out, or counts as `unscored`."""
+        rewards = self.rewards if unscored is None else [*self.rewards, *[unscored] * self.lost]
+        return statistics.fmean(rewards) if rewards else None
+
+    def asks_otherwise(self, other: TaskScores) -> bool:
+        """Whether no prompt is the same. Groups of earlier versions did not record theirs."""
+        return bool(self.asked and other.asked) and self.asked.isdisjoint(other.asked)
+
+
+@dataclass(slots=True)
+class RunScores:
+    """The scores of one run. A group that could not be prepared lacks `group_size` rollouts."""
+
+    name: str
+    env: str = ""
+    model: str = ""
+    config: Mapping[str, JSON] = field(default_factory=dict)
+    tasks: dict[str, TaskScores] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, groups: Iterable[Group], name: str = "", env: str = "", model: str = "", config: Mapping[str, JSON] = {}
+    ) -> RunScores:
+        scores = cls(name, env, model, config)
+        size = group_size(config)
+        for group in groups:
+            rewards = [each.reward for each in group.trajectories if each.reward is not None]
+            task = scores.tasks.setdefault(group.task_id, TaskScores())
+            task.rewards += rewards
+            task.lost += max(len(group.trajectories), size if group.error else 0) - len(rewards)
+            task.asked |= {group.asked} - {""}
+        return scores
+
+    @property
+    def scored(self) -> int:
+        return sum(len(task.rewards) for task in self.tasks.values())
+
+    @property
+    def planned(self) -> int:
+        return self.scored + sum(task.lost for task in self.tasks.values())
+
+    @property
+    def interval(self) -> Interval | None:
+        return mean_interval([task.rewards for task in self.tasks.values()])
+
+    @property
+    def mean(self) -> float | None:
+        """Over the scored rollouts; None without any."""
+        rewards = [reward for task in self.tasks.values() for reward in task.rewards]
+        return statistics.fmean(rewards) if rewards else None
+
+    def line(self) -> str:
+        """The run in one line: its model, its mean reward and what that covers."""
+        mean = "no reward" if self.mean is None else f"mean reward {self.mean:.3f}{in_words(self.interval)}"
+        covered = f"{self.scored} of {self.planned} rollouts scored, {len(self.tasks)} tasks"
+        return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}"
+
+    def to_json(self) -> dict[str, JSON]:
+        """For machines."""
+        low, high = self.interval or (None, None)
+        facts = {"path": self.name, "env": self.env, "model": self.model, "mean": self.mean, "low": low, "high": high}
+        return facts | {"scored": self.scored, "planned": self.planned, "tasks": len(self.tasks)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +110,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """`difference` is the mean over `pairs`, first minus other; `low` and `high` its 95 % interval, None for one pair.
+    """`difference` is the mean over `pairs`, first minus other; `low` and `high` its 95 % interval, None for rewards
+    beyond 0 and 1 whose differences do not vary.
 
     `only_first` and `only_other` are tasks without a reward in the other run. `asked_otherwise` are paired tasks with
-    different prompts in the two runs.
+    different prompts in the two runs. `winner` is 1 for the first run, -1 for the other, and 0 if none can be named,
+    for the reason in `undecided`.
     """
 
     pairs: tuple[Pair, ...]
@@ -48,11 +125,13 @@ class RunComparison:
     low: float | None
     high: float | None
     asked_otherwise: tuple[str, ...] = ()
+    winner: int = 0
+    undecided: str = ""
 
     @property
     def interval(self) -> str:
         """The interval in words, or the empty string."""
-        return "" if self.low is None or self.high is None else f" ({self.low:+.3f} to {self.high:+.3f})"
+        return "" if self.low is None or self.high is None else in_words((self.low, self.high), "+.3f")
 
     @property
     def better(self) -> int:
@@ -70,54 +149,67 @@ class RunComparison:
         return counts | asdict(self)
 
 
-def compare(first: Iterable[Group], other: Iterable[Group], *, unscored: float | None = None) -> RunComparison:
+def compare(first: RunScores, other: RunScores, *, unscored: float | None = None) -> RunComparison:
     """Compare by task id. A rollout without a reward is left out, or counts as `unscored`.
 
     Raises `ValueError` if no task has a reward in both.
     """
-    one, two = _seen(first, unscored), _seen(other, unscored)
-    pairs = tuple(Pair(task, one[task].mean, two[task].mean) for task in one if task in two)
+    one, two = ({name: task.mean(unscored) for name, task in run.tasks.items()} for run in (first, other))
+    known = [{name: mean for name, mean in run.items() if mean is not None} for run in (one, two)]
+    pairs = tuple(Pair(task, mean, known[1][task]) for task, mean in known[0].items() if task in known[1])
     if not pairs:
-        raise ValueError(f"no task has a reward in both: {len(one)} have one in the first run, {len(two)} in the other")
+        counts = f"{len(known[0])} have one in the first run, {len(known[1])} in the other"
+        raise ValueError(f"no task has a reward in both: {counts}")
+    rewards = [reward for run in (first, other) for task in run.tasks.values() for reward in task.rewards]
+    bounds = (-1.0, 1.0) if all(0 <= reward <= 1 for reward in rewards) else None
     differences = [pair.difference for pair in pairs]
-    mean, reach = statistics.fmean(differences), None
-    if len(pairs) > 1:
-        reach = student(len(pairs) - 1) * statistics.stdev(differences) / math.sqrt(len(pairs))
+    low, high = clustered_interval([Cluster(each, 1) for each in differences], 0.0, bounds) or (None, None)
+    asked = tuple(each.task for each in pairs if first.tasks[each.task].asks_otherwise(other.tasks[each.task]))
+    lacking = tuple(tuple(task for task in a if task not in b) for a, b in (known, known[::-1]))
+    undecided = _undecided(first, other, low, high, [*lacking[0], *lacking[1]], asked)
+    winner = 0 if undecided else 1 if statistics.fmean(differences) > 0 else -1
     return RunComparison(
-        pairs,
-        tuple(task for task in one if task not in two),
-        tuple(task for task in two if task not in one),
-        mean,
-        None if reach is None else mean - reach,
-        None if reach is None else mean + reach,
-        tuple(pair.task for pair in pairs if one[pair.task].asks_otherwise(two[pair.task])),
+        pairs, lacking[0], lacking[1], statistics.fmean(differences), low, high, asked, winner, undecided
     )
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A task in one run, over all groups that it had."""
+def _undecided(
+    first: RunScores,
+    other: RunScores,
+    low: float | None,
+    high: float | None,
+    unpaired: Sequence[str],
+    asked_otherwise: Sequence[str],
+) -> str:
+    """Why neither run can be called better; empty if one can."""
+    if unpaired:
+        return f"{len(unpaired)} tasks have a reward in one run only"
+    if first.scored * other.planned != other.scored * first.planned:
+        shares = f"{first.scored} of {first.planned} against {other.scored} of {other.planned}"
+        return f"the runs differ in the share of their rollouts that is scored, {shares}"
+    if asked_otherwise:
+        return f"{len(asked_otherwise)} tasks have another prompt in the other run"
+    if low is None or high is None:
+        return "no interval is known"
+    return "the interval contains 0" if low <= 0 <= high else ""
 
-    rewards: list[float] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)
 
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.rewards)
-
-    def asks_otherwise(self, other: _Seen) -> bool:
-        """Whether no prompt is the same. Groups of earlier versions did not record theirs."""
-        return bool(self.asked and other.asked) and self.asked.isdisjoint(other.asked)
+def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:
+    """The settings, versions and the environment's file that are not the same in all runs: the value in each."""
+    values = [_settings(run.config) for run in runs]
+    names = dict.fromkeys(name for each in values for name in each)
+    rows = {name: [each.get(name) for each in values] for name in names}
+    return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def _seen(groups: Iterable[Group], unscored: float | None) -> dict[str, _Seen]:
-    """The tasks that have a reward."""
-    found: dict[str, _Seen] = {}
-    for group in groups:
-        given = (unscored if trajectory.reward is None else trajectory.reward for trajectory in group.trajectories)
-        rewards = [reward for reward in given if reward is not None]
-        if rewards:
-            task = found.setdefault(group.task_id, _Seen())
-            task.rewards += rewards
-            task.asked |= {group.asked} - {""}
-    return found
+def _settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
+    env = {f"env.{name}": value for name, value in (config.get("env") or {}).items() if name not in _HERE}
+    servers = config.get("openai") or []
+    openai = {
+        f"openai{'' if len(servers) == 1 else number}.{name}": value
+        for number, server in enumerate(servers)
+        for name, value in server.items()
+    }
+    facts = config.get("provenance") or {}
+    made = {name: facts.get(name) for name in ("palaestra", "environment_sha256", "git_commit")}
+    return {"environment": config.get("environment"), **env, **openai, **made}

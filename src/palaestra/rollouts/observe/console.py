@@ -117,7 +117,8 @@ class Console:
 
     def results(self) -> str:
         """Mean reward, outcomes and pace, as far as there are any."""
-        parts = [f"reward {self.reward_sum / self.scored:.3f}"] if self.scored else []
+        covered = f"{self.scored} of {self.rollouts_done} scored"
+        parts = [f"reward {self.reward_sum / self.scored:.3f} ({covered})"] if self.scored else []
         parts += [f"{name} {count}" for name, count in self.outcomes.most_common()]
         if self.rollouts_done and self.elapsed_s > 0:
             parts.append(_pace(self.rollouts_done / self.elapsed_s))

@@ -1,13 +1,28 @@
-"""95 % confidence intervals of rates and means.
+"""The 95 % confidence interval of every score: mean rewards, pass@k, shares, differences.
 
-Sources: E. B. Wilson (1927) for rates, which holds for few trials and at 0 and 1; Student's t with clustered errors for
-means.
+There is one method. Tasks are the sample: rollouts of one task correlate, so their number adds little certainty. The
+interval is Wilson's, with the effective number of trials in place of their number, and Student's t:
+
+    m      the mean of all values, mapped to 0..1 by the values' bounds
+    V      its variance, robust to clusters: G / (G - 1) * sum over tasks of (sum_i - n_i * m)^2 / N^2, and at least the
+           variance that N independent values would have
+    n      m * (1 - m) / V, the effective number of trials
+    t      the 97.5 % quantile of Student's distribution with G - 1 degrees of freedom
+    bounds (m + t^2 / 2n -+ t * sqrt(m * (1 - m) / n + t^2 / 4n^2)) / (1 + t^2 / n)
+
+with G tasks, n_i values in task i and N values. If nothing varies, or for one task, V is not measured. The bounds then
+follow from Wilson's lower bound q = G / (G + z^2) for the share of tasks that are like those seen: q * m + (1 - q)
+times each bound of a value. So 5 tasks without a pass give 0 to 0.434, and no interval has zero width.
+
+Sources: E. B. Wilson (1927); N. Dean and M. Pagano (2015), Journal of Survey Statistics and Methodology 3(4), for the
+effective number of trials in clustered samples; K.-Y. Liang and S. Zeger (1986) for V.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 Z = 1.959964
 """The normal distribution's 97.5 % quantile: 95 % lie within it on both sides."""
@@ -15,45 +30,81 @@ Z = 1.959964
 _FEW = (12.706205, 4.302653, 3.182446, 2.776445)
 """The same of Student's distribution with 1 to 4 degrees of freedom."""
 
-
-def rate_interval(count: float, trials: int) -> tuple[float, float]:
-    """The Wilson interval of `count` in at least one trial, 0 to 1.
-
-    `count` may be a sum of estimates between 0 and 1, one per trial: such a sum varies at most as much as a count does.
-    """
-    share, spread = count / trials, Z * Z / trials
-    middle = (share + spread / 2) / (1 + spread)
-    reach = Z * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
-    return (0.0 if count == 0 else middle - reach, 1.0 if count == trials else middle + reach)
+Interval = tuple[float, float]
 
 
-def mean_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The interval of the mean of all values, which correlate within a cluster (the rollouts of one task); None for
-    fewer than two clusters. If all values are within 0 and 1, so is the interval.
+class Cluster(NamedTuple):
+    """The values of one task: their sum and number."""
 
-    Source: the cluster-robust standard error of a mean with its small-sample factor, and Student's t with one degree of
-    freedom less than there are clusters.
-    """
-    clusters = [cluster for cluster in clusters if cluster]
-    if len(clusters) < 2:
+    total: float
+    size: float
+
+
+def clustered_interval(clusters: Sequence[Cluster], least_variance: float, bounds: Interval | None) -> Interval | None:
+    """The interval of the mean of all values. `least_variance` is that of the mean of as many independent values, and
+    `bounds` are those of a value. Without bounds it is the t interval, and None if nothing varies or for one task."""
+    clusters = [each for each in clusters if each.size]
+    tasks, count = len(clusters), math.fsum(each.size for each in clusters)
+    if not tasks:
         return None
-    count = sum(map(len, clusters))
-    mean = math.fsum(value for cluster in clusters for value in cluster) / count
-    squares = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters)
-    freedom = len(clusters) - 1
-    reach = student(freedom) * math.sqrt(squares * len(clusters) / freedom) / count
-    if all(0 <= value <= 1 for cluster in clusters for value in cluster):
-        return max(0.0, mean - reach), min(1.0, mean + reach)
-    return mean - reach, mean + reach
+    mean = math.fsum(each.total for each in clusters) / count
+    variance = 0.0
+    if tasks > 1:
+        squares = math.fsum((each.total - each.size * mean) ** 2 for each in clusters)
+        variance = max(squares * tasks / (tasks - 1) / count**2, least_variance)
+        if variance < 1e-24:  # rounding of equal values
+            variance = 0.0
+    if bounds is None:
+        reach = student(tasks - 1) * math.sqrt(variance) if variance else 0.0
+        return (mean - reach, mean + reach) if reach else None
+    low, high = bounds
+    width = high - low
+    if not variance:
+        like = tasks / (tasks + Z * Z)
+        return like * mean + (1 - like) * low, like * mean + (1 - like) * high
+    share, variance = (mean - low) / width, variance / width**2
+    square = student(tasks - 1) ** 2
+    per_trial = variance / (share * (1 - share))
+    middle = share + square * per_trial / 2
+    reach = math.sqrt(square * variance + (square * per_trial / 2) ** 2)
+    shrunk = 1 + square * per_trial
+    return low + width * max(0.0, (middle - reach) / shrunk), low + width * min(1.0, (middle + reach) / shrunk)
 
 
-def clustered_rate_interval(clusters: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """The interval of the share of True in at least one trial, if trials correlate within a cluster: the union of
-    `rate_interval`, which takes them as independent, and `mean_interval`, which has no width if all are equal."""
-    trials = sum(map(len, clusters))
-    low, high = rate_interval(sum(map(sum, clusters)), trials)
-    wider = mean_interval(clusters) or (low, high)
-    return min(low, wider[0]), max(high, wider[1])
+def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
+    """The interval of the mean of all values, given by task. Values within 0 and 1 have these bounds, others none."""
+    known = [values for values in tasks if values]
+    values = [value for each in known for value in each]
+    if not values:
+        return None
+    bounds = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else None
+    mean = math.fsum(values) / len(values)
+    least = math.fsum((value - mean) ** 2 for value in values) / len(values) ** 2
+    return clustered_interval([Cluster(math.fsum(each), len(each)) for each in known], least, bounds)
+
+
+def share_interval(tasks: Iterable[Cluster]) -> Interval | None:
+    """The interval of a share of trials, given by task: how many of its trials count, and how many there were."""
+    known = list(tasks)
+    count, trials = math.fsum(each.total for each in known), math.fsum(each.size for each in known)
+    least = count / trials * (1 - count / trials) / trials if trials else 0.0
+    return clustered_interval(known, least, (0.0, 1.0))
+
+
+def pass_interval(rates: Sequence[float], draws: float) -> Interval | None:
+    """The interval of the mean of the tasks' pass@k, which were estimated from so many draws of k attempts in all."""
+    mean = math.fsum(rates) / len(rates)
+    return clustered_interval([Cluster(rate, 1) for rate in rates], mean * (1 - mean) / draws, (0.0, 1.0))
+
+
+def with_interval(name: str, value: float, interval: Interval | None) -> dict[str, float]:
+    """A metric, with `NAME/low` and `NAME/high` if there is an interval."""
+    return {name: value} | ({} if interval is None else {f"{name}/low": interval[0], f"{name}/high": interval[1]})
+
+
+def in_words(interval: Interval | None, form: str = ".3f") -> str:
+    """` (LOW to HIGH)`, or nothing."""
+    return "" if interval is None else f" ({interval[0]:{form}} to {interval[1]:{form}})"
 
 
 def student(freedom: int) -> float:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from palaestra.rollouts.observe.intervals import clustered_rate_interval, mean_interval, rate_interval
+from palaestra.core.types import JSON
+from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval, with_interval
 from palaestra.rollouts.records import Beside, Group, Trajectory
 
 
@@ -21,10 +21,13 @@ def _numbers() -> array[float]:
 
 
 class Figures:
-    """Counts, rates and means over the groups that were added. `numbers` may be asked for at any time."""
+    """Counts, rates and means over the groups that were added. `numbers` may be asked for at any time. A group without
+    a rollout lacks `group_size` of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_size: int = 0) -> None:
         self.groups = 0
+        self._group_size = group_size
+        self._planned = 0
         self._failed = self._from_store = 0
         self._totals: Counter[str] = Counter()
         self._outcomes: Counter[str] = Counter()
@@ -32,7 +35,10 @@ class Figures:
         self._turns = 0
         self._costs = _numbers()
         self._rewards = _numbers()
-        self._sizes: list[tuple[int, int]] = []
+        self._tasks: defaultdict[str, array[float]] = defaultdict(_numbers)
+        self._lost: Counter[str] = Counter()
+        self._ran: Counter[str] = Counter()
+        self._blamed: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._seconds: defaultdict[str, array[float]] = defaultdict(_numbers)
         self._metrics: defaultdict[str, array[float]] = defaultdict(_numbers)
 
@@ -41,8 +47,12 @@ class Figures:
         self.groups += 1
         self._failed += bool(group.error) or not group.trajectories
         rewards = [each.reward for each in group.trajectories if each.reward is not None]
+        planned = max(len(group.trajectories), self._group_size if group.error else 0)
+        self._planned += planned
         self._rewards.extend(rewards)
-        self._sizes.append((len(rewards), len(group.trajectories) - len(rewards)))
+        self._tasks[group.task_id].extend(rewards)
+        self._lost[group.task_id] += planned - len(rewards)
+        self._ran[group.task_id] += len(group.trajectories)
         if group.prepare_s:
             self._from_store += group.from_store
             self._seconds["prepare"].append(group.prepare_s)
@@ -67,6 +77,7 @@ class Figures:
         self._turns += len(trajectory.turns)
         if trajectory.blame:
             self._blames[trajectory.blame.value] += 1
+            self._blamed[trajectory.blame.value][trajectory.task_id] += 1
         if trajectory.cost is not None:
             self._costs.append(trajectory.cost)
         for name, value in trajectory.metrics.items():
@@ -76,11 +87,11 @@ class Figures:
         """The metrics by name.
 
         `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; with
-        `_with_unscored` the others count as 0; `reward/std` is the population's. `outcomes/<name>` and `blame/<name>`
-        are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals. `groups_prepared` had a
-        workspace prepared, `groups_from_store` of them from the store of this machine. `stage/<name>/p50` and `p95`
-        are seconds, `metric/<name>` is the mean over the rollouts that report it. `…/low` and `…/high` are a 95 %
-        interval; for `reward/*` and `percent_correct` it is clustered by group.
+        `_with_unscored` the others count as 0; `reward/std` is the population's. `rollouts_planned` includes those of
+        groups that could not be prepared. `outcomes/<name>` and `blame/<name>` are counts, `blame_rate/<name>` shares
+        of all rollouts, `tokens/*` and `cost` totals. `groups_prepared` had a workspace prepared, `groups_from_store`
+        of them from the store of this machine. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean
+        over the rollouts that report it. `…/low` and `…/high` are a 95 % interval, clustered by task (`intervals.py`).
         """
         seconds = {
             f"stage/{stage}/{name}": quantile(self._seconds[stage], q)
@@ -100,13 +111,13 @@ class Figures:
 
     def _counts(self) -> dict[str, float]:
         rollouts = self._totals["rollouts"]
-        numbers: dict[str, float] = {name: self._totals[name] for name in _TOTALS}
+        numbers: dict[str, float] = {"rollouts_planned": self._planned}
+        numbers |= {name: self._totals[name] for name in _TOTALS}
         numbers |= {f"outcomes/{name}": count for name, count in sorted(self._outcomes.items())}
         numbers |= {f"blame/{name}": count for name, count in sorted(self._blames.items())}
         for name, count in sorted(self._blames.items()):
-            low, high = rate_interval(count, rollouts)
-            rate = f"blame_rate/{name}"
-            numbers |= {rate: count / rollouts, f"{rate}/low": low, f"{rate}/high": high}
+            blamed = share_interval(Cluster(self._blamed[name][task], size) for task, size in self._ran.items())
+            numbers |= with_interval(f"blame_rate/{name}", count / rollouts, blamed)
         if self._costs:
             numbers["cost"] = math.fsum(self._costs)
         if rollouts:
@@ -117,30 +128,18 @@ class Figures:
         rewards = self._rewards
         if not rewards:
             return {}
-        mean, rollouts = _mean(rewards), self._totals["rollouts"]
+        mean = _mean(rewards)
         correct = sum(reward >= 1 for reward in rewards)
-        numbers = {
-            "reward/mean": mean,
-            "reward/std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
-            "reward/mean_with_unscored": math.fsum(rewards) / rollouts,
-            "percent_correct": correct / len(rewards),
-            "percent_correct_with_unscored": correct / rollouts,
-        }
-        for suffix, clusters in zip(("", "_with_unscored"), self._by_group(), strict=True):
-            passed = [[reward >= 1 for reward in cluster] for cluster in clusters]
-            intervals = {"reward/mean": mean_interval(clusters), "percent_correct": clustered_rate_interval(passed)}
-            for name, interval in intervals.items():
-                if interval is not None:
-                    numbers |= {f"{name}{suffix}/low": interval[0], f"{name}{suffix}/high": interval[1]}
+        numbers = {"reward/std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards]))}
+        everyone = [[*those, *[0.0] * self._lost[task]] for task, those in self._tasks.items()]
+        for suffix, tasks, trials in (("", list(self._tasks.values()), len(rewards)), (_AS_0, everyone, self._planned)):
+            full = [Cluster(sum(reward >= 1 for reward in each), len(each)) for each in tasks]
+            numbers |= with_interval(f"reward/mean{suffix}", math.fsum(rewards) / trials, mean_interval(tasks))
+            numbers |= with_interval(f"percent_correct{suffix}", correct / trials, share_interval(full))
         return numbers
 
-    def _by_group(self) -> tuple[list[Sequence[float]], list[Sequence[float]]]:
-        """The rewards of each group, without the unscored rollouts and with them as 0."""
-        places = accumulate((scored for scored, _ in self._sizes), initial=0)
-        scored = [self._rewards[place : place + count] for place, (count, _) in zip(places, self._sizes, strict=False)]
-        everyone = [[*group, *[0.0] * lost] for group, (_, lost) in zip(scored, self._sizes, strict=True)]
-        return list(scored), list(everyone)
 
+_AS_0 = "_with_unscored"
 
 _TOTALS = (
     "rollouts",
@@ -160,6 +159,11 @@ def stage_seconds(beside: Beside) -> Iterator[tuple[str, float]]:
     yield from beside.stages.items()
     if beside.duration_s:
         yield "rollout", beside.duration_s
+
+
+def group_size(config: Mapping[str, JSON]) -> int:
+    """The rollouts that a group should have, from a run's recorded settings; 0 if they do not say."""
+    return int((config.get("env") or {}).get("group_size") or 0)
 
 
 def summarise(groups: Iterable[Group]) -> dict[str, float]:

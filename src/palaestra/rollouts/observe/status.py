@@ -21,7 +21,7 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Prices
 from palaestra.rollouts.journal.journal import check_schema
-from palaestra.rollouts.observe.intervals import mean_interval, rate_interval
+from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.records import Beside
@@ -40,8 +40,12 @@ class Rate:
     high: float
 
     @classmethod
-    def of(cls, count: int, trials: int) -> Rate:
-        return cls(count, count / trials, *rate_interval(count, trials))
+    def of(cls, tasks: Sequence[Sequence[bool]]) -> Rate:
+        """The share of True in at least one value, by task."""
+        clusters = [Cluster(sum(each), len(each)) for each in tasks]
+        count, interval = sum(map(sum, tasks)), share_interval(clusters)
+        assert interval is not None
+        return cls(count, count / sum(map(len, tasks)), *interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +72,11 @@ class RunStatus:
 
     `blame` counts finished rollouts. `mean_reward` is over the scored ones; in `mean_with_unscored` the others count as
     0; `full` is the share of scored rollouts with a reward of 1 or more. `…_interval` is the 95 % interval of a mean,
-    None for too few groups. Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn
-    or sub-agent's reply; `stages` include discarded attempts. `cost` is None without prices, and leaves out the
-    `unpriced_tokens` of parts of the run without prices. `taken_up` rollouts continued after a kill; those `begun_anew`
-    could not, by reason.
+    None for rewards beyond 0 and 1 that do not vary. `planned` are the rollouts of the groups that began.
+
+    Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
+    `stages` include discarded attempts. `cost` is None without prices, and leaves out the `unpriced_tokens` of parts of
+    the run without prices. `taken_up` rollouts continued after a kill; those `begun_anew` could not, by reason.
     """
 
     run_id: str = ""
@@ -87,6 +92,7 @@ class RunStatus:
     from_store: int = 0
     rollouts: int = 0
     scored: int = 0
+    planned: int = 0
     discarded: int = 0
     taken_up: int = 0
     begun_anew: dict[str, int] = field(default_factory=dict)
@@ -138,8 +144,19 @@ class _Rollout(msgspec.Struct):
 
 class _Group(msgspec.Struct):
     group_id: str
+    task_id: str = ""
     prepare_s: float = 0.0
     from_store: bool = False
+
+
+class _EnvSettings(msgspec.Struct):
+    group_size: int = 0
+
+
+class _Settings(msgspec.Struct):
+    """The settings of a run that are used here."""
+
+    env: _EnvSettings = msgspec.field(default_factory=_EnvSettings)
 
 
 class _Ended(NamedTuple):
@@ -210,6 +227,7 @@ class _Line(msgspec.Struct):
     run_id: str = ""
     env: str = ""
     model: str = ""
+    config: _Settings = msgspec.field(default_factory=_Settings)
     group: _Group | None = None
     trajectory: _Rollout | None = None
     group_id: str = ""
@@ -241,6 +259,8 @@ class RunReader:
         self._groups: dict[str, dict[str, _Ended]] = {}
         self._seconds: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self._group_ends: dict[str, bool] = {}
+        self._group_size = 0
+        self._task_ids: dict[str, str] = {}
         self._signs: dict[str, float] = {}
         self._cut_off: dict[str, list[_Paid]] = {}
         self._flying: defaultdict[str, _Flying] = defaultdict(_Flying)
@@ -270,10 +290,13 @@ class RunReader:
             case "run" if not status.run_id:
                 check_schema(line.schema, self.journal)
                 status.run_id, status.env, status.model, status.started_at = line.run_id, line.env, line.model, line.at
+                self._group_size = line.config.env.group_size
             case "resume":
+                self._group_size = line.config.env.group_size or self._group_size
                 self._ended = ""
                 self._signs.clear()
             case "group" if line.group is not None:
+                self._task_ids[line.group.group_id] = sys.intern(line.group.task_id)
                 rollouts = self._groups.setdefault(line.group.group_id, {})
                 for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
                     del rollouts[rollout_id]
@@ -328,28 +351,52 @@ class RunReader:
 
     def _standing(self) -> RunStatus:
         status = self._status
-        groups = [list(group.values()) for group in self._groups.values()]
-        rollouts = [each for group in groups for each in group]
-        scored = [[each.reward for each in group if each.reward is not None] for group in groups]
-        rewards = [reward for group in scored for reward in group]
+        by_task = self._by_task()
+        tasks = [[each for name in groups for each in self._groups[name].values()] for groups in by_task.values()]
+        rollouts = [each for task in tasks for each in task]
+        scored = [[each.reward for each in task if each.reward is not None] for task in tasks]
+        rewards = [reward for task in scored for reward in task]
         status.groups_begun, status.groups_ended = len(self._groups), len(self._group_ends)
         status.groups_failed = sum(self._group_ends.values())
         status.rollouts, status.scored = len(rollouts), len(rewards)
+        status.planned = sum(
+            max(len(group), self._group_size if self._group_ends.get(name, True) else 0)
+            for name, group in self._groups.items()
+        )
         status.mean_reward = sum(rewards) / len(rewards) if rewards else None
         status.mean_interval = mean_interval(scored)
-        status.mean_with_unscored = sum(rewards) / len(rollouts) if rollouts else None
-        status.mean_with_unscored_interval = mean_interval([[each.reward or 0.0 for each in group] for group in groups])
-        status.full = Rate.of(sum(reward >= 1 for reward in rewards), len(rewards)) if rewards else None
+        everyone = [
+            [*(each.reward or 0.0 for each in task), *[0.0] * self._lacking(groups)]
+            for task, groups in zip(tasks, by_task.values(), strict=True)
+        ]
+        status.mean_with_unscored = sum(rewards) / sum(map(len, everyone)) if any(everyone) else None
+        status.mean_with_unscored_interval = mean_interval(everyone)
+        status.full = Rate.of([[reward >= 1 for reward in task] for task in scored]) if rewards else None
         status.stages = {stage: Latency.of(self._seconds[stage]) for stage in sorted(self._seconds)}
         status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
         blamed = Counter(each.blame for each in rollouts if each.blame)
-        status.blame = {name: Rate.of(count, len(rollouts)) for name, count in blamed.most_common()}
+        status.blame = {
+            name: Rate.of([[each.blame == name for each in task] for task in tasks]) for name, _ in blamed.most_common()
+        }
         status.disk_bytes = sum(_size(path) for path in self.folder.rglob("*"))
         disk = os.statvfs(self.folder)
         status.disk_free_bytes = disk.f_bavail * disk.f_frsize
         self._count(status)
         self._in_flight(status)
         return status
+
+    def _by_task(self) -> dict[str, list[str]]:
+        """The groups of each task."""
+        tasks: defaultdict[str, list[str]] = defaultdict(list)
+        for name in self._groups:
+            tasks[self._task_ids.get(name) or name].append(name)
+        return tasks
+
+    def _lacking(self, groups: Sequence[str]) -> int:
+        """The rollouts that these groups have not and, because they failed, will not have."""
+        return sum(
+            max(0, self._group_size - len(self._groups[name])) for name in groups if self._group_ends.get(name, False)
+        )
 
     def _count(self, status: RunStatus) -> None:
         """Add up the usage of finished attempts and those in flight."""
