@@ -14,7 +14,7 @@ from envs import agent_script, scripts
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome
-from palaestra.envs.run.run_folder import RunFolder, _groups_file, resumed_folder
+from palaestra.envs.run.run_folder import RunFolder, _earlier_copy, resumed_folder
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import read_journal
 
@@ -186,15 +186,15 @@ def test_a_recording_chooses_no_code_and_no_isolation(folder: Path, capsys: pyte
 
 
 def test_a_recording_chooses_no_file_to_write(folder: Path) -> None:
-    """`--resume` writes the groups file again."""
-    for name, wanted in ((".bashrc", None), ("other.jsonl", "groups.jsonl"), ("groups.jsonl/../x", "groups.jsonl")):
+    """`--resume` writes the copy of the groups again."""
+    for name in ("other.jsonl", "groups.jsonl/../x"):
         run = RunFolder(folder / "run", "id")
         run.path.mkdir(exist_ok=True)
         recorded = {"groups_file": str(folder / name), "run_folder": str(run.path)}
-        assert _groups_file(recorded, run, wanted) == run.groups
-    assert _groups_file({"groups_file": str(folder / "g_1.jsonl")}, run, "g.jsonl") == folder / "g_1.jsonl"
+        assert _earlier_copy(recorded, run, Path("groups.jsonl")) is None
+    assert _earlier_copy({"groups_file": str(folder / "g_1.jsonl")}, run, Path("g.jsonl")) == folder / "g_1.jsonl"
     (folder / "g.jsonl").symlink_to("/etc/hostname")
-    assert _groups_file({"groups_file": str(folder / "g.jsonl")}, run, "g.jsonl") == run.groups
+    assert _earlier_copy({"groups_file": str(folder / "g.jsonl")}, run, Path("g.jsonl")) is None
 
 
 @pytest.mark.slots
@@ -239,7 +239,7 @@ def test_a_folder_with_links_is_not_resumed(folder: Path) -> None:
 @pytest.mark.slots
 def test_the_files_of_a_run_are_for_its_owner_alone(folder: Path) -> None:
     run = record(folder, NOISY, "process", "--env.total_steps", "1")
-    files = [path for place in (run, folder / "data") for path in place.rglob("*") if path.is_file()]
+    files = [path for path in run.rglob("*") if path.is_file()]
     assert {"journal.jsonl", "config.json", "metrics.jsonl", "status.json"} <= {path.name for path in files}
     assert {path.suffix for path in files} >= {".jsonl", ".html", ".json"}
     assert [path.name for path in files if path.stat().st_mode & 0o077] == []

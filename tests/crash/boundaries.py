@@ -223,7 +223,7 @@ def disturbed(folder: Path, setting: Setting, place: int, kind: str, known: Undi
             code = forked(folder, going_on(folder, setting), count_calls)
     if code != 0:
         return f"going on ended with {code}"
-    (groups, *others) = sorted(folder.glob("data/*.jsonl"), key=lambda path: -path.stat().st_size)
+    (groups, *others) = sorted(folder.glob("runs/*/*/groups.jsonl"), key=lambda path: -path.stat().st_size)
     if groups.read_bytes() != known.whole:
         return "the data set differs"
     if any(path.stat().st_size for path in others):
@@ -267,7 +267,7 @@ def undisturbed(folder: Path, setting: Setting) -> Undisturbed:
     code = forked(folder, setting.run, count_calls)
     assert code == 0, (folder / "log").read_text()
     (journal,) = folder.glob("runs/*/*/journal.jsonl")
-    whole = (folder / "data/lines.jsonl").read_bytes()
+    whole = journal.with_name("groups.jsonl").read_bytes()
     return Undisturbed(whole, setting.counted(folder) - before, journal.read_bytes().count(b"\n"))
 
 

@@ -57,7 +57,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     (folder / "my_env.py").write_text(scripts.COUNT_LINES)
     with start(folder) as running:
         assert running.wait(TIMEOUT_S) == 0
-    return (folder / "data/count_lines.jsonl").read_bytes()
+    return scripts.groups_file(folder).read_bytes()
 
 
 @pytest.mark.slots
@@ -71,8 +71,8 @@ def test_killed_and_resumed_equals_undisturbed(tmp_path: Path, undisturbed: byte
             (run,) = tmp_path.glob("runs/*/*")
             killed = killed_after(tmp_path, rng.randrange(1, 40), "--resume", str(run))
     run = finish(tmp_path)
-    assert (tmp_path / "data/count_lines.jsonl").read_bytes() == undisturbed
-    assert [path.name for path in (tmp_path / "data").glob("*.jsonl")] == ["count_lines.jsonl"]
+    assert (run / "groups.jsonl").read_bytes() == undisturbed
+    assert len(list(tmp_path.glob("runs/*/*/groups*.jsonl"))) == 1
     ran = Counter(
         event.trajectory.beside.started_at
         for event in read_journal(run / "journal.jsonl")
@@ -104,7 +104,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path, undisturbed: bytes) 
         assert done.returncode == 2
         assert says in done.stderr
     assert (run / "journal.jsonl").read_bytes() == before
-    assert json.loads((tmp_path / "data/count_lines.jsonl").read_text().splitlines()[0])["scores"] == [1.0, 1.0]
+    assert json.loads((run / "groups.jsonl").read_text().splitlines()[0])["scores"] == [1.0, 1.0]
 
 
 @pytest.mark.slots

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
@@ -45,7 +46,7 @@ def test_the_printed_environment_runs_when_it_is_ported(tmp_path: Path) -> None:
     save_tokenizer(train_tokenizer(), model)
     code, said = asyncio.run(rolled_out(script, model))
     assert code == 0, said
-    groups = [json.loads(line) for line in (tmp_path / "data/coin.jsonl").read_text().splitlines()]
+    groups = [json.loads(line) for line in groups_file(tmp_path).read_text().splitlines()]
     assert [group["scores"] for group in groups] == [[0.0] * 2, [1.0] * 2]
     assert all(len(row) for group in groups for row in group["inference_logprobs"])
 

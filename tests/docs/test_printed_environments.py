@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -31,7 +32,7 @@ def test_the_printed_class_that_collects_its_rollouts(tmp_path: Path, monkeypatc
     argv = ["run", str(written(tmp_path, "guess_env.py")), "process", "--policy", "noop"]
     flags = ["--env.ensure_scores_are_not_same", "false"]
     assert main([*argv, *flags]) == 0
-    groups = [json.loads(line) for line in (tmp_path / "data/guess.jsonl").read_text().splitlines()]
+    groups = [json.loads(line) for line in groups_file(tmp_path).read_text().splitlines()]
     assert [group["scores"] for group in groups] == [[0.0, 0.0]] * 2
     assert groups[0]["messages"][0][0]["content"] == "Heads or tails?"
 
@@ -53,7 +54,7 @@ def test_a_printed_environment_keeps_its_promise(
     monkeypatch.chdir(tmp_path)
     argv = ["run", str(written(tmp_path, name)), "process", "--policy", policy]
     assert main(argv) == 0
-    groups = [json.loads(line) for line in (tmp_path / f"data/{output}.jsonl").read_text().splitlines()]
+    groups = [json.loads(line) for line in groups_file(tmp_path, output).read_text().splitlines()]
     assert len(groups) == count
     assert all(score == reward for group in groups for score in group["scores"])
     if output == "longest_line":

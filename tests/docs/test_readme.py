@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 
 README = Path(__file__).parents[2] / "README.md"
@@ -27,7 +28,7 @@ def test_the_example_gives_the_promised_rewards(
     monkeypatch.chdir(tmp_path)
     argv = ["run", str(written_example(tmp_path)), "--policy", policy, "--env.n", "3"]
     assert main(argv) == 0
-    lines = (tmp_path / "data" / "count_lines.jsonl").read_text().splitlines()
+    lines = groups_file(tmp_path).read_text().splitlines()
     assert [json.loads(line)["scores"] for line in lines] == [[reward]] * 3
 
 

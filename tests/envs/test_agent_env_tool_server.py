@@ -105,7 +105,7 @@ def parsed(argv: Sequence[str]) -> Parsed[AgentEnvConfig, APIServerConfig]:
     form = form_of(Holding)
     line = CommandLine(
         prog="test", env_type=form.config_type(), server_type=APIServerConfig, env_values={}, server_values=[],
-        name=form.name, command=argv[0], about="",
+        command=argv[0], about="",
     ).parse(argv, {})  # fmt: skip
     assert isinstance(line, Parsed)
     return line

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import Journal, read_journal
@@ -47,7 +48,7 @@ class Extended:
         self.journal = Path()
         assert self.go(n, group) == 0
         (self.journal,) = Path().glob("runs/*/*/journal.jsonl")
-        (self.data,) = Path().glob("data/*.jsonl")
+        self.data = groups_file()
 
     def go(self, n: int, group: int, *more: str) -> int:
         return palaestra(*line(n, group), *more, *(["--resume", str(self.journal.parent)] if self.journal.name else []))
@@ -145,7 +146,6 @@ def test_a_run_that_was_moved_goes_on_where_it_is_now(tmp_path: Path) -> None:
     run = Extended(2, 2)
     whole = run.data.read_bytes()
     moved = run.journal.parent.rename(tmp_path / "moved")
-    shutil.rmtree(run.data.parent)
     assert palaestra(*line(2, 2), "--resume", str(moved)) == 0
     assert (moved / "groups.jsonl").read_bytes() == whole
     assert not run.data.exists()
@@ -195,8 +195,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_way_on(
             assert f"continue with --resume {journal.parent}" in said
             subprocess.run(["mount", "-o", "remount,size=8m", "../small"], check=True)
             assert palaestra(*run, "--resume", str(journal.parent)) == 0
-            (data,) = Path().glob("data/*.jsonl")
-            assert [len(json.loads(line)["scores"]) for line in data.read_text().splitlines()] == [4] * 12
+            assert [len(json.loads(line)["scores"]) for line in groups_file().read_text().splitlines()] == [4] * 12
             ended = [e.trajectory for e in read_journal(journal) if isinstance(e, RolloutEnded)]
             scored = [trajectory.rollout_id for trajectory in ended if trajectory.scored]
             assert len(scored) == len(set(scored)) == 48

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.core.types import Outcome
 from palaestra.rollouts.events import RolloutEnded, RunEnded
 from palaestra.rollouts.journal.journal import read_journal
@@ -102,7 +103,7 @@ def test_sigterm_lets_what_is_in_flight_finish(tmp_path: Path) -> None:
     with start(tmp_path, "--resume", str(run)) as again:
         said = end(again)
     assert again.returncode == 0, said
-    lines = (tmp_path / "data/waiting.jsonl").read_text().splitlines()
+    lines = groups_file(tmp_path).read_text().splitlines()
     assert [json.loads(line)["task_id"] for line in lines] == ["task-0", "task-1", "task-2"]
 
 

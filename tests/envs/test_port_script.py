@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.scripts import CLASS_ENV
+from envs.scripts import CLASS_ENV, groups_file
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.envs.port_script import port
@@ -206,7 +206,7 @@ def test_a_ported_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     argv = ["run", "words_env.py", "process", "--policy", "oracle", "--tasks", "1"]
     flags = ["--env.ensure_scores_are_not_same", "false"]
     assert main([*argv, *flags]) == 0
-    assert json.loads(Path("data/words.jsonl").read_text())["scores"] == [1.0, 1.0]
+    assert json.loads(groups_file().read_text())["scores"] == [1.0, 1.0]
 
 
 def test_the_command_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from envs.agent_script import WITH_META
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 from palaestra.rollouts.events import RolloutResumed, TurnTaken
 from palaestra.rollouts.journal.journal import read_journal
@@ -60,7 +61,7 @@ def gone_on(
     Path("my_env.py").write_text(script)
     run = ["run", "my_env.py", *flags, "--policy", "oracle", "--group", str(group), "--concurrency", "1"]
     assert palaestra(*run) == 0
-    (data,) = folder.glob("data/*.jsonl")
+    data = groups_file(folder)
     (journal,) = folder.glob("runs/*/*/journal.jsonl")
     whole = data.read_bytes()
     events = list(read_journal(journal))
@@ -107,5 +108,5 @@ def test_with_a_process_in_the_background_it_begins_anew(
     assert f"began anew ({Mismatch.BACKGROUND}: {len(events)})" in capsys.readouterr().err
     assert palaestra("status", str(run)) == 0
     assert f"{Mismatch.BACKGROUND}: {len(events)}" in capsys.readouterr().out
-    (report,) = tmp_path.glob("data/*.html")
+    report = groups_file(tmp_path).with_name("report.html")
     assert str(Mismatch.BACKGROUND) in report.read_text()

@@ -122,7 +122,6 @@ def parsed(env: type[HermesAgentBaseEnv], argv: Sequence[str]) -> Parsed[HermesA
         server_type=APIServerConfig,
         env_values={},
         server_values=[],
-        name=form.name,
         command="process",
         about="",
     ).parse(argv, {})

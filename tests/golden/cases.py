@@ -215,5 +215,5 @@ def report(case: Case, folder: Path, model: Path) -> bytes:
     assert output.exit_code == case.exit_code, output.stderr
     added = {json.loads(line)["event"] for line in journal.read_bytes().removeprefix(before).splitlines()}
     assert added <= {"resume", "group", "group_end", "end"}, "the resumed run repeated a rollout"
-    page = (folder / "run/groups.html").read_bytes()
+    page = (folder / "run/report.html").read_bytes()
     return re.sub(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", b"TIME", page, count=1)

@@ -45,4 +45,7 @@ async def processed(
 
 def groups_file(out: Path, side: str, name: str = "sums") -> Path:
     """Where `process` writes its groups."""
-    return out / side / "data" / f"{name}.jsonl"
+    if side == "theirs":
+        return out / side / "data" / f"{name}.jsonl"
+    (path,) = (out / side).glob(f"runs/{name}--*/*/groups.jsonl")
+    return path

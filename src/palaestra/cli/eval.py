@@ -14,7 +14,8 @@ command = front_door(
       palaestra eval my_env.py --env.held_out 0.2 --policy oracle    # only the tasks that `run` never gives
 
     It is `palaestra run ENV evaluate`, and takes the same settings; --samples N is how often each task is tried. The
-    figures and one line per rollout are in the run's folder, below `evaluation`, or in --env.data_dir_to_save_evals.
+    figures and one line per rollout are in the run's folder, below `evaluation`; --env.data_dir_to_save_evals DIR gets
+    a copy.
     Two runs of the same tasks: `palaestra compare RUN OTHER`.
     """,
     "evaluate",

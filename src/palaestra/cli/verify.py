@@ -19,7 +19,7 @@ from palaestra.core.exits import FAILED, report
 
     \b
       palaestra verify runs/my_env--NAME/20260101T000000Z-0a1b
-      palaestra verify RUN --groups data/my_env.jsonl      # and that the trainer's file says the same
+      palaestra verify RUN --groups my_env.jsonl      # and that the trainer's file says the same
       palaestra verify RUN --json
 
     RUN is a run's folder or its journal. Derived again from every rollout's ledger: what the engine was given is what
@@ -29,7 +29,7 @@ from palaestra.core.exits import FAILED, report
     """,
 )
 @click.argument("run")
-@click.option("--groups", type=click.Path(path_type=Path), help="The JSONL file of groups, if not in RUN.")
+@click.option("--groups", type=click.Path(path_type=Path), help="Another file of the groups than the one in RUN.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
 def command(context: click.Context, run: str, groups: Path | None, as_json: bool) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from envs.agent_script import WITH_META, WITHOUT_META
+from envs.scripts import groups_file
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
@@ -53,7 +54,7 @@ def test_a_script_of_the_contract_runs_with_the_oracle(tmp_path: Path, text: str
     argv = [sys.executable, str(script(tmp_path, text)), "process", *LOCAL, "--policy", "oracle"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    alpha, beta = lines(tmp_path / "data/word_agent.jsonl")
+    alpha, beta = lines(groups_file(tmp_path))
     assert [alpha["scores"], beta["scores"]] == [[1.0, 1.0]] * 2
     detail = alpha["rollouts"][0]["detail"]
     assert (detail["calls"], detail["steps"], detail["success"], detail.get("seeded")) == (1, 2, True, seeded)
@@ -92,7 +93,7 @@ def test_a_chat_server_that_writes_its_calls_as_text(tmp_path: Path) -> None:
     answers = [completion(f"Let me look.\n{broken}\n{CALL}"), completion("It is done: alpha.")]
     code, stderr, seen = asyncio.run(over_chat(tmp_path, answers))
     assert code == 0, stderr
-    (group,) = lines(tmp_path / "data/word_agent.jsonl")
+    (group,) = lines(groups_file(tmp_path))
     assert group["scores"] == [1.0]
     assert group["rollouts"][0]["detail"]["final"] == "It is done: alpha."
     first, second = [request.body for request in seen if request.method == "POST"]
@@ -109,7 +110,7 @@ def test_a_chat_server_that_writes_its_calls_as_text(tmp_path: Path) -> None:
 def test_a_rollout_at_its_step_limit_is_scored_and_one_that_lost_its_server_is_not(tmp_path: Path) -> None:
     code, stderr, _ = asyncio.run(over_chat(tmp_path, [completion(CALL)]))
     assert code == 0, stderr
-    (group,) = lines(tmp_path / "data/word_agent.jsonl")
+    (group,) = lines(groups_file(tmp_path))
     (rollout,) = group["rollouts"]
     assert (group["scores"], rollout["outcome"], rollout["detail"]["success"]) == ([1.0], "max_turns", False)
     assert len(group["messages"][0]) == 2 + 2 * 4
@@ -203,7 +204,7 @@ def parsed(env: type[AgentEnv[AgentEnvConfig]], argv: Sequence[str]) -> Parsed[A
     form = form_of(env)
     line = CommandLine(
         prog="test", env_type=form.config_type(), server_type=APIServerConfig, env_values={}, server_values=[],
-        name=form.name, command="process", about="",
+        command="process", about="",
     ).parse(argv, {})  # fmt: skip
     assert isinstance(line, Parsed)
     return line

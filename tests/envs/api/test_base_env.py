@@ -82,7 +82,7 @@ class Adding(Sums):
 def rolled_out(env: type[BaseEnv], folder: Path, *flags: str, answer: JSON = None) -> RunReport:
     async def scenario() -> RunReport:
         async with LoopbackServer(FakeAnswer(answer or completion("4"))) as server:
-            line = CommandLine("test", form_of(env).config_type(), APIServerConfig, name="test")
+            line = CommandLine("test", form_of(env).config_type(), APIServerConfig)
             argv = ["process", "--openai.base_url", server.url, "--openai.model_name", "m", *flags]
             parsed = line.parse([*argv, "--env.data_path_to_save_groups", str(folder / "g.jsonl")], {})
             assert isinstance(parsed, Parsed)

@@ -25,7 +25,6 @@ LINE = CommandLine(
     server_type=APIServerConfig,
     env_values=set_fields(ToyConfig(max_agent_turns=5)),
     server_values=[set_fields(APIServerConfig(model_name="own"))],
-    name="toy",
     about="A toy.\n\nMore.",
 )
 
@@ -157,13 +156,11 @@ def test_precedence_is_default_config_init_file_environment_flag(tmp_path: Path)
     assert parse("process").sources["env.max_agent_turns"] == "config_init"
 
 
-def test_process_keeps_messages_and_equal_scores_and_names_its_file() -> None:
+def test_process_keeps_messages_and_equal_scores() -> None:
     process, evaluate = parse("process").env_config, parse("evaluate").env_config
     assert (process.include_messages, process.ensure_scores_are_not_same) == (True, False)
     assert (evaluate.include_messages, evaluate.ensure_scores_are_not_same) == (False, False)
     assert parse("serve", "--group", "2").env_config.ensure_scores_are_not_same
-    assert process.data_path_to_save_groups == "data/toy.jsonl"
-    assert evaluate.data_path_to_save_groups is None
 
 
 def test_a_file_with_several_servers(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from palaestra.inference.config import APIServerConfig
 
 
 def parsed(*argv: str, environ: dict[str, str], dotenv: dict[str, str]) -> Parsed:
-    line = CommandLine(prog="x", env_type=HermesAgentEnvConfig, server_type=APIServerConfig, name="x")
+    line = CommandLine(prog="x", env_type=HermesAgentEnvConfig, server_type=APIServerConfig)
     found = line.parse(["process", *argv], environ, dotenv)
     assert isinstance(found, Parsed)
     return found

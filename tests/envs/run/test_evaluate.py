@@ -58,7 +58,7 @@ def test_no_task_is_both_trained_on_and_evaluated(lines_env: str) -> None:
     assert palaestra("eval", lines_env, *settings, "--env.data_dir_to_save_evals=evals") == 0
     evaluated = {json.loads(line)["task_id"] for line in Path("evals/samples.jsonl").read_text().splitlines()}
     assert palaestra("run", lines_env, *settings) == 0
-    given = {json.loads(line)["task_id"] for line in Path("data/count_lines.jsonl").read_text().splitlines()}
+    given = {json.loads(line)["task_id"] for line in scripts.groups_file().read_text().splitlines()}
     assert evaluated == wanted
     assert given == {f"lines-{n}" for n in range(8)} - wanted
 
@@ -115,7 +115,7 @@ def test_a_class_is_run_without_a_word_for_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     Path("words_env.py").write_text(scripts.CLASS_ENV)
     assert palaestra("run", "words_env.py", "--policy", "oracle", "--tasks", "1", "--group", "1") == 0
-    (line,) = Path("data/words.jsonl").read_text().splitlines()
+    (line,) = scripts.groups_file().read_text().splitlines()
     assert json.loads(line)["scores"] == [1.0]
 
 
@@ -125,7 +125,7 @@ def test_a_script_without_a_main_guard_is_run_by_whoever_loads_it(
     monkeypatch.chdir(tmp_path)
     Path("words_env.py").write_text(scripts.CLASS_ENV.replace('if __name__ == "__main__":', "if True:"))
     assert palaestra("run", "words_env.py", "--policy", "oracle", "--tasks", "1", "--group", "1") == 0
-    assert len(Path("data/words.jsonl").read_text().splitlines()) == 1
+    assert len(scripts.groups_file().read_text().splitlines()) == 1
 
 
 def test_a_run_does_not_go_on_as_an_evaluation(lines_env: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command_line(env: type[HermesAgentBaseEnv], argv: Sequence[str]) -> Parsed[HermesAgentEnvConfig, APIServerConfig]:
     form = form_of(env)
-    line = CommandLine("test", form.config_type(), APIServerConfig, name=form.name).parse(argv, {})
+    line = CommandLine("test", form.config_type(), APIServerConfig).parse(argv, {})
     assert isinstance(line, Parsed)
     return line
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import Recording
@@ -90,8 +91,8 @@ def test_held_out_tasks_are_evaluated_and_not_trained_on(capsys: pytest.CaptureF
         assert "pass@1" in (each / "metrics.json").read_text()
     assert "eval/pass@1" in (folder() / "metrics.jsonl").read_text()
     assert "evaluation at step 3" in capsys.readouterr().err
-    assert {line["rollouts"][0]["outcome"] for line in events(Path("data/words.jsonl"))} == {"natural"}
-    assert len(events(Path("data/words.jsonl"))) == len(trained)
+    assert {line["rollouts"][0]["outcome"] for line in events(groups_file())} == {"natural"}
+    assert len(events(groups_file())) == len(trained)
 
 
 @pytest.mark.usefixtures("here")

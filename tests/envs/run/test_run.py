@@ -77,14 +77,14 @@ def script(folder: Path, text: str, name: str = "my_env.py") -> Path:
 def test_the_function_form_runs_by_path(tmp_path: Path) -> None:
     script(tmp_path, scripts.COUNT_LINES)
     invoke(tmp_path, [*RUN, "my_env.py", "--policy", "oracle", "--env.n", "3", "--group", "2"])
-    groups = lines(tmp_path / "data/count_lines.jsonl")
+    groups = lines(scripts.groups_file(tmp_path))
     assert [group["task_id"] for group in groups] == ["lines-0", "lines-1", "lines-2"]
     assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 3
-    report = (tmp_path / "data/count_lines.html").read_text()
+    report = scripts.groups_file(tmp_path).with_name("report.html").read_text()
     assert "wc -l" in report
 
     invoke(tmp_path, [*RUN, "my_env.py", "--policy", "noop", "--env.n", "2"])
-    assert [group["scores"] for group in lines(tmp_path / "data/count_lines_1.jsonl")] == [[0.0], [0.0]]
+    assert [group["scores"] for group in lines(scripts.groups_file(tmp_path))] == [[0.0], [0.0]]
     (metrics,) = (tmp_path / "runs").glob("count_lines--noop/*/metrics.jsonl")
     assert lines(metrics)[-1]["reward/mean"] == 0.0
 
@@ -92,12 +92,12 @@ def test_the_function_form_runs_by_path(tmp_path: Path) -> None:
 def test_a_class_environment_runs_with_process(tmp_path: Path) -> None:
     path = script(tmp_path, scripts.CLASS_ENV, "words_env.py")
     done = invoke(tmp_path, [PYTHON, str(path), "process", "--env.use_wandb", "false", "--policy", "oracle"])
-    groups = lines(tmp_path / "data/words.jsonl")
+    groups = lines(scripts.groups_file(tmp_path))
     assert [group["task_id"] for group in groups] == ["alpha", "beta", "gamma"]
     assert all(group["scores"] == [1.0, 1.0] for group in groups)
     assert groups[0]["token_source"] == "placeholder"
     assert all(mask == -100 for masks in groups[0]["masks"] for mask in masks)  # type: ignore[attr-defined]
-    assert "data/words.jsonl" in done.stderr
+    assert str(scripts.groups_file(tmp_path).relative_to(tmp_path)) in done.stderr
     (metrics,) = tmp_path.glob("runs/words--oracle/*/metrics.jsonl")
     assert lines(metrics)[-1]["train/words_seen"] == 3
 
@@ -115,7 +115,7 @@ def test_both_shapes_of_exec_tool_and_the_sealed_view(tmp_path: Path) -> None:
     path = script(tmp_path, scripts.HOOKS_ENV.replace("cat seed.txt", "(sleep 987 &) ; cat seed.txt"), "hooks_env.py")
     flags = ["--env.group_size", "2", "--env.enabled_toolsets", "terminal", "--policy", "oracle"]
     invoke(tmp_path, [PYTHON, str(path), "process", *flags])
-    groups = lines(tmp_path / "data/hooks.jsonl")
+    groups = lines(scripts.groups_file(tmp_path))
     assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
     rollout = groups[0]["rollouts"][0]  # type: ignore[index]
     assert rollout["detail"]["alive"] == "0", "a process of the agent outlived the seal"
@@ -125,7 +125,7 @@ def test_a_setup_that_fails_leaves_the_rest_and_says_so(tmp_path: Path) -> None:
     script(tmp_path, scripts.BAD_SETUP)
     done = invoke(tmp_path, [*RUN, "my_env.py", "--policy", "oracle"], check=3)
     assert "no such thing" in done.stderr
-    assert [group["task_id"] for group in lines(tmp_path / "data/half_broken.jsonl")] == ["good"]
+    assert [group["task_id"] for group in lines(scripts.groups_file(tmp_path))] == ["good"]
 
 
 def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path
             running.kill()
     assert "Traceback" not in rest
     assert "the run is not finished; continue with --resume runs/sleeper--oracle/" in rest
-    assert [group["task_id"] for group in lines(tmp_path / "data/sleeper.jsonl")] == ["quick"]
+    assert [group["task_id"] for group in lines(scripts.groups_file(tmp_path))] == ["quick"]
     assert not started & everybody(), "processes of the run outlived it"
     assert not commands("sleep 3611")
 
@@ -220,7 +220,7 @@ def test_a_chat_server_has_a_real_conversation_with_tools(tmp_path: Path) -> Non
 
     code, stderr, seen = asyncio.run(main())
     assert code == 0, stderr
-    (group,) = lines(tmp_path / "data/count_lines.jsonl")
+    (group,) = lines(scripts.groups_file(tmp_path))
     assert group["scores"] == [1.0]
     (messages,) = group["messages"]  # type: ignore[misc]
     assert [message["role"] for message in messages] == [
@@ -263,7 +263,7 @@ def test_a_slot_that_dies_mid_rollout_is_no_score(tmp_path: Path) -> None:
         finally:
             running.kill()
     assert "Traceback" not in rest
-    (group,) = lines(tmp_path / "data/sleeper.jsonl")
+    (group,) = lines(scripts.groups_file(tmp_path))
     assert group["task_id"] == "quick"
     (journal,) = tmp_path.glob("runs/*/*/journal.jsonl")
     ended = [event["trajectory"] for event in lines(journal) if event["event"] in ("rollout", "discarded")]

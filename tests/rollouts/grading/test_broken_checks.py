@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 
 ENV = """
@@ -49,7 +50,7 @@ def test_work_that_breaks_its_check_scores_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     Path("breaking_env.py").write_text(ENV)
     assert main(["run", "breaking_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
-    lines = [json.loads(line) for line in Path("data/breaking.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in groups_file().read_text().splitlines()]
     assert {line["task_id"]: line["scores"] for line in lines} == {
         "fifo": [0.0],
         "directory": [0.0],

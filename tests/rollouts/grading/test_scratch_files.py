@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
+
 SCRIPT = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 
@@ -55,7 +57,7 @@ def test_scratch_files_are_graded(tmp_path: Path) -> None:
     argv = [sys.executable, str(script), "process", "--policy", "oracle", "--env.save_workspaces", "true"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    first, second = [json.loads(line) for line in (tmp_path / "data/scratch.jsonl").read_text().splitlines()]
+    first, second = [json.loads(line) for line in groups_file(tmp_path).read_text().splitlines()]
     assert first["scores"] == [1.0]
     assert second["scores"] == [0.0]
     assert done.stderr.count("had processes when they ended") == 1

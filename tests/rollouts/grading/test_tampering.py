@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 from palaestra.rollouts.grading.tampering import planted
 from palaestra.sandbox.slot import Change
@@ -47,7 +48,7 @@ def test_a_check_runs_its_own_programs_and_sees_new_ones(tmp_path: Path, monkeyp
     Path("planting_env.py").write_text(ENV)
     argv = ["run", "planting_env.py", "--policy", "oracle", "--env.group_size", "1"]
     assert main(argv) == 0
-    assert json.loads(Path("data/planting.jsonl").read_text())["scores"] == [0.25]
+    assert json.loads(groups_file().read_text())["scores"] == [0.25]
 
 
 SEARCHING = """
@@ -81,7 +82,7 @@ def test_new_libraries_are_found_after_those_of_the_root(tmp_path: Path, monkeyp
     Path("searching_env.py").write_text(SEARCHING)
     argv = ["run", "searching_env.py", "--policy", "oracle", "--env.group_size", "1"]
     assert main(argv) == 0
-    assert json.loads(Path("data/searching.jsonl").read_text())["scores"] == [0.25]
+    assert json.loads(groups_file().read_text())["scores"] == [0.25]
 
 
 FILES = """

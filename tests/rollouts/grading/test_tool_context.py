@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 
 ENV = """
@@ -62,4 +63,4 @@ def test_a_reward_function_moves_files_and_searches(tmp_path: Path, monkeypatch:
     Path("files_env.py").write_text(ENV)
     argv = ["run", "files_env.py", "process", "--policy", "oracle"]
     assert main(argv) == 0
-    assert json.loads(Path("data/files.jsonl").read_text())["scores"] == [1.0]
+    assert json.loads(groups_file().read_text())["scores"] == [1.0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main
 from palaestra.tools.browser import launch
 
@@ -97,8 +98,8 @@ def test_an_agent_and_its_reward_browse(tmp_path: Path, monkeypatch: pytest.Monk
     Path("shop_env.py").write_text(ENV.format(site=site))
     argv = ["run", "shop_env.py", "process", "--policy", "oracle"]
     assert main(argv) == 0
-    assert json.loads(Path("data/shop.jsonl").read_text())["scores"] == [1.0, 1.0]
+    assert json.loads(groups_file().read_text())["scores"] == [1.0, 1.0]
     (recording,) = Path("runs").glob("*/**/world.jsonl")
     replay = ["--env.world", "replay", "--env.world_file", str(recording), "--env.browser_executable", "/no/browser"]
     assert main([*argv, *replay]) == 0
-    assert json.loads(Path("data/shop_1.jsonl").read_text())["scores"] == [1.0, 1.0]
+    assert json.loads(groups_file().read_text())["scores"] == [1.0, 1.0]

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.sandbox.backends.docker import DockerBackend
@@ -111,9 +112,7 @@ class TestDocker(BackendConformance):
         words = ["--backend", "docker", "--env.docker_image", "python:here", "--env.docker_hosts", self.daemon.address]
         for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
             assert palaestra(["run", "there_env.py", "--policy", policy, *words, "--group", "2"]) == 0
-            (group,) = Path("data").glob("*.jsonl")
-            assert json.loads(group.read_text())["scores"] == [reward, reward]
-            group.unlink()
+            assert json.loads(groups_file().read_text())["scores"] == [reward, reward]
 
     def test_a_daemon_that_is_away_is_named(self, tmp_path: Path) -> None:
         async def main() -> None:

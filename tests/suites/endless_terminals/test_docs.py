@@ -36,6 +36,6 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert main(command[1:]) == 0, command
     found = [
         [score for line in path.read_text().splitlines() for score in json.loads(line)["scores"]]
-        for path in sorted((tmp_path / "data").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+        for path in sorted(tmp_path.glob("runs/*/*/groups.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     ]
     assert [set(scores) for scores in found] == [{1.0}, {0.0}, {1.0}]

@@ -131,7 +131,7 @@ def roll_out(
                 "total_steps": -1, "keep_workspaces": False, "infra_retries": 0}  # fmt: skip
     words = [f"--env.{name}={value}" for name, value in settings.items()]
     words += [f"--env.data_path_to_save_groups={folder / 'g.jsonl'}", *flags]
-    line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig, name="test")
+    line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig)
     parsed = line.parse(["process", "--policy", policy, *words])
     assert isinstance(parsed, Parsed)
     kind = type("Rows", (Rows,), {"packages": packages, "kind": WithBaseline if baseline else SweEnvironment})

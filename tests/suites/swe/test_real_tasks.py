@@ -80,7 +80,7 @@ def rolled_out(built: Built, folder: Path, tasks: Path, policy: str, *flags: str
     """Run the environment over a file of rows, one rollout each."""
     settings = {"dataset_name": tasks, "group_size": 1, "cache_dir": built.cache, "max_failures": 100}
     common = [f"--env.{name}={value}" for name, value in settings.items()]
-    line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig, name="test")
+    line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig)
     groups = f"--env.data_path_to_save_groups={folder / 'g.jsonl'}"
     parsed = line.parse(["process", "--policy", policy, *common, groups, *flags])
     assert isinstance(parsed, Parsed)

@@ -203,9 +203,7 @@ def _check_environment(reference: str, settings: Sequence[str], tasks: int, only
 def _parse(form: Form, reference: str, settings: Sequence[str], own: Mapping[str, JSON]) -> RunLine:
     config, _ = form.defaults()
     values = {**(set_fields(config) if config is not None else {}), **own}
-    return parse_settings(
-        f"palaestra env check {reference}", settings, env_type=form.config_type(), name=form.name, env_values=values
-    )
+    return parse_settings(f"palaestra env check {reference}", settings, env_type=form.config_type(), env_values=values)
 
 
 def parse_settings(
@@ -213,7 +211,6 @@ def parse_settings(
     settings: Sequence[str],
     *,
     env_type: type[BaseEnvConfig],
-    name: str,
     env_values: Mapping[str, JSON] | None = None,
 ) -> RunLine:
     """Parse settings of an environment for a command that is not a run. Raises `ConfigError`."""
@@ -223,7 +220,6 @@ def parse_settings(
         env_type=env_type,
         server_type=APIServerConfig,
         env_values=env_values or {},
-        name=name,
         command="process",
     ).parse(["process", "--policy", "noop", *settings], shell_variables(dotenv), dotenv)
     if not isinstance(parsed, Parsed):

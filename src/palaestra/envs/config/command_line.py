@@ -53,6 +53,7 @@ SHORT_FORMS = {
     "--group": "env.group_size",
     "--samples": "env.group_size",
     "--to": "env.rollout_server_url",
+    "--out": "env.data_path_to_save_groups",
     "--concurrency": "env.max_num_workers",
     "--slots": "env.slots",
     "--backend": "env.tool_pool_mode",
@@ -130,15 +131,13 @@ class Parsed(Generic[EnvT_co, ServerT_co]):
 @dataclass(frozen=True, slots=True)
 class CommandLine(Generic[EnvT_co, ServerT_co]):
     """The settings of one environment. `env_values` and `server_values` (one mapping per server) are the result of its
-    `config_init`, see `set_fields`. `command` is the default command; without it one is required. `name` is part of the
-    default path of the output."""
+    `config_init`, see `set_fields`. `command` is the default command; without it one is required."""
 
     prog: str
     env_type: type[EnvT_co]
     server_type: type[ServerT_co]
     env_values: Mapping[str, JSON] = field(default_factory=dict)
     server_values: Sequence[Mapping[str, JSON]] = ()
-    name: str | None = None
     command: str | None = None
     about: str = ""
 
@@ -284,8 +283,6 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
 
     def _env_layers(self, command: str, given: _Given, variables: Variables) -> Iterator[ConfigLayer]:
         fields = self.env_type.model_fields
-        if given.source != ARGUMENT and command == "process" and self.name and "data_path_to_save_groups" in fields:
-            yield ConfigLayer("process", {"data_path_to_save_groups": f"data/{self.name}.jsonl"})
         yield ConfigLayer("config_init", self.env_values)
         if said := _SAID_BY_COMMAND.get(command):
             yield ConfigLayer(command, {name: value for name, value in said.items() if name in fields})

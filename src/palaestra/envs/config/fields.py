@@ -48,9 +48,9 @@ class BaseEnvConfig(Settings):
     max_num_workers: int = setting(-1, "Groups in flight concurrently; -1 suits this machine.", ge=-1)
     max_token_length: int = setting(2048, "Most tokens that one model call may generate.", ge=1)
     data_path_to_save_groups: str | None = setting(
-        None, "The JSONL file of the groups. An existing file is kept: the new one gets a number."
+        None, "A JSONL file for a copy of the groups. An existing file is kept: the new one gets a number."
     )
-    data_dir_to_save_evals: str | None = setting(None, "The folder that `evaluate` writes into.")
+    data_dir_to_save_evals: str | None = setting(None, "A folder for a copy of the results of `evaluate`.")
     include_messages: bool = setting(False, "Keep each rollout's messages in the JSONL file.")
     ensure_scores_are_not_same: bool = setting(
         True, "Leave groups of equal scores out of training data (off for groups of one)."
@@ -183,7 +183,7 @@ class BaseEnvConfig(Settings):
     @classmethod
     def _groups_are_no_page(cls, path: str | None) -> str | None:
         if path is not None and path.endswith(".html"):
-            raise ConfigError("the run writes its report to the .html file next to the groups: name a .jsonl file")
+            raise ConfigError("the copy of the report gets the .html file next to the groups: name a .jsonl file")
         return path
 
     @field_validator("otel_endpoint")

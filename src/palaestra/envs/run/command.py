@@ -69,7 +69,6 @@ def command_line(
         server_type=APIServerConfig,
         env_values=set_fields(config) if config is not None else {},
         server_values=[set_fields(server) for server in servers or own],
-        name=form.name,
         command=form.command or command,
         about=form.about,
     )

@@ -94,6 +94,7 @@ async def run(
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
         output = open_output(form.name, parsed, engine.name, root, form.reference)
+        stack.callback(output.discard_unless_begun)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
         if config.world != "live":
@@ -151,7 +152,7 @@ async def run(
         folder=output.folder.path,
         journal=output.folder.journal,
         groups=output.groups.path,
-        report=output.report,
+        report=output.folder.report,
     )
 
 
@@ -240,18 +241,16 @@ class CommandRun:
             try:
                 figures = output.close(reason)
             finally:
-                began = output.begun or reason == "done"
-                if figures and began:
+                output.begun |= reason == "done"
+                if figures and output.begun:
                     _print_summary(output, figures, reason, stream)
                 if totals is not None:
                     _print_suspects(totals, stream)
-                if began and (reason != "done" or not figures):
+                if output.begun and (reason != "done" or not figures):
                     why = f"{limits.reason}: {limits.message}" if limits.reason else "the run is not finished"
                     stream.write(f"{why}; continue with --resume {output.folder.path}\n")
                 self.reporting.note = _writing_on(stream)
                 await self.reporting.finish(self.environment, figures)
-                if not began:
-                    output.discard()
 
     @asynccontextmanager
     async def _watched(self, console: Console) -> AsyncIterator[None]:
@@ -377,7 +376,7 @@ class CommandRun:
         )
 
     async def _evaluate(self, limit: int | None) -> Totals:
-        """Evaluate, and save the result in the configured folder, or else in the run's own."""
+        """Evaluate, and save the result in the run's folder, and in the configured one."""
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         config = self.parsed.env_config
@@ -386,9 +385,9 @@ class CommandRun:
         totals = await evaluation.run()
         note = context.events.note
         if evaluation.logged:
-            asked = self.parsed.env_config.data_dir_to_save_evals
-            folder = Path(asked) if asked else self.output.folder.path / "evaluation"
-            save_evaluation(evaluation.logged, folder, self.parsed.server_configs[0].model_name)
+            folder, copy = self.output.folder.path / "evaluation", self.parsed.env_config.data_dir_to_save_evals
+            for each in (folder, *([Path(copy)] if copy else [])):
+                save_evaluation(evaluation.logged, each, self.parsed.server_configs[0].model_name)
             found = numbers(evaluation.logged["metrics"])
             self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
             note(f"evaluation in {folder}: {in_short(evaluation.logged['metrics'])}".removesuffix(": "))
@@ -405,9 +404,9 @@ class CommandRun:
 
     def _keep(self, group: Group) -> None:
         if self.parsed.env_config.ensure_scores_are_not_same and group.same_scores:
-            self.output.groups.skip(group.number)
+            self.output.skip(group)
         else:
-            self.output.groups.add(group)
+            self.output.keep(group)
 
 
 def _warn_once(context: RunContext, console: Console) -> None:
@@ -447,8 +446,17 @@ def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, st
     stream.write(
         f"{reason}: {groups} groups ({failed} failed), {rollouts} rollouts, {scored} of {planned} scored, {reward}\n"
         f"{gathered}{resumed}{store}"
-        f"  groups  {output.groups.path}\n  report  {output.report}\n  run     {output.folder.path}\n"
+        f"{_files(output)}"
     )
+
+
+def _files(output: RunOutput) -> str:
+    """The files of a run, one a line."""
+    places = {"groups": output.groups.path, "report": output.folder.report}
+    if output.copy is not None:
+        places["copy"] = output.copy.path
+    lines = [f"  {name:<7} {path}\n" for name, path in places.items() if path.is_file()]
+    return "".join([*lines, f"  run     {output.folder.path}\n"])
 
 
 def _print_suspects(totals: Totals, stream: TextIO) -> None:

@@ -1,8 +1,8 @@
 """The folder of a run, and the files made from its journal.
 
-The folder holds the journal, the settings, `metrics.jsonl` and, if tools reached outside, `world.jsonl`. The groups
-file (JSONL in the Atropos shape) and the report are next to each other: in the folder, or at the configured path,
-numbered rather than overwritten.
+The folder holds the journal, the settings, `metrics.jsonl`, the groups (`groups.jsonl`, in the Atropos shape), the
+report and, if tools reached outside, `world.jsonl`. A configured path gets a copy of the groups and of the report,
+numbered rather than overwritten. A run that never began leaves no folder, and no run leaves an empty groups file.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from palaestra.rollouts.observe.failures import Failures
 from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
+from palaestra.rollouts.records import Group
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class RunFolder:
 
     path: Path
     run_id: str
+    made: tuple[Path, ...] = ()
+    """Folders above that were made for it."""
 
     @property
     def journal(self) -> Path:
@@ -80,10 +83,22 @@ class RunFolder:
     def groups(self) -> Path:
         return self.path / "groups.jsonl"
 
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def remove(self) -> None:
+        """Remove the folder, and those that were made for it if they are empty."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for path in self.made:
+            with contextlib.suppress(OSError):  # other runs are there
+                path.rmdir()
+
 
 def claim_folder(root: Path, env: str, model: str) -> RunFolder:
     """Make a new, empty folder `root/env--model/<UTC time>-<id>`. Raises `ConfigError` if that fails."""
     above = root / f"{_plain(env)}--{_plain(model)}"
+    made = tuple(path for path in (above, root) if not path.exists())
     while True:
         run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
         path = above / run_id
@@ -96,7 +111,7 @@ def claim_folder(root: Path, env: str, model: str) -> RunFolder:
             raise ConfigError(
                 f"cannot make the run folder {path}: {error.strerror}; run in a directory that you can write to"
             ) from error
-        return RunFolder(path, run_id)
+        return RunFolder(path, run_id, made)
 
 
 def _plain(name: str) -> str:
@@ -128,6 +143,7 @@ class RunOutput:
         env: str,
         model: str,
         groups: GroupsFile,
+        copy: GroupsFile | None = None,
         earlier: EarlierWork | None = None,
     ) -> None:
         self.folder = folder
@@ -135,6 +151,7 @@ class RunOutput:
         self.env = env
         self.model = model
         self.groups = groups
+        self.copy = copy
         self.own: dict[str, float] = {}
         self.failures = Failures()
         self.resumes = earlier is not None
@@ -148,8 +165,18 @@ class RunOutput:
         self._started_at = time.time()
 
     @property
-    def report(self) -> Path:
-        return self.groups.path.with_suffix(".html")
+    def _groups_files(self) -> tuple[GroupsFile, ...]:
+        return (self.groups,) if self.copy is None else (self.groups, self.copy)
+
+    def keep(self, group: Group) -> None:
+        """Write a finished group."""
+        for file in self._groups_files:
+            file.add(group)
+
+    def skip(self, group: Group) -> None:
+        """Leave a finished group out of the groups file."""
+        for file in self._groups_files:
+            file.skip(group.number)
 
     def handlers(self) -> Handlers:
         return {GroupBegun: self._on_begun, GroupFinished: self._on_finished}
@@ -162,13 +189,15 @@ class RunOutput:
     def _on_begun(self, _: GroupBegun) -> None:
         self.begun = True
 
-    def discard(self) -> None:
-        """Remove the files of a run that never began."""
-        for path in (self.groups.path, self.report):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self.folder.path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other runs are there
-            self.folder.path.parent.rmdir()
+    def discard_unless_begun(self) -> None:
+        """Remove everything of a run that never began."""
+        if self.begun:
+            return
+        self.journal.close()
+        for file in self._groups_files:
+            file.close()
+            file.path.unlink(missing_ok=True)
+        self.folder.remove()
 
     def close(self, reason: str) -> dict[str, float]:
         """Write the journal's last line, close everything and write the report. Returns the run's metrics. Raises
@@ -177,7 +206,10 @@ class RunOutput:
             self.journal.append(RunEnded(at=time.time(), reason=reason))
         finally:
             try:
-                self.groups.close()
+                for file in self._groups_files:
+                    file.close()
+                    if not file.path.stat().st_size:
+                        file.path.unlink()
             finally:
                 self.journal.close()
         meta = {
@@ -189,10 +221,13 @@ class RunOutput:
         if self.resumes:
             self.resumed = self.status.read().resumed  # read at the start: only new lines are left
             meta |= {"resumed": self.resumed} if self.resumed else {}
+        report = self.folder.report
         try:
-            write_report(self.report, Recording(self.folder.journal), meta, self._figures)
+            write_report(report, Recording(self.folder.journal), meta, self._figures)
+            if self.copy is not None and self.copy.path.is_file():
+                shutil.copyfile(report, self.copy.path.with_suffix(".html"))
         except OSError as error:
-            logger.warning("the report %s cannot be written: %s; all else is kept", self.report, error.strerror)
+            logger.warning("the report %s cannot be written: %s; all else is kept", report, error.strerror)
         return self._figures.numbers() | self.own
 
 
@@ -201,20 +236,29 @@ RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
 def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str) -> RunOutput:
     """The output of a new run, or of the one to resume. `reference` names the environment for a later replay."""
-    config = parsed.env_config
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
     settings["provenance"] = provenance(reference)
     if parsed.resume is not None:
         return _reopen_output(env, parsed, model, parsed.resume, settings)
     folder = claim_folder(root, env, model)
+    try:
+        return _new_output(env, parsed.env_config, model, folder, settings)
+    except BaseException:
+        folder.remove()
+        raise
+
+
+def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, settings: dict[str, JSON]) -> RunOutput:
     journal = Journal(folder.journal)
-    path = Path(config.data_path_to_save_groups) if config.data_path_to_save_groups else folder.groups
-    groups = GroupsFile(path, env=env, model=model, messages=config.include_messages)
-    settings |= {"groups_file": str(groups.path.resolve()), "run_folder": str(folder.path.resolve())}
+    groups = GroupsFile(folder.groups, env=env, model=model, messages=config.include_messages)
+    copy = None
+    if config.data_path_to_save_groups:
+        copy = GroupsFile(Path(config.data_path_to_save_groups), env=env, model=model, messages=config.include_messages)
+    settings |= {"groups_file": str((copy or groups).path.resolve()), "run_folder": str(folder.path.resolve())}
     with open(folder.config, "wb", opener=private) as file:
         file.write(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
     mark_origin(folder.path, settings)
-    output = RunOutput(folder, journal, settings, env=env, model=model, groups=groups)
+    output = RunOutput(folder, journal, settings, env=env, model=model, groups=groups, copy=copy)
     started = RunStarted(
         at=output._started_at, run_id=folder.run_id, env=env, model=model, seed=config.seed, config=settings
     )
@@ -239,35 +283,40 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
                 raise ConfigError(
                     f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: resume it with the same {name}"
                 )
-        messages = parsed.env_config.include_messages
-        place = _groups_file(was.config, folder, parsed.env_config.data_path_to_save_groups)
-        groups = GroupsFile(place, env=env, model=model, messages=messages, again=True)
+        messages, wanted = parsed.env_config.include_messages, parsed.env_config.data_path_to_save_groups
+        groups = GroupsFile(folder.groups, env=env, model=model, messages=messages, again=True)
+        copy = None
+        if wanted:
+            before = _earlier_copy(was.config, folder, Path(wanted))
+            path, again = before or Path(wanted), before is not None
+            copy = GroupsFile(path, env=env, model=model, messages=messages, again=again)
         for line in _differing(was.config, settings):
             logger.warning("resumed with another setting: %s", line)
         folder = replace(folder, run_id=was.run_id)
-        output = RunOutput(folder, journal, was.config, env=env, model=model, groups=groups, earlier=earlier)
+        output = RunOutput(folder, journal, was.config, env=env, model=model, groups=groups, copy=copy, earlier=earlier)
     except BaseException:
         journal.close()
         raise
     config = {**was.config, **settings}
+    if copy is not None:
+        config["groups_file"] = str(copy.path.resolve())
     mark_origin(folder.path, config)
     journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
     return output
 
 
-def _groups_file(recorded: Mapping[str, JSON], folder: RunFolder, wanted: str | None) -> Path:
-    """The groups file of a resumed run, which is written again: the recorded one if it lies in the run's folder or
-    where the settings of this command line put it, else the one in the run's folder.
+def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path) -> Path | None:
+    """The copy of the groups that the earlier part of a run made at the wanted path, perhaps with a number; None
+    without one. It is written again.
 
     The recording alone must not choose a file of the machine.
     """
     path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
-    copied = first.exists() and not first.samefile(folder.path)
-    if not path.is_absolute() or not path.parent.is_dir() or copied or path.is_symlink():
-        return folder.groups
-    named = None if wanted is None else Path(wanted).resolve()
-    asked = named is not None and path.parent.resolve() == named.parent and _is_numbered(path.name, named.name)
-    return path if asked or path.parent.resolve() == folder.path.resolve() else folder.groups
+    moved = first.exists() and not first.samefile(folder.path)
+    if not path.is_absolute() or not path.parent.is_dir() or moved or path.is_symlink():
+        return None
+    named = wanted.resolve()
+    return path if path.parent.resolve() == named.parent and _is_numbered(path.name, named.name) else None
 
 
 def _is_numbered(name: str, wanted: str) -> bool:

@@ -135,9 +135,7 @@ def import_tasks(
     source: str, settings: Sequence[str], *, progress: Callable[[TriedTask], None] = lambda line: None
 ) -> ImportReport:
     """Try every task of a source. Raises `ConfigError` for an unknown setting or a source without tasks."""
-    parsed = parse_settings(
-        f"palaestra env import {source}", settings, env_type=TerminalBench2EvalConfig, name="terminalbench_2"
-    )
+    parsed = parse_settings(f"palaestra env import {source}", settings, env_type=TerminalBench2EvalConfig)
     assert isinstance(parsed.env_config, TerminalBench2EvalConfig)
     config = parsed.env_config.model_copy(update={"dataset_name": source, "total_steps": -1})
 
