@@ -69,6 +69,10 @@ class BaseEnvConfig(Settings):
         "best", "The isolation level (see `palaestra doctor`): best, full, userns, confined, none."
     )
     require_sandbox: bool = setting(False, "Refuse isolation levels below `userns`.")
+    host_ports: list[int] = setting(
+        [],
+        "Ports of this machine's loopback that local slots with the network on reach, at the name `host.internal`.",
+    )
     keep_workspaces: bool = setting(
         True, "Share prepared workspaces with other runs on this machine, if their task or environment has a cache key."
     )

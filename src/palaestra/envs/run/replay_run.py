@@ -44,7 +44,7 @@ from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 
 HOST_SETTINGS = frozenset({
-    "isolation", "require_sandbox", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
+    "isolation", "require_sandbox", "host_ports", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
     "workspace_store_bytes", "backend_options", "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
     "docker_privileged", "singularity_image", "ssh_hosts", "ssh_user", "ssh_port", "ssh_key", "container_cpus",
     "container_memory", "browser_executable", "builder", "build_network", "force_build",

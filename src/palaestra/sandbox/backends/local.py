@@ -1,7 +1,8 @@
 """Slots on this machine's own kernel, without a container runtime.
 
 `full` and `userns`: a slot is a set of namespaces around a copy-on-write root; forks stack layers, whatever their size.
-Covered: processes, mounts, IPC, host name and (network off) network; a root with only the image or an allow-list of
+Covered: processes, mounts, IPC, host name and network (with the network on, a device whose packets a process of the
+server carries out, never to the host itself); a root with only the image or an allow-list of
 system directories; no new privileges, few capabilities, a system call filter; limits on disk, open files and output. If
 a process of ours is killed, the kernel ends all slots. A list of hosts needs root: the slot's network is empty except
 for a proxy that enforces the list.
@@ -25,15 +26,16 @@ can end it.
 
 `none`, only by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
-Not covered at any level: kernel bugs, and side channels between slots. A slot with the network on shares the host's
-network namespace with its loopback and abstract sockets, and reaches cloud metadata addresses except on `full` with
-control groups of version 2; a list of hosts never leads to them. A slot can read files under the host's /usr.
+Not covered at any level: kernel bugs, and side channels between slots. Slots with the network on, on
+`confined` and where /dev/net/tun is missing, share the host's network with its loopback, and reach cloud metadata
+addresses except on `full` with control groups of version 2. A slot can read files under the host's /usr.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable
@@ -55,7 +57,10 @@ from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, decode_lease,
 
 class LocalBackend(ServerBackend):
     """The slot server of this machine. With `service`, a name, the slots live in a process of their own: they stay when
-    this backend is closed or dies, and the next backend of that name has them in `leases`."""
+    this backend is closed or dies, and the next backend of that name has them in `leases`.
+
+    Slots with the network on reach the `host_ports` of this machine's loopback, as `host.internal`.
+    """
 
     name = "local"
 
@@ -67,26 +72,33 @@ class LocalBackend(ServerBackend):
         images: ImageStore | None = None,
         service: str | None = None,
         service_directory: Path | None = None,
+        host_ports: Sequence[int] = (),
     ) -> None:
         super().__init__(rung=rung, require=require)
+        self._host_ports = list(host_ports)
         self._images = images
         self._service = None if service is None else service_client.socket_path(service, service_directory)
         self._loaded: dict[str, tuple[str, ...]] = {}
         self._bin_dir = os.path.join(os.path.realpath(sys.base_prefix), "bin")
 
     @classmethod
-    def from_isolation(cls, isolation: str, *, require_sandbox: bool = False) -> LocalBackend:
+    def from_isolation(
+        cls, isolation: str, *, require_sandbox: bool = False, host_ports: Sequence[int] = ()
+    ) -> LocalBackend:
         """From `best` or the name of an isolation level. Raises `ConfigError` for another value."""
         rung, require = levels(isolation, require_sandbox)
-        return cls(rung=rung, require=require)
+        return cls(rung=rung, require=require, host_ports=host_ports)
 
     @classmethod
     def from_config(cls, config: JSON) -> LocalBackend:
         """From the settings of a run."""
-        return cls.from_isolation(config.isolation, require_sandbox=config.require_sandbox)
+        return cls.from_isolation(
+            config.isolation, require_sandbox=config.require_sandbox, host_ports=config.host_ports
+        )
 
     async def _start_server(self, rung: Rung) -> None:
-        settings = {"prefix": _interpreter_prefix(), "first_epoch": self._last_epoch + 1}
+        first = self._last_epoch + 1
+        settings = {"prefix": _interpreter_prefix(), "first_epoch": first, "host_ports": self._host_ports}
         if self._service is None:
             kind = DirectClient if rung is Rung.FULL else SlotClient  # the one place that plugs in the direct path
             self._server = await kind.start(rung.label, settings, self._on_lost)

@@ -27,7 +27,7 @@ BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; the la
 _TO_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
 _TO_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
 
-_NARROWER = "give a list of hosts instead, or run as root"
+_NARROWER = "use a level with namespaces and /dev/net/tun, or give a list of hosts"
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -143,7 +143,12 @@ class ServerBackend(ABC):
         server = await self._living()
         made, requests = await server.create(fields)
         if made["exposed"]:
-            _warn_once(f"slots with the network on reach cloud metadata addresses here: {made['exposed']}; {_NARROWER}")
+            shared = "slots with the network on share the network of this machine and reach its loopback and cloud "
+            shared += f"metadata addresses: {made['exposed']}; {_NARROWER}"
+            if self._required is not None:
+                await requests.call("destroy", {"slot": made["slot"], "epoch": made["epoch"]})
+                raise IsolationUnavailable(shared)
+            _warn_once(shared)
         return self._add(server, requests, made, spec, trajectory_id)
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:

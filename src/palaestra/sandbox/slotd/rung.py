@@ -81,8 +81,8 @@ class SlotInit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewSlot:
-    """A slot before its start. `groups` are its control groups, `exposed` the reason why it can reach metadata
-    addresses, if it can."""
+    """A slot before its start. `groups` are its control groups, `exposed` the reason why it shares the host's network,
+    if it does."""
 
     files: Any  # those of the driver; `release` removes them, unless they have become a layer
     groups: tuple[str, ...]

@@ -2,8 +2,8 @@
 of `server_slot.OPERATIONS` it serves:
 
     op                  fields                                      RESULT
-    create              image, layers, network, allow, limits,      slot, epoch, exposed: why it can reach metadata
-                        mounts, env                                 addresses
+    create              image, layers, network, allow, limits,      slot, epoch, exposed: why it shares the
+                        mounts, env                                 host's network
     renew, destroy      the lease                                   epoch; nothing
     oom, hung           the lease                                   oom; nothing. From a client that starts commands
     read                path, offset, max_bytes, holes              the file's bytes
@@ -48,7 +48,7 @@ from .network.egress import EgressGates
 from .protocol import frames
 from .protocol.frames import CHUNK, Fields, Frame, FrameConnection, FrameKind, OpenRequest
 from .protocol.init_messages import env_block
-from .rung import AnyDriver, CannotMake, Checkpoints, Place, SealedLayer
+from .rung import AnyDriver, CannotMake, Checkpoints, NetworkScope, Place, SealedLayer
 from .server_slot import ServerSlot, SlotState
 from .streams import Download, Listing, Upload
 
@@ -149,6 +149,7 @@ class SlotServer:
             raise RequestError("isolation", f"the slot server uses version {frames.VERSION} of its protocol")
         try:
             self._driver = self._open_driver(frame.fields)
+            self._gates.ports = frame.fields.get("host_ports", [])
         except OSError as error:
             raise RequestError("isolation", str(error)) from error
         self._epochs = itertools.count(frame.fields["first_epoch"])
@@ -182,11 +183,12 @@ class SlotServer:
             raise CannotMake(f"cannot make a slot: its first process cannot be started: {error}") from None
 
     def _on_created(self, frame: Frame, slot: ServerSlot, exposed: str) -> None:
-        if frame.fields.get("allow") is not None:
+        allow = frame.fields.get("allow")
+        if allow is not None or (frame.fields["network"] and slot.network is NetworkScope.OWN):
             try:
-                self._gates.open(slot, frame.fields["allow"])
+                self._gates.open(slot, allow)
             except OSError as error:
-                self._fail(frame, CannotMake(f"cannot make a slot: its list of hosts: {error}"))
+                self._fail(frame, CannotMake(f"cannot make a slot: its network: {error}"))
                 slot.kill(then=lambda: self._clean(slot))
                 return
         if self._handover is not None:

@@ -11,7 +11,7 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 from . import files, syscalls
@@ -112,9 +112,18 @@ class ServerSlot:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the slot has no network")
         if self._init.network is NetworkScope.SHARED:
             return make()
+        return socket.socket(fileno=self.make_in_network(lambda: [make().detach()])[0])
+
+    @property
+    def network(self) -> NetworkScope:
+        """Its network."""
+        return self._init.network
+
+    def make_in_network(self, make: Callable[[], Sequence[int]]) -> list[int]:
+        """The descriptors that `make` opens in the slot's own network. Raises OSError."""
         opened = namespaces.open_network(self.pid)
         try:
-            return namespaces.socket_in(opened, make)
+            return namespaces.open_in(opened, make)
         finally:
             pipes.close(*opened)
 

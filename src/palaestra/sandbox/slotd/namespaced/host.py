@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from .. import syscalls
 from ..layers.layer_store import Tree
 from ..layers.overlay import Marks
+from ..network import tunnel_device
 from ..protocol.frames import Fields
 from . import namespaces, native_init
 from .rootfs import HOST, Bind, Lowers, host_trees, prepare_shared, system_directories, system_links
@@ -68,6 +69,7 @@ class HostSetup:
     user_xattrs: bool
     lowers: Lowers
     init: int  # a descriptor of the program that is pid 1 of each slot
+    tunnel: bool  # whether slots with the network on have a device of their own
     prefix: Bind | None = None
 
     @property
@@ -80,10 +82,18 @@ class HostSetup:
         if image is not None:
             lower = self.lowers.get(image)
             added = (_HOSTS,) if _lacks(image, "etc/hosts", b"localhost") else ()
-            if network and os.path.exists(f"{_RESOLVER}/etc/resolv.conf") and _lacks(image, "etc/resolv.conf", b"name"):
+            if network and os.path.exists(f"{_RESOLVER}/etc/resolv.conf") and self._lacks_resolver(image):
                 added = (*added, _RESOLVER)
             return (Tree("root", "/", (*added, lower, _PLACES)),)
         return host_trees(self.lowers, (_NETWORK, _SKELETON) if network else (_SKELETON,))
+
+    def _lacks_resolver(self, image: str) -> bool:
+        """Whether an image names no resolver that its slots reach. The loopback of a slot with a device has none."""
+        if _lacks(image, "etc/resolv.conf", b"nameserver"):
+            return True
+        lines = _start_of(f"{HOST}{image}/etc/resolv.conf").decode(errors="replace").splitlines()
+        named = [line.split()[1:2] for line in lines if line.startswith("nameserver")]
+        return self.tunnel and all(address[:1] in ([], ["::1"]) or address[0].startswith("127.") for address in named)
 
     def binds(self, mounts: list[list[str]], image: str | None) -> tuple[Bind, ...]:
         """The read-only mounts of a root."""
@@ -148,7 +158,8 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     slots = namespaces.RangeNamespaces() if privileged else None
     owner = namespaces.RANGE_START if privileged else 0
     lowers = Lowers(namespaces.make_range_namespace() if full else None)
-    world = HostSetup(full, owner, slots, not privileged, lowers, init)
+    own_network = tunnel_device.usable(HOST)
+    world = HostSetup(full, owner, slots, not privileged, lowers, init, own_network)
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
     prefix = settings.get("prefix")
     if prefix:
@@ -159,12 +170,12 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     for name in ("dev", "proc", "root", "sys", "tmp", "workspace"):
         os.makedirs(f"{_PLACES}/{name}")
     _build_base(_SKELETON, system_links(), places)
-    _build_network(_NETWORK, ("resolv.conf", "hosts"))
+    _build_network(_NETWORK, ("resolv.conf", "hosts"), own_network)
     os.mkdir(_HOSTS)
     os.mkdir(f"{_HOSTS}/etc")
     namespaces.write_file(f"{_HOSTS}/etc/hosts", _WRITTEN["hosts"])
     os.mkdir(_RESOLVER)
-    _build_network(_RESOLVER, ("resolv.conf",))
+    _build_network(_RESOLVER, ("resolv.conf",), own_network)
     if owner:
         _give("/skeleton", owner)
     prepare_shared()  # afterwards, so that the host's devices keep their owner
@@ -195,8 +206,9 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
             _copy(f"{source}/{name}", f"{root}/etc/{folder}/{name}")
 
 
-def _build_network(root: str, names: Iterable[str]) -> None:
-    """Fill a directory with these files of the host, for slots with its network."""
+def _build_network(root: str, names: Iterable[str], own_network: bool) -> None:
+    """Fill a directory with these files of the host, for slots with the network on. With a network of their own, their
+    resolver is the gateway, which has a name."""
     os.mkdir(f"{root}/etc")
     top = os.open(HOST, os.O_PATH | os.O_DIRECTORY)
     try:
@@ -205,9 +217,19 @@ def _build_network(root: str, names: Iterable[str]) -> None:
                 # Often a link, which must be followed in the host's root and not in the server's.
                 fd = syscalls.openat2(top, f"etc/{name}", os.O_RDONLY, syscalls.RESOLVE_IN_ROOT)
                 with open(fd, encoding="utf-8", errors="replace") as file:
-                    namespaces.write_file(f"{root}/etc/{name}", file.read())
+                    text = file.read()
+                namespaces.write_file(f"{root}/etc/{name}", _through_gateway(name, text) if own_network else text)
     finally:
         os.close(top)
+
+
+def _through_gateway(name: str, text: str) -> str:
+    """The host's `hosts` or `resolv.conf` for slots that reach the host only at the gateway's address."""
+    gateway = tunnel_device.GATEWAY[4]
+    if name == "hosts":
+        return f"{text.rstrip()}\n{gateway}\t{tunnel_device.HOST_NAME}\n"
+    lines = [line for line in text.splitlines() if not line.startswith("nameserver")]
+    return "\n".join([f"nameserver {gateway}", *lines, ""])
 
 
 def _give(root: str, owner: int) -> None:

@@ -14,6 +14,7 @@ in place, as a read-only lower, under a shared lock that keeps it from being evi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -71,15 +72,16 @@ class NamespaceDriver:
             for kind in "uw":
                 os.mkdir(f"{store.path}/{kind}")
             stacked = tuple(self._lay_out(store, tree, layers, _places(tree, trees, binds)) for tree in trees)
-            groups = self._join_groups(name, fields["limits"], fields["network"])
-            exposed = self._guard_network(name) if fields["network"] else ""
+            shared = fields["network"] and not self._host.tunnel
+            groups = self._join_groups(name, fields["limits"], shared)
+            exposed = self._guard_network(name) if shared else ""
         except BaseException:
             store.release()
             raise
         for layer in layers:
             layer.keep()
         files = OverlayFiles(store, layers, stacked, image)
-        return NewSlot(files, groups, self._init(files, groups, binds, disk, fields), exposed)
+        return NewSlot(files, groups, self._init(files, groups, binds, disk, shared, fields), exposed)
 
     def _lay_out(self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str]) -> Tree:
         """Make the directories of one tree; the tree with everything that lies below it."""
@@ -110,28 +112,29 @@ class NamespaceDriver:
         return tuple(self._group.add(name, limits, rootfs.HOST, network))
 
     def _guard_network(self, name: str) -> str:
-        """Block metadata addresses; the reason if that is not possible here."""
-        if self._group is None:
-            return "only root can refuse them (the rung full)"
-        directory = self._group.guarded(name, rootfs.HOST)
-        if directory is None:
-            return "no control groups of version 2 are mounted writable here"
-        try:
-            self._guard = self._guard or metadata_block.Guard()
-            self._guard.attach(directory)
-        except OSError as error:
-            return f"this kernel takes no programs for sockets: {error.strerror}"
-        return ""
+        """Block metadata addresses if that is possible here. Returns why the slot has no network of its own."""
+        directory = self._group.guarded(name, rootfs.HOST) if self._group is not None else None
+        if directory is not None:
+            with contextlib.suppress(OSError):  # this kernel takes no programs for sockets
+                self._guard = self._guard or metadata_block.Guard()
+                self._guard.attach(directory)
+        return "/dev/net/tun is missing, or may not be opened"
 
     def _init(
-        self, files: OverlayFiles, groups: tuple[str, ...], binds: tuple[Bind, ...], disk: int, fields: Fields
+        self,
+        files: OverlayFiles,
+        groups: tuple[str, ...],
+        binds: tuple[Bind, ...],
+        disk: int,
+        shared_network: bool,
+        fields: Fields,
     ) -> NamespaceInit:
         host, limits = self._host, fields["limits"]
         overlays = [Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree)) for tree in files.trees]
         return NamespaceInit(
             program=host.init,
             root=RootPlan(tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs),
-            shared_network=fields["network"],
+            shared_network=shared_network,
             groups=groups,
             user_namespaces=host.user_namespaces,
             open_files=limits["open_files"],
@@ -218,7 +221,7 @@ class NamespaceInit:
 
     @property
     def network(self) -> NetworkScope:
-        """With the network on, a slot has the host's."""
+        """With the network on, a slot has the host's if it can have no device of its own."""
         return NetworkScope.SHARED if self.shared_network else NetworkScope.OWN
 
     @property

@@ -24,6 +24,7 @@ from .. import syscalls
 from ..exec import pipes
 
 _ERRNO = struct.Struct("=i")
+_MOST_OPENED = 4  # descriptors that `open_in` returns
 
 # The first uid of the range outside: above those that systemd gives to containers, below the sign bit.
 RANGE_START = 0x70000000
@@ -127,7 +128,7 @@ def new_pid_namespace() -> Iterator[None]:
 
 
 def open_network(process: int) -> list[int]:
-    """Descriptors of a process's network namespace and user namespace, for `socket_in`."""
+    """Descriptors of a process's network namespace and user namespace, for `open_in`."""
     network = os.open(f"/proc/{process}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return [network, os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)]
@@ -136,9 +137,9 @@ def open_network(process: int) -> list[int]:
         raise
 
 
-def socket_in(places: Sequence[int], make: Callable[[], socket.socket]) -> socket.socket:
-    """Call `make` for a socket in a network namespace of `open_network`. A child enters the namespace, since without
-    root a process cannot return. Raises OSError if it cannot be entered, or if `make` does."""
+def open_in(places: Sequence[int], make: Callable[[], Sequence[int]]) -> list[int]:
+    """The descriptors that `make` opens in a network namespace of `open_network`. A child enters the namespace, since
+    without root a process cannot return. Raises OSError if it cannot be entered, or if `make` does."""
     network, user = places
     with contextlib.ExitStack() as opened:
         ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -146,24 +147,24 @@ def socket_in(places: Sequence[int], make: Callable[[], socket.socket]) -> socke
         if child == 0:
             _hand_over(theirs, network, user, make)
         theirs.close()
-        said, fds, *_ = socket.recv_fds(ours, _ERRNO.size, 1)
+        said, fds = pipes.receive(ours, _ERRNO.size, _MOST_OPENED)
         os.waitpid(child, 0)
     if not fds:
         number = _ERRNO.unpack(said)[0] if said else errno.ECHILD
         raise OSError(number, f"the slot's network cannot be entered: {os.strerror(number)}")
-    return socket.socket(fileno=fds[0])
+    return fds
 
 
-def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[], socket.socket]) -> NoReturn:
-    """Make the socket in the child and send it. The owner of a user namespace has rights in it only from inside."""
+def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[], Sequence[int]]) -> NoReturn:
+    """Open the descriptors in the child and send them. The owner of a user namespace has rights in it only from
+    inside."""
     try:
         try:
             syscalls.setns(network, syscalls.CLONE_NEWNET)
         except PermissionError:
             syscalls.setns(user, syscalls.CLONE_NEWUSER)
             syscalls.setns(network, syscalls.CLONE_NEWNET)
-        with make() as made:
-            socket.send_fds(channel, [_ERRNO.pack(0)], [made.fileno()])
+        socket.send_fds(channel, [_ERRNO.pack(0)], make())
     except OSError as error:
         channel.send(_ERRNO.pack(error.errno or errno.EINVAL))
     finally:

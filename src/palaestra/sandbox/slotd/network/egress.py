@@ -1,6 +1,6 @@
-"""The server's side of slots with a list of hosts: their listening sockets, and the process that serves them.
+"""The server's side of slots with a way out: their devices and listening sockets, and the process that serves them.
 
-The process is forked for the first such slot, and again if it has died: the server keeps the listeners.
+The process is forked for the first such slot, and again if it has died: the server keeps the descriptors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from .. import syscalls
 from ..event_loop import EpollLoop
+from ..exec import pipes
 from ..namespaced.rootfs import HOST
+from ..protocol.frames import Fields
 from ..server_slot import ServerSlot
+from . import tunnel_device
 from .allowlist import PROXY_PORT
 
 _RETRY_S = 0.5
@@ -22,34 +25,43 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Gate:
-    allow: list[str]
-    listener: int
+    message: Fields
+    fds: list[int]
 
 
 class EgressGates:
-    """The listeners and lists of all slots of one server."""
+    """The ways out of all slots of one server. `ports` are those of the host's loopback that slots with the network on
+    may reach."""
 
     def __init__(self, loop: EpollLoop) -> None:
         self._loop = loop
+        self.ports: list[int] = []
         self._gates: dict[str, _Gate] = {}
         self._control: socket.socket | None = None
         self._pid = self._process = -1
 
-    def open(self, slot: ServerSlot, allow: list[str]) -> None:
-        """Open a slot's proxy port. Raises OSError if its network cannot be entered."""
+    def open(self, slot: ServerSlot, allow: list[str] | None) -> None:
+        """Open a slot's proxy port, or without a list its network device. Raises OSError if its network cannot be
+        entered."""
         name = slot.name
-        listener = slot.make_socket(lambda: socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128))
-        self._gates[name] = _Gate(allow, listener.detach())
+        message: Fields = {"slot": name, "ports": self.ports}
+        if allow is None:
+            versions, root = tunnel_device.versions(), HOST
+            fds = slot.make_in_network(lambda: tunnel_device.make(root, versions))
+        else:
+            message = {"slot": name, "allow": allow}
+            fds = slot.make_in_network(lambda: [socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128).detach()])
+        self._gates[name] = _Gate(message, fds)
         if self._control is None:
             self._fork()
         else:
             self._send_gate(name)
 
     def close(self, slot: str) -> None:
-        """Close a dead slot's proxy port, if it has one."""
+        """Close a dead slot's way out, if it has one."""
         gate = self._gates.pop(slot, None)
         if gate is not None:
-            os.close(gate.listener)
+            pipes.close(*gate.fds)
             if self._control is not None:
                 with contextlib.suppress(OSError):
                     self._control.send(json.dumps({"slot": slot}).encode())
@@ -68,9 +80,9 @@ class EgressGates:
     def _send_gate(self, slot: str) -> None:
         assert self._control is not None
         gate = self._gates[slot]
-        message = json.dumps({"slot": slot, "allow": gate.allow}).encode()
+        message = json.dumps(gate.message).encode()
         with contextlib.suppress(OSError):  # it has died; the next one gets all listeners
-            socket.send_fds(self._control, [message], [gate.listener])
+            socket.send_fds(self._control, [message], gate.fds)
 
     def _on_death(self) -> None:
         self._loop.unwatch(self._process)

@@ -104,8 +104,8 @@ class Forwarder:
             else:
                 far_writer.write(request)
             async with asyncio.TaskGroup() as both:
-                both.create_task(_copy(reader, far_writer))
-                both.create_task(_copy(far_reader, writer))
+                both.create_task(copy(reader, far_writer, _IDLE_PATIENCE_S))
+                both.create_task(copy(far_reader, writer, _IDLE_PATIENCE_S))
         except* (OSError, TimeoutError):
             pass
         finally:
@@ -170,9 +170,10 @@ def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
     return method, host, port or 80, request.encode("latin-1")
 
 
-async def _copy(reader: StreamReader, writer: StreamWriter) -> None:
+async def copy(reader: StreamReader, writer: StreamWriter, patience_s: float | None) -> None:
+    """Copy until the end. Raises TimeoutError if nothing comes for a time, and OSError."""
     while True:
-        async with asyncio.timeout(_IDLE_PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             data = await reader.read(_PIECE_BYTES)
         if not data:
             break

@@ -1,7 +1,8 @@
-"""The proxy of slots with a list of hosts: a process of its own, in the host's network.
+"""The process that connects slots with the host's network, in which it is.
 
-Such a slot has an empty network with one listening socket on its loopback, on which this process accepts. It answers
-HTTP requests in absolute form and CONNECT according to the list; the slot has no other connection, not even DNS.
+A slot with a list of hosts has an empty network with one listening socket on its loopback, on which this process
+accepts. It answers HTTP requests in absolute form and CONNECT according to the list; the slot has no other connection,
+not even DNS. For a slot with the network on, it serves the slot's network device (`tunnel.py`).
 
 It reads untrusted input, so it holds nothing of value: the server forks it, it closes all but its control socket,
 leaves root, and knows only lists and listeners. For an encrypted connection it cannot tell several hosts behind one
@@ -19,13 +20,14 @@ import signal
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 from .. import syscalls
 from ..exec import pipes
 from . import allowlist
 from .allowlist import Rule
 from .forward import HEAD_BYTES, Forwarder
+from .tunnel import Tunnel
 
 MAX_MESSAGE = 60_000
 MAX_CONNECTIONS = 64  # per slot
@@ -65,36 +67,44 @@ class _Rules:
         return allowlist.address_refusal(host, address)
 
 
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
 class _Proxy:
     def __init__(self, control: socket.socket, resolver: ThreadPoolExecutor) -> None:
         self._control, self._resolver = control, resolver
-        self._gates: dict[str, tuple[asyncio.Server, Forwarder]] = {}
+        self._gates: dict[str, tuple[_Closes, ...]] = {}
         self._over = asyncio.Event()
 
     async def serve(self) -> None:
         """Serve until the slot server is gone."""
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
-        self._orders: asyncio.Queue[tuple[dict[str, object], list[int]]] = asyncio.Queue()
+        self._orders: asyncio.Queue[tuple[dict[str, Any], list[int]]] = asyncio.Queue()
         loop.add_reader(self._control.fileno(), self._take)
         while not self._over.is_set():
             message, fds = await self._orders.get()
             name = str(message.get("slot", ""))
             if fds:
-                await self._add(name, message, fds[0])
+                await self._add(name, message, fds)
             elif name in self._gates:
                 for part in self._gates.pop(name):
                     part.close()
 
     def _take(self) -> None:
-        data, fds = pipes.receive(self._control, MAX_MESSAGE, 1)
+        data, fds = pipes.receive(self._control, MAX_MESSAGE, 3)
         if not data:
             self._over.set()
         self._orders.put_nowait((json.loads(data or b"{}"), fds))
 
-    async def _add(self, name: str, message: dict[str, object], fd: int) -> None:
-        entries = message["allow"]
-        assert isinstance(entries, list)
+    async def _add(self, name: str, message: dict[str, Any], fds: list[int]) -> None:
+        if "ports" in message:
+            tunnel = Tunnel(fds[0], [socket.socket(fileno=fd) for fd in fds[1:]], message["ports"])
+            await tunnel.start()
+            self._gates[name] = (tunnel,)
+            return
+        fd, entries = fds[0], message["allow"]
         rules = _Rules([allowlist.parse(entry) for entry in entries])
         forwarder = Forwarder(rules, self._resolver, most=MAX_CONNECTIONS)
         listener = socket.socket(fileno=fd)

@@ -133,7 +133,7 @@ class UnprivilegedDriver:
             template=layers[0].path if layers else None,
             limits=_limits(fields["limits"], user) if self._confined else (),
         )
-        exposed = "only the rung full can refuse them" if fields["network"] else ""
+        exposed = "only the rungs full and userns have networks of their own" if fields["network"] else ""
         return NewSlot(
             CopiedFiles(path, user, layers, self, fields["network"]),
             (),
