@@ -50,7 +50,8 @@ def tinker(monkeypatch: pytest.MonkeyPatch) -> bool:
     if importlib.util.find_spec("tinker") is not None:
         return True
     stand_in = ModuleType("tinker")
-    stand_in.Datum, stand_in.ModelInput = Datum, ModelInput  # type: ignore[attr-defined]
+    for each in (Datum, ModelInput, PromptProvenanceSpan, SampledProvenanceSpan):
+        setattr(stand_in, each.__name__, each)
     monkeypatch.setitem(sys.modules, "tinker", stand_in)
     return False
 
@@ -68,11 +69,30 @@ class ModelInput:
 
 
 @dataclass(frozen=True)
+class PromptProvenanceSpan:
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class SampledProvenanceSpan(PromptProvenanceSpan):
+    pass
+
+
+@dataclass(frozen=True)
 class Datum:
     """`importance_sampling` wants these inputs and no others."""
 
     model_input: ModelInput
     loss_fn_inputs: dict[str, list[float]]
+    model_input_spans: Sequence[PromptProvenanceSpan | SampledProvenanceSpan] = ()
+    loss_fn_input_spans: Sequence[PromptProvenanceSpan | SampledProvenanceSpan] = ()
+
+    def with_provenance(self, model_input: JSON, loss_fn_inputs: JSON) -> Datum:
+        assert sum(span.length for span in model_input) == len(self.model_input.ints)
+        assert sum(span.length for span in loss_fn_inputs) == len(self.loss_fn_inputs["target_tokens"])
+        return replace(self, model_input_spans=model_input, loss_fn_input_spans=loss_fn_inputs)
 
     def __post_init__(self) -> None:
         assert set(self.loss_fn_inputs) == {"target_tokens", "logprobs", "advantages"}
@@ -123,6 +143,17 @@ def test_a_datum_is_shifted_by_one_and_moves_sampled_tokens_only(tinker: bool) -
 def plain(values: JSON) -> Sequence[float]:
     """A list, also where Tinker made an array of it."""
     return values if isinstance(values, list) else list(values.tolist())
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the package, where it is installed
+def test_provenance_covers_inputs_and_targets(tinker: bool) -> None:
+    for row in rows(0, 1):
+        datum = function("with_provenance")(function("datum")(row, 0.5), row)
+        (first, *_, last), targets = datum.model_input_spans, datum.loss_fn_input_spans
+        assert (first.sequence_id, first.offset) == (f"{row['rollout_id']}:{row['segment'] + 1}", 0)
+        assert sum(span.length for span in targets) == sum(span.length for span in datum.model_input_spans)
+        assert targets[-1].length == last.length + 1
+        assert (targets[0].offset, targets[0].length) == (1, first.length - 1)
 
 
 def test_baselines_are_over_rollouts_and_not_over_segments() -> None:

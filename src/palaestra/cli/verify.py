@@ -20,6 +20,7 @@ from palaestra.core.exits import FAILED, report
     \b
       palaestra verify runs/my_env--NAME/20260101T000000Z-0a1b
       palaestra verify RUN --groups my_env.jsonl      # and that the trainer's file says the same
+      palaestra verify RUN --rows rows.jsonl          # and a file of `palaestra export --to rows`
       palaestra verify RUN --json
 
     RUN is a run's folder or its journal. Derived again from every rollout's ledger: what the engine was given is what
@@ -30,9 +31,10 @@ from palaestra.core.exits import FAILED, report
 )
 @click.argument("run")
 @click.option("--groups", type=click.Path(path_type=Path), help="Another file of the groups than the one in RUN.")
+@click.option("--rows", "exported", type=click.Path(path_type=Path, exists=True), help="A file of exported rows.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
-def command(context: click.Context, run: str, groups: Path | None, as_json: bool) -> None:
+def command(context: click.Context, run: str, groups: Path | None, exported: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.journal.reader import journal_of
     from palaestra.rollouts.journal.verify import verify_run
 
@@ -41,7 +43,7 @@ def command(context: click.Context, run: str, groups: Path | None, as_json: bool
     lines = groups or (beside if beside.is_file() else None)
     if lines is not None and not lines.is_file():
         raise ConfigError(f"there is no {lines}: --groups names the file of groups that the run printed")
-    verdict = verify_run(journal, lines)
+    verdict = verify_run(journal, lines, exported)
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}))
     else:
@@ -52,6 +54,7 @@ def command(context: click.Context, run: str, groups: Path | None, as_json: bool
             f"tokens     {verdict.tokens}, of which sampled and trained: {verdict.trained}\n"
             f"own rows   {verdict.own_rows} made by the environment: not provable\n"
             f"groups     {f'{verdict.rows} rows in {verdict.lines} lines' if lines else 'no file looked at'}"
+            f"{f'{chr(10)}rows       {verdict.exported}' if exported else ''}"
         )
     if not verdict.ok:
         report(verdict.violation)

@@ -146,7 +146,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         """
         if self.row is not None:
             return [self.row]
-        return [] if self.ledger is None else record_rows(self.ledger)
+        return [] if self.ledger is None else record_rows(self.ledger, self.rollout_id)
 
     @property
     def row_sizes(self) -> list[tuple[int, int]]:

@@ -128,7 +128,8 @@ def test_a_turn_has_its_cost_and_the_tokens_that_were_sampled() -> None:
     assert first is not None
     assert last is not None
     assert (first.prompt_tokens, first.completion_token_ids, first.logprobs) == (9, [10, 9], [-0.5, -0.75])
-    assert (last.completion_token_ids, last.extra) == ([11, 9], {"palaestra": {"finish_reason": "stop"}})
+    ours = {"finish_reason": "stop", "sequences": [("000000-sky/1:2", 0, 2)]}
+    assert (last.completion_token_ids, last.extra) == ([11, 9], {"palaestra": ours})
     (rewritten, _) = (step.metrics for step in atif_document(sky().trajectories[0], [], META)[0].steps if step.metrics)
     assert rewritten.completion_token_ids == [10, 11, 9]
 

@@ -54,6 +54,7 @@ def test_a_group_in_the_shape_that_the_api_server_takes(line_of, trajectory):
         "toolsets": ["terminal"],
         "tools_hash": "",
         "token_source": "engine",
+        "spans": [[], []],
         "rollouts": line["rollouts"],
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from array import array
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,8 @@ from recorded import META, TWO_CALLS, one_segment, own_row, rollout, say, two_se
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Outcome
-from palaestra.inference.ledger import Ledger, SegmentReason
+from palaestra.inference.engine import Sampled
+from palaestra.inference.ledger import Ledger, Piece, SegmentReason
 from palaestra.rollouts.export.exporter import ExportReport
 from palaestra.rollouts.export.token_rows import RowsExporter
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
@@ -41,6 +43,7 @@ def test_one_row_for_each_segment() -> None:
         "segment": 0,
         "policy_version": "step-4",
         "versions": [[0, 3, "step-4"]],
+        "spans": [["prompt", "000000-sky/0:1", 0, 3], ["sampled", "000000-sky/0:1", 0, 3]],
         "segments": 2,
         "rollout_id": "000000-sky/0",
         "task_id": "sky",
@@ -61,6 +64,25 @@ def test_what_the_environment_wrote_is_in_the_completion_and_not_trained() -> No
     assert row["mask"] == [1, 1, 0, 0, 1, 1]
     assert row["logprobs"] == [-0.5, -0.75, 0.0, 0.0, -0.5, -0.75]
     assert row["versions"] == [[0, 2, "step-4"], [4, 6, "step-4"]]
+    assert row["spans"] == [
+        ["prompt", "000000-sky/0:1", 0, 2],
+        ["sampled", "000000-sky/0:1", 0, 2],
+        ["prompt", "000000-sky/0:2", 4, 2],
+        ["sampled", "000000-sky/0:2", 0, 2],
+    ]
+
+
+def test_the_pieces_of_an_aborted_reply_are_sequences_of_their_own() -> None:
+    ledger = Ledger()
+    segment = ledger.open(SegmentReason.START)
+    aborted, rest = Sampled([5, 6], [-0.5, -0.5], "abort", "a"), Sampled([7], [-0.25], "stop", "b")
+    prompt = ledger.prompt(segment, [1])
+    first = Piece(aborted, prompt.checksum)
+    prompt.grow(array("i", aborted.ids))
+    ledger.append(segment, [1], [first, Piece(rest, prompt.checksum)])
+    (row,), _ = exported(rollout(0, TWO_CALLS, ledger=ledger.record()))
+    ids = ["000000-sky/0:1", "000000-sky/0:1", "000000-sky/0:1.1"]
+    assert [span[1:] for span in row["spans"]] == [[ids[0], 0, 1], [ids[1], 0, 2], [ids[2], 0, 1]]
 
 
 turn = st.tuples(
@@ -76,7 +98,11 @@ def test_each_sampled_token_stands_once_with_mask_1(said: list[tuple[bool, list[
             segment = ledger.open(SegmentReason.HISTORY_EDIT)
         say(ledger, segment, delta, ids, "v")
     rows, _ = exported(rollout(0, TWO_CALLS, ledger=ledger.record()))
+    ids = [span[1] for row in rows for span in row["spans"] if span[0] == "sampled"]
+    assert len(set(ids)) == len(ids)
     for row in rows:
+        masks = [int(kind == "sampled") for kind, _, _, length in row["spans"] for _ in range(length)]
+        assert masks == [0] * len(row["prompt_ids"]) + row["mask"]
         assert len(row["completion_ids"]) == len(row["mask"]) == len(row["logprobs"])
         assert row["mask"][0] == 1
         assert all(lp == 0.0 for lp, on in zip(row["logprobs"], row["mask"], strict=True) if not on)
@@ -114,7 +140,7 @@ def test_placeholders_on_request_train_nothing() -> None:
 def test_an_environments_own_row_comes_before_the_ledger() -> None:
     (row,), _ = exported(rollout(0, TWO_CALLS, row=own_row(), ledger=one_segment().record()))
     assert (row["prompt_ids"], row["completion_ids"], row["logprobs"]) == ([3], [4, 5], [-1.0, -2.0])
-    assert row["source"] == "environment"
+    assert (row["source"], row["spans"]) == ("environment", [])
 
 
 def test_several_policies_in_one_segment_are_told_by_place() -> None:

@@ -23,6 +23,7 @@ from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.events import GroupStarted, RolloutEnded, RunEnded, RunResumed
 from palaestra.rollouts.export.atropos import GroupsFile
+from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import RunVerdict, verify_run
@@ -66,6 +67,21 @@ class WithRows(Sums):
 
     def project(self, rollout: Rollout, score: JSON) -> Projection:
         return Projection(self._row(rollout))
+
+
+class Twice(Sums):
+    """An environment whose agent works twice."""
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        await rollout.run_agent([{"role": "user", "content": "first"}])
+        return await rollout.run_agent([{"role": "user", "content": "again"}])
+
+
+class Talkative(Exact):
+    """Answers without a call."""
+
+    def replies(self, number: int) -> Iterator[str]:
+        return iter(["one", "two"])
 
 
 def roll_out(folder: Path, env: Sums | None = None, engine: Engine | None = None) -> list[Trajectory]:
@@ -112,6 +128,8 @@ def test_a_run_with_exact_tokens(tmp_path: Path) -> None:
     assert verdict.ok
     assert (verdict.rollouts, verdict.without_tokens, verdict.turns, verdict.segments) == (6, 0, 12, 6)
     assert (verdict.lines, verdict.rows) == (3, 6)
+    for row in (row for trajectory in trajectories for row in trajectory.rows):
+        assert sum(span.length for span in row.spans) == len(row.tokens)
     assert all(trajectory.row is None and trajectory.ledger is not None for trajectory in trajectories)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     assert {line["token_source"] for line in lines} == {"engine"}
@@ -126,15 +144,6 @@ def test_a_run_with_exact_tokens(tmp_path: Path) -> None:
 
 
 def test_a_rewritten_history_becomes_a_row_of_its_own(tmp_path: Path) -> None:
-    class Twice(Sums):
-        async def act(self, rollout: Rollout) -> AgentResult:
-            await rollout.run_agent([{"role": "user", "content": "first"}])
-            return await rollout.run_agent([{"role": "user", "content": "again"}])
-
-    class Talkative(Exact):
-        def replies(self, number: int) -> Iterator[str]:
-            return iter(["one", "two"])
-
     trajectories = roll_out(tmp_path, Twice(1), Talkative())
     assert [len(trajectory.rows) for trajectory in trajectories] == [2, 2]
     verdict = verified(tmp_path)
@@ -252,9 +261,19 @@ def invent_rollout(lines: list[dict[str, JSON]]) -> None:
     lines[1]["rollouts"][0]["rollout_id"] = "made up"
 
 
+def rename_sequence(lines: list[dict[str, JSON]]) -> None:
+    lines[1]["spans"][0][1][1] += "0"
+
+
+def drop_row_of_spans(lines: list[dict[str, JSON]]) -> None:
+    del lines[1]["spans"][0]
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        rename_sequence,
+        drop_row_of_spans,
         train_the_prompt,
         reencode,
         round_logprobs,
@@ -274,12 +293,75 @@ def test_a_groups_file_that_says_something_else_is_found(
     assert verified(tmp_path).violation.startswith("groups.jsonl, line 2: T3: ")
 
 
+def test_a_groups_file_of_an_earlier_version_has_no_spans(tmp_path: Path) -> None:
+    roll_out(tmp_path)
+    rewrite_groups(tmp_path, lambda lines: [line.pop("spans") for line in lines])
+    assert verified(tmp_path).ok
+
+
+def export_rows(folder: Path, change: Callable[[list[dict[str, JSON]]], None]) -> Path:
+    """Export the run's rows to a file, changed."""
+    rows = Run(folder).to_rows()
+    change(rows)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def keep_some(rows: list[dict[str, JSON]]) -> None:
+    del rows[2:4]
+
+
+@pytest.mark.parametrize("change", [list.copy, keep_some])
+def test_exported_rows_are_those_of_the_journal(
+    tmp_path: Path, change: Callable[[list[dict[str, JSON]]], None]
+) -> None:
+    roll_out(tmp_path)
+    rows = export_rows(tmp_path, change)
+    verdict = verify_run(tmp_path / "journal.jsonl", exported=rows)
+    assert (verdict.violation, verdict.exported) == ("", len(rows.read_text().splitlines()))
+
+
+def move_span(rows: list[dict[str, JSON]]) -> None:
+    rows[2]["spans"][1][2] += 1
+
+
+def forget_spans(rows: list[dict[str, JSON]]) -> None:
+    rows[2]["spans"] = []
+
+
+def train_more(rows: list[dict[str, JSON]]) -> None:
+    rows[2]["mask"] = [1] * len(rows[2]["mask"])
+
+
+def repeat_row(rows: list[dict[str, JSON]]) -> None:
+    rows[2] = rows[1]
+
+
+def invent_row(rows: list[dict[str, JSON]]) -> None:
+    rows[2]["rollout_id"] = "made up"
+
+
+@pytest.mark.parametrize("change", [move_span, forget_spans, train_more, repeat_row, invent_row])
+def test_exported_rows_that_say_something_else_are_found(
+    tmp_path: Path, change: Callable[[list[dict[str, JSON]]], None]
+) -> None:
+    roll_out(tmp_path)
+    rows = export_rows(tmp_path, change)
+    assert verify_run(tmp_path / "journal.jsonl", exported=rows).violation.startswith("rows.jsonl, line 3: T3: rollout")
+
+
+def test_a_rollout_that_lacks_a_segment_is_found(tmp_path: Path) -> None:
+    roll_out(tmp_path, Twice(1), Talkative())
+    rows = export_rows(tmp_path, lambda rows: rows.pop(0))
+    assert verify_run(tmp_path / "journal.jsonl", exported=rows).violation.endswith("000000-sum-0/0 lacks segment 0")
+
+
 def drop_line(lines: list[dict[str, JSON]]) -> None:
     del lines[1]
 
 
 def drop_rollout(lines: list[dict[str, JSON]]) -> None:
-    for key in ("tokens", "masks", "inference_logprobs", "rollouts"):
+    for key in ("tokens", "masks", "inference_logprobs", "spans", "rollouts"):
         del lines[1][key][0]
 
 
@@ -363,3 +445,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert verify(str(tmp_path)) == 1
     assert "line 2: T3" in capsys.readouterr().err
     assert verify(str(tmp_path / "nothing")) == 2
+    rows = export_rows(tmp_path, list.copy)
+    (tmp_path / "groups.jsonl").unlink()
+    assert verify(str(tmp_path), "--rows", str(rows)) == 0
+    assert re.search(r"^rows +6$", capsys.readouterr().out, re.MULTILINE)

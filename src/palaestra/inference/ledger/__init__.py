@@ -7,10 +7,12 @@ from palaestra.inference.ledger.records import (
     LedgerRecord,
     SampledTurn,
     SegmentReason,
+    SequenceSpan,
     TokenRow,
     TokenSpan,
     record_rows,
     row_sizes,
+    sequence_spans,
 )
 from palaestra.inference.ledger.verify import verify_ledger
 
@@ -23,11 +25,13 @@ __all__ = [
     "Prompt",
     "SampledTurn",
     "SegmentReason",
+    "SequenceSpan",
     "TokenRow",
     "TokenSpan",
     "ids_json",
     "pieces_of",
     "record_rows",
     "row_sizes",
+    "sequence_spans",
     "verify_ledger",
 ]

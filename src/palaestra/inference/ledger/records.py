@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
@@ -113,14 +114,26 @@ class LedgerRecord(msgspec.Struct, kw_only=True):
     turns: list[LedgerTurn]
 
 
+class SequenceSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where `length` tokens of a row come from: positions from `offset` of a sampled sequence (`sampled`), or of the
+    prompt that the engine continued with that sequence (`prompt`). A sequence is one answer of the engine. Its id has
+    the rollout, the turn and, if the reply was aborted and resumed, which piece: `000003-fix/0:2`, `000003-fix/0:2.1`.
+    """
+
+    kind: SpanKind
+    sequence_id: str
+    offset: int
+    length: int
+
+
 class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One training row: `tokens[T]`, `masks[T]` (-100 if not trained, else the id), `logprobs[T]` (1.0 if not sampled)
     or None.
 
     `source` is `engine` if the ids were sampled, `placeholder` without recorded tokens (such a row trains nothing),
     `environment` if the environment made the row. A row of a ledger also has its segment's number and reason,
-    `versions` as (start, stop, policy version) of the sampled spans, and the finish reason of its last turn. Only the
-    first four fields are on disk (`Trajectory.row`).
+    `versions` as (start, stop, policy version) of the sampled spans, `spans` that cover it without gaps, and the finish
+    reason of its last turn. Only the first four fields are on disk (`Trajectory.row`).
     """
 
     tokens: list[int]
@@ -130,6 +143,7 @@ class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     segment: int = 0
     reason: str = "start"
     versions: list[tuple[int, int, str]] = []
+    spans: list[SequenceSpan] = []
     finish_reason: str = ""
 
 
@@ -162,7 +176,19 @@ def feed_digest(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes,
     hasher.update(b"".join((f"{kind}\0{version}\0{len(tokens)}\0".encode(), tokens, logprobs)))
 
 
-def token_row(segment: SegmentRecord, number: int, finish_reason: str) -> TokenRow:
+def sequence_spans(spans: Sequence[TokenSpan], rollout_id: str) -> list[SequenceSpan]:
+    """Where the tokens of a segment come from; spans without tokens are left out. The prompt of a turn belongs to the
+    turn's first sequence."""
+    found, piece = [], 0
+    for span in spans:
+        piece = piece + 1 if span.reason else 0
+        sequence = f"{rollout_id}:{span.turn}.{piece}" if piece else f"{rollout_id}:{span.turn}"
+        if length := span.stop - span.start:
+            found.append(SequenceSpan(span.kind, sequence, span.start if span.kind == "prompt" else 0, length))
+    return found
+
+
+def token_row(segment: SegmentRecord, number: int, finish_reason: str, rollout_id: str = "") -> TokenRow:
     """The training row of a segment. Raises `ValueError` if the stored bytes are not arrays of one length."""
     tokens, logprobs = unpacked_ids(segment.tokens).tolist(), unpacked_logprobs(segment.logprobs).tolist()
     if len(tokens) != len(logprobs):
@@ -175,15 +201,17 @@ def token_row(segment: SegmentRecord, number: int, finish_reason: str) -> TokenR
         segment=number,
         reason=segment.reason,
         versions=[(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"],
+        spans=sequence_spans(segment.spans, rollout_id),
         finish_reason=finish_reason,
     )
 
 
-def record_rows(record: LedgerRecord) -> list[TokenRow]:
-    """The training rows: one for each segment with a sampled span, in the order they began. Raises `ValueError`."""
+def record_rows(record: LedgerRecord, rollout_id: str = "") -> list[TokenRow]:
+    """The training rows: one for each segment with a sampled span, in the order they began. `rollout_id` begins the ids
+    of their sequences. Raises `ValueError`."""
     finished = {turn.segment: turn.finish_reason for turn in record.turns}
     numbers = _row_segments(record)
-    return [token_row(record.segments[number], number, finished.get(number, "")) for number in numbers]
+    return [token_row(record.segments[number], number, finished.get(number, ""), rollout_id) for number in numbers]
 
 
 def row_sizes(record: LedgerRecord) -> list[tuple[int, int]]:

@@ -17,12 +17,14 @@ import math
 import mimetypes
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import groupby
+from operator import attrgetter
 from typing import IO
 
 import msgspec
 
 from palaestra.core.types import JSON
-from palaestra.inference.ledger import record_rows
+from palaestra.inference.ledger import SequenceSpan, record_rows, sequence_spans
 from palaestra.rollouts.export.atropos import encode_line, outcome_fields
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
 from palaestra.rollouts.export.messages import (
@@ -82,7 +84,8 @@ class Observation(_Record):
 
 
 class Metrics(_Record):
-    """Of one step. `completion_token_ids[T]` and `logprobs[T]` are the sampled ones."""
+    """Of one step. `completion_token_ids[T]` and `logprobs[T]` are the sampled ones; `sequences` in our `extra` names
+    the sampled sequences that they are from, as [id, offset, length]."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -241,13 +244,16 @@ class _Steps:
         return step
 
     def _metrics(self, turn: int) -> Metrics:
-        cost, (ids, logprobs) = self._turns[turn], self._sampled.get(turn, (None, None))
+        cost, (ids, logprobs, spans) = self._turns[turn], self._sampled.get(turn, (None, None, ()))
+        kept: Extra = {"finish_reason": cost.finish_reason} if cost.finish_reason else {}
+        if spans:
+            kept["sequences"] = [(span.sequence_id, span.offset, span.length) for span in spans]
         return Metrics(
             prompt_tokens=cost.prompt_tokens or None,
             completion_tokens=cost.completion_tokens or None,
             completion_token_ids=ids,
             logprobs=logprobs,
-            extra=_ours({"finish_reason": cost.finish_reason} if cost.finish_reason else {}),
+            extra=_ours(kept),
         )
 
     def _result(self, message: ChatMessage) -> None:
@@ -302,9 +308,9 @@ def _image(part: JSON) -> AtifSource | None:
     return AtifSource(media_type=named, path=url) if named in IMAGE_TYPES else None
 
 
-def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float]]]:
-    """The sampled ids[T] and logprobs[T] of each turn. Sub-agents have segments of the ledger to themselves; nothing if
-    the rest has other calls than the agent's turns."""
+def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
+    """The sampled ids[T] and logprobs[T] of each turn, and where they come from. Sub-agents have segments of the ledger
+    to themselves; nothing if the rest has other calls than the agent's turns."""
     ledger = trajectory.ledger
     if ledger is None:
         return {}
@@ -312,13 +318,18 @@ def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float]]]
     own = [turn.number for turn in ledger.turns if turn.segment not in beside]
     if len(own) != len(trajectory.turns):
         return {}
-    sampled: dict[int, tuple[list[int], list[float]]] = {number: ([], []) for number in own}
+    sampled: dict[int, tuple[list[int], list[float], list[SequenceSpan]]] = {number: ([], [], []) for number in own}
     for row in record_rows(ledger):
         assert row.logprobs is not None
-        for span in ledger.segments[row.segment].spans:
-            if span.kind == "sampled" and span.turn in sampled:
-                sampled[span.turn][0].extend(row.tokens[span.start : span.stop])
-                sampled[span.turn][1].extend(row.logprobs[span.start : span.stop])
+        for number, spans in groupby(ledger.segments[row.segment].spans, attrgetter("turn")):
+            if number not in sampled:
+                continue
+            ids, logprobs, sequences = sampled[number]
+            of_turn = list(spans)
+            for span in of_turn[1:]:  # after the prompt's
+                ids += row.tokens[span.start : span.stop]
+                logprobs += row.logprobs[span.start : span.stop]
+            sequences += [each for each in sequence_spans(of_turn, trajectory.rollout_id) if each.kind == "sampled"]
     turns = enumerate(sampled.values(), 1)
     return {turn: each for turn, each in turns if each[0] and math.isfinite(sum(each[1]))}
 

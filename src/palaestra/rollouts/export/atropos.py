@@ -43,9 +43,9 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     """The group as one JSON object, or None if nothing in it was scored.
 
     `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`; `inference_logprobs[G][T]` only if every
-    row has them; `messages` False leaves that list empty. A rollout whose history was rewritten has several rows, each
-    with its score and messages; `rows` in `rollouts` counts them. Raises `ValueError` if the lengths of a row differ, a
-    score is not finite or a message has no role.
+    row has them; `spans[G]` are the `SequenceSpan`s of each row; `messages` False leaves that list empty. A rollout
+    whose history was rewritten has several rows, each with its score and messages; `rows` in `rollouts` counts them.
+    Raises `ValueError` if the lengths of a row differ, a score is not finite or a message has no role.
     """
     trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
     scored = [trajectory for trajectory in trajectories if trajectory.scored]
@@ -77,6 +77,7 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
         "toolsets": list(group.toolsets),
         "tools_hash": group.tools_hash,
         "token_source": _token_source(rows),
+        "spans": [row.spans for row in rows],
         "rollouts": [_rollout(trajectory) for trajectory in trajectories],
     }
 

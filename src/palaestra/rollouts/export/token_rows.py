@@ -14,7 +14,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.inference.ledger import UNTRAINED, TokenRow
+from palaestra.inference.ledger import UNTRAINED, SequenceSpan, TokenRow
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group, Trajectory
 
@@ -31,8 +31,9 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     `prompt_ids[P]` are the tokens before the first sampled one; `completion_ids[T]`, `mask[T]` (1 where the model
     sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null without any)
     are the rest. `reward` is the whole rollout's, null if unscored. `policy_version` is the version that sampled the
-    segment, null for several or none; `versions` has (start, stop, version), places in the completion. `segment` counts
-    from 0; `segments` is how many lines the rollout has.
+    segment, null for several or none; `versions` has (start, stop, version), places in the completion. `spans` covers
+    prompt and completion without gaps and names the sampled sequence of every token; it is empty for tokens that no
+    engine sampled. `segment` counts from 0; `segments` is how many lines the rollout has.
     """
 
     schema: str = ROW_SCHEMA
@@ -45,6 +46,7 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     segment: int
     policy_version: str | None
     versions: list[tuple[int, int, str]]
+    spans: list[SequenceSpan]
     segments: int
     rollout_id: str
     task_id: str
@@ -133,6 +135,7 @@ def _exported(row: TokenRow, trajectory: Trajectory, segments: int) -> ExportedR
         segment=row.segment,
         policy_version=policies.pop() or None if len(policies) == 1 else None,
         versions=[(begin - start, stop - start, version) for begin, stop, version in row.versions if stop > begin],
+        spans=row.spans,
         segments=segments,
         rollout_id=trajectory.rollout_id,
         task_id=trajectory.task_id,

@@ -1,6 +1,7 @@
 """Proves from the files of a run that it trains exactly the sampled tokens (T1 to T4), or finds the first violation.
 
-Checks the ledgers in the journal and the lines of the groups file. It trusts the engine's own answers.
+Checks the ledgers in the journal, the lines of the groups file and those of exported rows. It trusts the engine's own
+answers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
+from palaestra.inference.ledger import LedgerRecord, SequenceSpan, TokenRow, record_rows, verify_ledger
 from palaestra.rollouts.events import (
     AttemptDiscarded,
     GroupEnded,
@@ -23,16 +24,18 @@ from palaestra.rollouts.events import (
     RunResumed,
     RunStarted,
 )
+from palaestra.rollouts.export.token_rows import ExportedRow, exported_rows
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.records import Trajectory, have_same_scores
 from palaestra.rollouts.resume.state import CUT_OFF
 
-_Rows = list[tuple[list[int], list[int], list[float] | None]]
+_NO_TOKENS = TokenRow(tokens=[], masks=[])
 
 
 @dataclass(slots=True)
 class RunVerdict:
-    """Counts of the checked parts, and the first violation; `rows` and `lines` are those of the groups file."""
+    """Counts of the checked parts, and the first violation; `rows` and `lines` are those of the groups file, `exported`
+    the lines of the file of exported rows."""
 
     rollouts: int = 0
     without_tokens: int = 0
@@ -43,6 +46,7 @@ class RunVerdict:
     trained: int = 0
     lines: int = 0
     rows: int = 0
+    exported: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     violation: str = ""
 
@@ -52,10 +56,11 @@ class RunVerdict:
         return not self.violation
 
 
-def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
-    """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file.
+def verify_run(journal: Path, groups: Path | None = None, exported: Path | None = None) -> RunVerdict:
+    """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file and of exported
+    rows.
 
-    Costs one pass over both files. Raises `ConfigError` when a file is damaged, or no rollout has recorded tokens.
+    Costs one pass over each file. Raises `ConfigError` when a file is damaged, or no rollout has recorded tokens.
     """
     verdict = RunVerdict()
     ends: dict[str, Trajectory] = {}
@@ -93,6 +98,8 @@ def verify_run(journal: Path, groups: Path | None = None) -> RunVerdict:
         # a killed run has not written all of its lines
         due = _due([one for one in ends.values() if one.group_id in ended_groups], config) if over else set()
         verdict.violation = next(_lines(groups, ends, due, verdict), "")
+    if exported is not None and verdict.ok:
+        verdict.violation = next(_exported(exported, ends, verdict), "")
     return verdict
 
 
@@ -173,6 +180,7 @@ class _Line(msgspec.Struct):
     masks: list[list[int]]
     rollouts: list[_Rollout]
     inference_logprobs: list[list[float]] | None = None
+    spans: list[list[SequenceSpan]] | None = None
 
 
 def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: RunVerdict) -> Iterator[str]:
@@ -200,26 +208,60 @@ def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: Ru
         yield f"{groups.name}: T3: rollout {lost[0]} has a score and no line; {len(lost)} have none"
 
 
-def _stored(trajectory: Trajectory) -> _Rows:
+def _stored(trajectory: Trajectory) -> list[TokenRow]:
     """The rows of a trajectory in a group's line: none without a score, one empty row without tokens."""
     if not trajectory.scored:
         return []
-    return [(row.tokens, row.masks, row.logprobs) for row in trajectory.rows] or [([], [], None)]
+    return trajectory.rows or [_NO_TOKENS]
 
 
-def _compared(line: _Line, stored: _Rows) -> Iterator[str]:
+def _compared(line: _Line, stored: list[TokenRow]) -> Iterator[str]:
     if not len(line.tokens) == len(line.masks) == len(stored):
         yield f"{len(line.tokens)} rows of tokens and {len(line.masks)} of masks; the journal has {len(stored)}"
         return
     logprobs = line.inference_logprobs
-    if logprobs is None and all(recorded is not None for _, _, recorded in stored):
+    if logprobs is None and all(row.logprobs is not None for row in stored):
         yield "no log-probabilities; the journal has them for each row"
         return
     if logprobs is not None and len(logprobs) != len(stored):
         yield f"{len(logprobs)} rows of log-probabilities; the journal has {len(stored)}"
         return
-    for number, (tokens, masks, recorded) in enumerate(stored):
-        if line.tokens[number] != tokens or line.masks[number] != masks:
+    if line.spans is not None and len(line.spans) != len(stored):
+        yield f"{len(line.spans)} rows of spans; the journal has {len(stored)}"
+        return
+    for number, row in enumerate(stored):
+        if line.tokens[number] != row.tokens or line.masks[number] != row.masks:
             yield f"row {number}: tokens or masks are not those of the ledger"
-        if logprobs is not None and logprobs[number] != recorded:
+        if logprobs is not None and logprobs[number] != row.logprobs:
             yield f"row {number}: log-probabilities are not those of the ledger"
+        if line.spans is not None and line.spans[number] != row.spans:  # None: of an earlier version
+            yield f"row {number}: its spans are not the sampled sequences of the ledger"
+
+
+def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> Iterator[str]:
+    """The violations in a file of exported rows: each line must be a row of the journal, and no row is there twice.
+    Rollouts may be missing, because an export can select; a rollout with a row has all of them."""
+    decoder = msgspec.json.Decoder(ExportedRow)
+    due: dict[str, dict[int, ExportedRow]] = {}
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                row = decoder.decode(raw)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"{path}: line {number} is not an exported row: {error}") from None
+            verdict.exported += 1
+            place = f"{path.name}, line {number}: T3: rollout {row.rollout_id}"
+            if row.rollout_id not in ends:
+                yield f"{place} is not in the journal"
+                return
+            if row.rollout_id not in due:
+                due[row.rollout_id] = {each.segment: each for each in exported_rows(ends[row.rollout_id])}
+            recorded = due[row.rollout_id].pop(row.segment, None)
+            if recorded is None:
+                yield f"{place}, segment {row.segment} is there twice, or not in the journal"
+            elif recorded != row:
+                differing = [each for each in row.__struct_fields__ if getattr(row, each) != getattr(recorded, each)]
+                yield f"{place}, segment {row.segment}: not as in the journal: {', '.join(differing)}"
+    for rollout_id, missing in due.items():
+        if missing:
+            yield f"{path.name}: T3: rollout {rollout_id} lacks segment {min(missing)}"
