@@ -78,7 +78,6 @@ def test_a_log_gets_one_line_per_finished_group(log, clock):
     assert log.getvalue().splitlines() == [
         "[1/2] fix-sort: reward 1 0 · 2.5s",
         "[2/2] fix-sort: not run: pip failed exit 1",
-        "done: groups 2/2 · rollouts 2/4 in 8.0s · reward 0.500 (2 of 2 scored) · natural 2 · 15.0 rollouts/min",
     ]
 
 
@@ -199,3 +198,20 @@ def test_rich_is_not_loaded_for_a_log():
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_an_error_is_printed_once_and_later_ones_refer_to_the_first(log, clock):
+    progress = PlainConsole(log, clock)
+    for number in range(2):
+        name = f"{number:06d}-t"
+        lost = [
+            Trajectory(
+                rollout_id=f"{name}/{index}", group_id=name, task_id="t", index=index, messages=[], reward=None,
+                outcome=Outcome.INFRA_ERROR, blame=Blame.GRADER, error=f"scoring {name}/{index} failed: line 8",
+            )
+            for index in range(3)
+        ]  # fmt: skip
+        tell(progress, GroupFinished(Group(group_id=name, number=number, task_id="t", trajectories=lost)))
+    first, second = log.getvalue().splitlines()
+    assert first.count("line 8") == 1
+    assert second == "[2] t: reward – – – · 0ms; infra_error (grader): as 000000-t/0"

@@ -113,13 +113,19 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
     """The pass@k metrics in one line with their coverage, or, of an evaluation without pass@k, its own figures."""
+    metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:
-        return ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in numbers(metrics).items())
+        own = [f"{name} {value:.4g}" for name, value in numbers(metrics).items()]
+        return ", ".join(own[:_SHOWN]) + (f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else "")
     parts = [
         f"{name} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}" for name in names
     ]
-    tried = metrics.get(f"{names[0]}/tasks", metrics["tasks"])
-    count = f"{tried} tasks" if tried == metrics["tasks"] else f"{tried} of {metrics['tasks']} tasks"
-    covered = f", {metrics['scored']} of {metrics['planned']} rollouts scored" if "planned" in metrics else ""
+    tasks, tried = int(metrics["tasks"]), int(metrics.get(f"{names[0]}/tasks", metrics["tasks"]))
+    count = f"{tried} tasks" if tried == tasks else f"{tried} of {tasks} tasks"
+    covered = f", {metrics['scored']:.0f} of {metrics['planned']:.0f} rollouts scored" if "planned" in metrics else ""
     return f"{', '.join(parts)} over {count}{covered}"
+
+
+_SHOWN = 10
+"""How many of an evaluation's own figures are in its line."""

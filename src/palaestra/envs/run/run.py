@@ -36,7 +36,7 @@ from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
-from palaestra.rollouts.observe.console import Console, make_console
+from palaestra.rollouts.observe.console import Console, duration, make_console
 from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.prometheus import serving_metrics
 from palaestra.rollouts.observe.status import RunReader
@@ -242,13 +242,11 @@ class CommandRun:
                 figures = output.close(reason)
             finally:
                 output.begun |= reason == "done"
-                if figures and output.begun:
-                    _print_summary(output, figures, reason, stream)
-                if totals is not None:
-                    _print_suspects(totals, stream)
-                if output.begun and (reason != "done" or not figures):
-                    why = f"{limits.reason}: {limits.message}" if limits.reason else "the run is not finished"
-                    stream.write(f"{why}; continue with --resume {output.folder.path}\n")
+                if output.begun:
+                    unfinished = "" if reason == "done" and figures else "the run is not finished"
+                    if limits.reason:
+                        unfinished = f"{limits.reason}: {limits.message}"
+                    _print_verdict(output, figures, reason, console.elapsed_s, totals or Totals(), unfinished, stream)
                 self.reporting.note = _writing_on(stream)
                 await self.reporting.finish(self.environment, figures)
 
@@ -390,7 +388,7 @@ class CommandRun:
                 save_evaluation(evaluation.logged, each, self.parsed.server_configs[0].model_name)
             found = numbers(evaluation.logged["metrics"])
             self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
-            note(f"evaluation in {folder}: {in_short(evaluation.logged['metrics'])}".removesuffix(": "))
+            note(f"evaluation in {folder}")
         else:
             note(f"{self.environment.name} logged no metrics: its evaluate did not call evaluate_log")
         return totals
@@ -426,40 +424,57 @@ _SHOWN_CAUSES = 5
 """How many causes of failures the summary of a run names."""
 
 
-def _print_summary(output: RunOutput, figures: dict[str, float], reason: str, stream: TextIO) -> None:
+def _print_verdict(
+    output: RunOutput,
+    figures: dict[str, float],
+    reason: str,
+    seconds: float,
+    totals: Totals,
+    unfinished: str,
+    stream: TextIO,
+) -> None:
+    """Report how the run ended: its score and what that covers, the failures by cause, its files."""
     names = ("groups", "groups_failed", "rollouts", "rollouts_planned", "scored")
     groups, failed, rollouts, planned, scored = (int(figures.get(name, 0)) for name in names)
-    mean = figures.get("reward/mean")
-    reward = "no reward" if mean is None else f"mean reward {mean:.3f}"
-    if mean is not None:
-        reward += _interval(figures, "reward/mean")
-    if mean is not None and scored < planned:
-        name = "reward/mean_with_unscored"
-        reward += f", {figures[name]:.3f}{_interval(figures, name)} with the unscored as 0"
-    resumed = f"  resumed {output.resumed}\n" if output.resumed else ""
-    found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
-    store = f"  {found} of {prepared} workspaces were prepared already on this machine\n" if found else ""
+    outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
+    counts = f"{groups} groups ({failed} failed), {rollouts} rollouts{f' ({outcomes})' if outcomes else ''}"
+    lines = [f"{reason} after {duration(seconds)}: {counts}"]
+    if (mean := figures.get("reward/mean")) is not None:
+        reward = f"mean reward {mean:.3f}{_interval(figures, 'reward/mean')}, {scored} of {planned} rollouts scored"
+        if scored < planned:
+            name = "reward/mean_with_unscored"
+            reward += f"; {figures[name]:.3f}{_interval(figures, name)} with the unscored as 0"
+        lines.append(f"  {reward}")
+    elif rollouts:
+        lines.append(f"  no reward, 0 of {planned} rollouts scored")
+    if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):
+        lines.append(f"  {evaluated}")
     causes = output.failures.causes()
-    gathered = "".join(f"  {cause.line()}\n" for cause in causes[:_SHOWN_CAUSES])
+    lines += [f"  {cause.line()}" for cause in causes[:_SHOWN_CAUSES]]
     if len(causes) > _SHOWN_CAUSES:
-        gathered += f"  and {len(causes) - _SHOWN_CAUSES} further causes\n"
-    stream.write(
-        f"{reason}: {groups} groups ({failed} failed), {rollouts} rollouts, {scored} of {planned} scored, {reward}\n"
-        f"{gathered}{resumed}{store}"
-        f"{_files(output)}"
-    )
+        lines.append(f"  and {len(causes) - _SHOWN_CAUSES} further causes")
+    lines += [f"  {line}" for line in _suspects(totals)]
+    if output.resumed:
+        lines.append(f"  resumed {output.resumed}")
+    found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
+    if found:
+        lines.append(f"  {found} of {prepared} workspaces were prepared already on this machine")
+    lines += _files(output)
+    if unfinished:
+        lines.append(f"  {unfinished}; continue with --resume {output.folder.path}")
+    stream.write("".join(f"{line}\n" for line in lines))
 
 
-def _files(output: RunOutput) -> str:
+def _files(output: RunOutput) -> list[str]:
     """The files of a run, one a line."""
     places = {"groups": output.groups.path, "report": output.folder.report}
     if output.copy is not None:
         places["copy"] = output.copy.path
-    lines = [f"  {name:<7} {path}\n" for name, path in places.items() if path.is_file()]
-    return "".join([*lines, f"  run     {output.folder.path}\n"])
+    lines = [f"  {name:<7} {path}" for name, path in places.items() if path.is_file()]
+    return [*lines, f"  run     {output.folder.path}"]
 
 
-def _print_suspects(totals: Totals, stream: TextIO) -> None:
+def _suspects(totals: Totals) -> Iterator[str]:
     """Name the rollouts whose work interfered with its check, and those that may need live grading."""
     for what, names in (
         ("tampered with their check, scored 0", totals.tampered),
@@ -467,7 +482,7 @@ def _print_suspects(totals: Totals, stream: TextIO) -> None:
     ):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            stream.write(f"  {len(names)} rollouts {what}: {', '.join(names[:5])}{more}\n")
+            yield f"{len(names)} rollouts {what}: {', '.join(names[:5])}{more}"
 
 
 def _interval(figures: dict[str, float], name: str) -> str:

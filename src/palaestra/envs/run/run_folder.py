@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,6 +166,11 @@ class RunOutput:
         self._started_at = time.time()
 
     @property
+    def outcomes(self) -> Counter[str]:
+        """The number of rollouts by outcome."""
+        return self._figures.outcomes
+
+    @property
     def _groups_files(self) -> tuple[GroupsFile, ...]:
         return (self.groups,) if self.copy is None else (self.groups, self.copy)
 
@@ -249,11 +255,15 @@ def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: st
 
 
 def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, settings: dict[str, JSON]) -> RunOutput:
-    journal = Journal(folder.journal)
-    groups = GroupsFile(folder.groups, env=env, model=model, messages=config.include_messages)
-    copy = None
-    if config.data_path_to_save_groups:
-        copy = GroupsFile(Path(config.data_path_to_save_groups), env=env, model=model, messages=config.include_messages)
+    with contextlib.ExitStack() as opened:
+        journal = Journal(folder.journal)
+        opened.callback(journal.close)
+        keeps = config.include_messages
+        groups = opened.enter_context(GroupsFile(folder.groups, env=env, model=model, messages=keeps))
+        copy = None
+        if config.data_path_to_save_groups:
+            copy = GroupsFile(Path(config.data_path_to_save_groups), env=env, model=model, messages=keeps)
+        opened.pop_all()
     settings |= {"groups_file": str((copy or groups).path.resolve()), "run_folder": str(folder.path.resolve())}
     with open(folder.config, "wb", opener=private) as file:
         file.write(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.clock import Clock, SystemClock
@@ -24,6 +25,7 @@ from palaestra.rollouts.events import (
     RolloutKept,
     TurnTaken,
 )
+from palaestra.rollouts.observe.failures import Cause, Failures
 from palaestra.rollouts.records import Group
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class Console:
         self.scored = 0
         self.reward_sum = 0.0
         self.outcomes: Counter[str] = Counter()
-        self._planned = False
+        self._failures = Failures()
 
     def __enter__(self) -> Console:
         return self
@@ -71,7 +73,6 @@ class Console:
     def on_plan(self, event: GroupsPlanned) -> None:
         self.groups_total, self.group_size = event.total, event.group_size
         self._started_at = self._clock.monotonic()
-        self._planned = True
 
     def on_rollout(self, event: RolloutEnded | RolloutKept) -> None:
         trajectory = event.trajectory
@@ -133,10 +134,6 @@ class PlainConsole(Console):
         self._stream = stream
         self._wrote_at = clock.monotonic()
 
-    def __exit__(self, *exc: object) -> None:
-        if self._planned:
-            self._write(_joined(f"done: {self.counts()} in {duration(self.elapsed_s)}", self.results()))
-
     def handlers(self) -> Handlers:
         return {**super().handlers(), GroupStarted: self._on_progress, TurnTaken: self._on_progress}
 
@@ -150,7 +147,7 @@ class PlainConsole(Console):
     def on_group(self, event: GroupFinished) -> None:
         super().on_group(event)
         total = "" if self.groups_total is None else f"/{self.groups_total}"
-        self._write(f"[{self.groups_done}{total}] {describe(event.group)}")
+        self._write(f"[{self.groups_done}{total}] {describe(event.group, self._failures.add(event.group))}")
 
     def note(self, text: str) -> None:
         self._write(printable(text))
@@ -197,7 +194,7 @@ class LiveConsole(Console):
         super().on_group(event)
         group = event.group
         if len(group.scored) < len(group.trajectories) or not group.trajectories:
-            self.note(describe(group))
+            self.note(describe(group, self._failures.add(group)))
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -234,15 +231,26 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
     return PlainConsole(stream, clock)
 
 
-def describe(group: Group) -> str:
-    """One line on a finished group: its task, its rewards, and its failures."""
+def describe(group: Group, causes: Mapping[str, Cause] | None = None) -> str:
+    """One line on a finished group: its task, its rewards, and its failures. `causes` are these by the id of the
+    rollout or group; one that came before refers to its first."""
+    causes = Failures().add(group) if causes is None else causes
+
+    def error(name: str, text: str) -> str:
+        first = causes[name].first
+        return _one_line(text) if first in causes else f"as {first}"
+
     if not group.trajectories:
-        return f"{_one_line(group.task_id)}: not run: {_one_line(group.error)}"
+        return f"{_one_line(group.task_id)}: not run: {error(group.group_id, group.error)}"
     rewards = " ".join("–" if t.reward is None else f"{t.reward:g}" for t in group.trajectories)
     seconds = max(trajectory.beside.duration_s for trajectory in group.trajectories)
     unscored = [t for t in group.trajectories if not t.scored]
-    why = [f"no further rollouts: {_one_line(group.error)}"] if group.error else []
-    why += [f"{t.outcome.value}{f' ({t.blame.value})' if t.blame else ''}: {_one_line(t.error)}" for t in unscored]
+    why = [f"no further rollouts: {error(group.group_id, group.error)}"] if group.error else []
+    kinds = {causes[t.rollout_id].first: t for t in reversed(unscored)}
+    why += [
+        f"{t.outcome.value}{f' ({t.blame.value})' if t.blame else ''}: {error(t.rollout_id, t.error)}"
+        for t in reversed(kinds.values())
+    ]
     return "; ".join([f"{_one_line(group.task_id)}: reward {rewards} · {duration(seconds)}", *dict.fromkeys(why)])
 
 

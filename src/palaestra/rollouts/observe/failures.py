@@ -37,13 +37,17 @@ class Failures:
     def __init__(self) -> None:
         self._causes: dict[tuple[str, str], Cause] = {}
 
-    def add(self, group: Group) -> None:
-        """Count the failures of a finished group."""
+    def add(self, group: Group) -> dict[str, Cause]:
+        """Count the failures of a finished group. Returns the cause of each by the id of its rollout or group."""
+        found = {}
         if group.error:
-            self._cause(group.blame, group.error, group.group_id, group.group_id).groups += 1
+            found[group.group_id] = self._cause(group.blame, group.error, group.group_id, group.group_id)
+            found[group.group_id].groups += 1
         for each in group.trajectories:
             if not each.scored:
-                self._cause(each.blame, each.error, each.rollout_id, group.group_id).rollouts += 1
+                found[each.rollout_id] = self._cause(each.blame, each.error, each.rollout_id, group.group_id)
+                found[each.rollout_id].rollouts += 1
+        return found
 
     def _cause(self, blame: Blame | None, error: str, name: str, group_id: str) -> Cause:
         whose = blame.value if blame is not None else "unknown"
