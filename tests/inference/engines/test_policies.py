@@ -23,14 +23,21 @@ TOOLS = {
 
 
 def roll_out(
-    model_name: str, task: Task, index: int = 0, *, max_turns: int = 30, tools: JSON = TOOLS, **config: JSON
+    model_name: str,
+    task: Task,
+    index: int = 0,
+    *,
+    max_turns: int = 30,
+    tools: JSON = TOOLS,
+    exit_code: int = 0,
+    **config: JSON,
 ) -> tuple[AgentResult, list[tuple[str, JSON]]]:
     """One rollout of the policy through the real loop; the calls that ran are returned too."""
     ran: list[tuple[str, JSON]] = []
 
     async def handler(name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
         ran.append((name, arguments))
-        return json.dumps({"output": f"ran {name}", "exit_code": 0, "error": None})
+        return json.dumps({"output": f"ran {name}", "exit_code": exit_code, "error": None})
 
     async def go() -> AgentResult:
         engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name=model_name, **config))
@@ -130,6 +137,13 @@ def test_patch_writes_the_diff_and_applies_it(tmp_path: Path) -> None:
     assert ran[1][1]["command"].startswith("git apply")
     assert "patch -p1" in ran[1][1]["command"]
     assert result.turns_used == 3
+
+
+def test_a_patch_that_does_not_apply_is_an_error(tmp_path: Path) -> None:
+    diff = tmp_path / "fix.diff"
+    diff.write_text("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-b\n+u\n", encoding="utf-8")
+    with pytest.raises(TaskError, match=r"fix\.diff.*'t'.*ran terminal"):
+        roll_out(f"patch:{diff}", task(), exit_code=1)
 
 
 def line(result: AgentResult, task_id: str = "t", index: int = 0) -> dict[str, JSON]:

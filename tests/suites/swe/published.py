@@ -95,12 +95,11 @@ def _write(folder: Path, files: Files) -> None:
             path.write_text(text)
 
 
-class WithBaseline(SweEnvironment):
-    """Runs the baseline of rows that are not installed too."""
+class WithoutBaseline(SweEnvironment):
+    """Grades rows whose tests cannot run, as they are after the first rollout."""
 
-    async def prepare(self, task, sandbox):  # type: ignore[no-untyped-def]
-        await super().prepare(task, sandbox)
-        await self._baseline(task.data, sandbox)
+    async def _baseline(self, work, sandbox):  # type: ignore[no-untyped-def]
+        pass
 
 
 class Rows(SweSmithOracleEnv):
@@ -134,6 +133,6 @@ def roll_out(
     line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig)
     parsed = line.parse(["process", "--policy", policy, *words])
     assert isinstance(parsed, Parsed)
-    kind = type("Rows", (Rows,), {"packages": packages, "kind": WithBaseline if baseline else SweEnvironment})
+    kind = type("Rows", (Rows,), {"packages": packages, "kind": SweEnvironment if baseline else WithoutBaseline})
     report = asyncio.run(run(form_of(kind), parsed, root=folder / "runs", stream=io.StringIO()))
     return list(Recording(report.journal))

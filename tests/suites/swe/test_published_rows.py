@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.records import Group
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.swe_row import parse_row
-from suites.swe.published import BASE, BUGGY, P2P, RIGHT, TESTS, Source, git, roll_out
+from suites.swe.published import BASE, BUGGY, F2P, P2P, RIGHT, TESTS, Source, git, roll_out
 
 pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -208,6 +208,24 @@ def test_work_that_tampers_with_its_tests(
     (trajectory,) = group.trajectories
     assert trajectory.detail["resolved"], (trajectory.detail, trajectory.error)
     assert (trajectory.reward, bool(trajectory.detail["tampering"])) == (0.0, True)
+
+
+def test_a_patch_that_does_not_apply_has_no_score(tmp_path: Path, installed_pytest: DependencyCache) -> None:
+    source, work = Source.make(tmp_path / "source"), tmp_path / "work.patch"
+    work.write_text(source.diff({"pkg/calc.py": RIGHT}).replace("a - b", "a * b"))
+    (group,) = roll_out([source.row()], f"patch:{work}", tmp_path / "run", installed_pytest)
+    (trajectory,) = group.trajectories
+    assert (trajectory.reward, trajectory.blame) == (None, Blame.TASK), trajectory.error
+    assert str(work) in trajectory.error
+
+
+@pytest.mark.parametrize("columns", [{"FAIL_TO_PASS": P2P, "PASS_TO_PASS": []}, {"PASS_TO_PASS": F2P}], ids=str)
+def test_tests_that_contradict_a_row_refuse_it(columns: Row, tmp_path: Path, installed_pytest: DependencyCache) -> None:
+    """A row that installs nothing is tried before its first rollout too."""
+    row = Source.make(tmp_path / "source").row(**columns)
+    (group,) = roll_out([row], "noop", tmp_path / "run", installed_pytest)
+    assert row["instance_id"] in group.error
+    assert all(trajectory.reward is None for trajectory in group.trajectories)
 
 
 @pytest.mark.parametrize(

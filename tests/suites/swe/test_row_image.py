@@ -35,7 +35,7 @@ def test_a_row_runs_in_the_root_of_its_image(tmp_path: Path, installed_pytest: D
     del row["install"]
     for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
         flags = (f"--env.image_dir={tmp_path / 'roots'}", "--env.controls=false")
-        (group,) = roll_out([row], policy, tmp_path / policy, installed_pytest, *flags, baseline=False)
+        (group,) = roll_out([row], policy, tmp_path / policy, installed_pytest, *flags)
         assert not group.error, group.error
         (trajectory,) = group.trajectories
         assert trajectory.reward == reward, (trajectory.detail, trajectory.error)

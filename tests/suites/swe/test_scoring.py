@@ -6,8 +6,10 @@ import pytest
 
 from palaestra.sandbox.slot import View
 from palaestra.suites.grading.run_tests import run_tests
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.protected import hidden_files, protected_paths
 from palaestra.suites.swe.swe_row import RowVerdict, SweRow, parse_row
+from palaestra.suites.swe.workspace import patch_of, start_history
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
@@ -67,6 +69,19 @@ def test_an_equivalent_fix_passes(run_bench: RunBench, files: dict[str, str], co
     async def scenario(bench: Bench) -> None:
         score = await grade(bench, files, command)
         assert score.resolved, score
+
+    run_bench(scenario)
+
+
+def test_the_recorded_patch_has_no_test_files(run_bench: RunBench) -> None:
+    async def scenario(bench: Bench) -> None:
+        agent = await bench.acquire("agent", snapshot=await bench.prepared())
+        await start_history(agent, REPO)
+        written = {"pkg/calc.py": FIXED, "tests/test_calc.py": "", "tests/test_hidden.py": "", "tests/new.py": ""}
+        for path, text in written.items():
+            await agent.write_text(f"{REPO}/{path}", text)
+        patch = await patch_of(agent, REPO, tests={"tests/test_calc.py", "tests/test_hidden.py"})
+        assert {file.path for file in unified_diff.parse(patch)} == {"pkg/calc.py", "tests/new.py"}
 
     run_bench(scenario)
 

@@ -9,6 +9,7 @@ divided by four, rounded up.
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +133,7 @@ def _steps(task: Task) -> Sequence[ToolStep | Say | str]:
 
 
 class PatchPolicy(Policy):
-    """Applies one unified diff to the workspace."""
+    """Applies one unified diff to the workspace. Raises `TaskError` if it does not apply."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -147,6 +148,11 @@ class PatchPolicy(Policy):
             return [ToolStep("write_file", {"path": PATCH_PATH, "content": self._diff})]
         if turn == 1:
             return [ToolStep("terminal", {"command": _APPLY})]
+        results = (message for message in reversed(messages) if message.get("role") == "tool")
+        reply = json.loads(str(next(results)["content"]))
+        if reply.get("exit_code") != 0:
+            problem = reply.get("output") or reply.get("error")
+            raise TaskError(f"{self._path} does not apply to task '{_task(context, 'patch').id}': {problem}")
         return "The patch has been applied."
 
 

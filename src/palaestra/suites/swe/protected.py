@@ -67,7 +67,7 @@ def protected_paths(
     `repo_dir` are ignored, because the view does not contain them.
     """
     pristine = _Pristine(pristine_paths)
-    tests = _test_files(row)
+    tests = tests_of(row)
     guarded = _test_directories(tests, pristine_paths)
     prefix = PurePosixPath("/", repo_dir or "/")
     found = []
@@ -144,7 +144,8 @@ def _is_import_root(directory: PurePosixPath, pristine: _Pristine) -> bool:
     return str(directory) in pristine.all and str(directory / "__init__.py") not in pristine.files
 
 
-def _test_files(row: SweRow) -> frozenset[str]:
+def tests_of(row: SweRow) -> frozenset[str]:
+    """The files of the named tests, and those that the row's `test_patch` changes."""
     named = set(row.test_files)
     if row.kind is RowKind.BENCH:
         named |= {file.path for file in unified_diff.parse(row.test_patch)}

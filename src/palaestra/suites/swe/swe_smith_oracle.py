@@ -38,7 +38,7 @@ from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, insta
 from palaestra.suites.swe.apply_diff import solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.install_recipe import is_requirement
-from palaestra.suites.swe.protected import hidden_files, protected_paths
+from palaestra.suites.swe.protected import hidden_files, protected_paths, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import compare, is_loose, needs_comparison, run_row, with_node_ids
@@ -49,6 +49,7 @@ from palaestra.suites.swe.workspace import (
     agent_texts,
     inherited_texts,
     make_right,
+    patch_of,
     prepare_repository,
     restore_files,
     unpack,
@@ -62,9 +63,6 @@ BUILT_IN = "built-in"
 """The built-in dataset: tasks built from real packages by the manifest."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-
-PATCH_BYTES = 100_000
-"""How much of an agent's patch is recorded."""
 
 PROMPT = """\
 There is a bug in the Python repository in {repository}. This is what a user reports:
@@ -232,8 +230,7 @@ class SweEnvironment(ContractEnvironment):
         if work.image is not None:
             await move_repository(sandbox, work.row, REPOSITORY)
         await prepare_repository(sandbox, self.repositories, work.row, REPOSITORY, keep_tests=kept)
-        if work.row.install.editable or work.image is not None:
-            await self._baseline(work, sandbox)
+        await self._baseline(work, sandbox)
 
     def recipe(self, task: Task) -> JSON:
         """The row, if it has a full commit name and needs no network to install."""
@@ -252,7 +249,7 @@ class SweEnvironment(ContractEnvironment):
         return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
 
     async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
-        """Run a public row's tests before its first rollout, with its `test_patch`, in a fork that nothing keeps.
+        """Run a row's tests before its first rollout, with its `test_patch`, in a fork that nothing keeps.
 
         Raises `PrepareError` if the environment cannot run them, `TaskError` if they do not detect the bug. Otherwise
         both would look like the agent's fault.
@@ -412,7 +409,7 @@ class SweEnvironment(ContractEnvironment):
             for change in changes
             if change.path.startswith(prefix) and change.path not in without and (change.kind != "dir" or change.opaque)
         ]
-        patch = await _patch_of(slot)
+        patch = await patch_of(slot, REPOSITORY, tests=tests_of(row))
         return GradedView(slot, changed, patch, await add_tests(slot, self.repositories, row, REPOSITORY))
 
 
@@ -436,14 +433,6 @@ def _named_only(path: str, text: str, row: SweRow) -> str:
     if not names <= {place.name for place in places}:
         return text
     return without_tests(text, {f"{place.owner}{place.name}" for place in places}, keep=True)
-
-
-async def _patch_of(slot: Slot) -> str:
-    """The graded change as a diff; empty if the slot has no git."""
-    git = ["git", "-c", f"safe.directory={REPOSITORY}", "-c", "core.fsmonitor=false"]
-    await slot.execute([*git, "add", "--all", "--intent-to-add"], cwd=REPOSITORY)
-    done = await slot.execute([*git, "diff", "--no-ext-diff"], cwd=REPOSITORY, max_output_bytes=PATCH_BYTES)
-    return done.output if done.success else ""
 
 
 class SweSmithOracleEnv(ListedEnv):

@@ -21,6 +21,8 @@ from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 _DATE = "2000-01-01T00:00:00+0000"
+_PATCH_BYTES = 100_000
+"""How much of an agent's patch is recorded."""
 _IDENTITY = {
     "GIT_AUTHOR_NAME": "Palaestra",
     "GIT_AUTHOR_EMAIL": "palaestra@localhost",
@@ -147,6 +149,16 @@ async def make_right(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: 
     texts = await agent_texts(cache, row)
     await write_texts(slot, repo_dir, texts)
     await write_texts(slot, repo_dir, apply_diff.apply(unified_diff.parse(row.fix_patch), texts))
+
+
+async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:
+    """The change of the repository as a diff without these test files, which grading restores; empty without git."""
+    git = ["git", "-c", f"safe.directory={repo_dir}", "-c", "core.fsmonitor=false"]
+    await slot.execute([*git, "add", "--all", "--intent-to-add"], cwd=repo_dir)
+    without = (f":(exclude,literal){path}" for path in sorted(tests))
+    argv = [*git, "diff", "--no-ext-diff", "--", ".", *without]
+    done = await slot.execute(argv, cwd=repo_dir, max_output_bytes=_PATCH_BYTES)
+    return done.output if done.success else ""
 
 
 async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[str, str]:
