@@ -31,6 +31,7 @@ from typing import Any, Self, TypeVar
 
 from google.protobuf import empty_pb2
 from grpclib import GRPCError, Status
+from grpclib.protocol import H2Protocol
 from grpclib.server import Server, Stream
 from modal_proto import api_pb2, task_command_router_pb2
 from modal_proto.api_grpc import ModalClientBase
@@ -69,6 +70,33 @@ class Fault:
     retry_after_s: float | None = None
 
 
+class _Listener(Server):
+    """A server whose connections can be broken."""
+
+    def __init__(self, services: Sequence[JSON]) -> None:
+        super().__init__(services)
+        self._protocols: list[H2Protocol] = []
+
+    def _protocol_factory(self) -> H2Protocol:
+        self._protocols.append(super()._protocol_factory())
+        return self._protocols[-1]
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        listening = self._server  # there is no other way to a port that the kernel has chosen
+        assert isinstance(listening, asyncio.Server)
+        return int(listening.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close every connection, whatever is in progress."""
+        self.close()
+        for protocol in self._protocols:
+            if hasattr(protocol, "connection"):  # it has been used
+                protocol.connection.close()
+        await self.wait_closed()
+
+
 class FakeModal:
     """The server, in a thread of its own. A context manager; `url` is its address.
 
@@ -101,7 +129,7 @@ class FakeModal:
         self._numbers = itertools.count(1)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._server: Server | None = None
+        self._server: _Listener
         self._watching: asyncio.Task[None]
         self._handlers = _handlers(self)
 
@@ -165,22 +193,14 @@ class FakeModal:
 
     async def _listen(self) -> None:
         services = [_service(ModalClientBase, self), _service(TaskCommandRouterBase, self)]
-        self._server = Server(services)
+        self._server = _Listener(services)
         await self._server.start("127.0.0.1", self._port)
-        listening = self._server._server  # the only way to the chosen port
-        assert isinstance(listening, asyncio.Server)
-        self._port = listening.sockets[0].getsockname()[1]
+        self._port = self._server.port
         self._watching = asyncio.create_task(self._watch())
 
     async def _stop(self) -> None:
-        assert self._server is not None
         self._watching.cancel()
-        for handler in list(self._server._handlers):  # `wait_closed` would wait for calls in progress
-            for task in list(handler._tasks.values()):
-                task.cancel()
-        self._server.close()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._server.wait_closed(), 5)
+        await self._server.stop()
 
     async def _close(self) -> None:
         await self._stop()

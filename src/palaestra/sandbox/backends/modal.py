@@ -52,7 +52,10 @@ DEFAULT_APP = "atropos-sandbox"
 _MOST_LIFETIME_S = 24 * 3600  # Modal's own limit
 _GRADING_S = 300.0  # what a rollout's slot may live beyond the limit of the rollout
 _CREATE_S = 900.0  # the first use of an image pulls it
+_START_S = 120.0  # of the slot server, once there is a sandbox
+_COPY_S = 900.0
 _CALL_S = 60.0
+_CHECK_S = 20.0
 _CLOSE_S = 20.0
 _BEATS = 4  # how often the connection is used while it may be silent
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
@@ -230,9 +233,9 @@ class ModalBackend(RemoteBackend):
         sdk = load_sdk()
         name = self.config.get_app_name()
         try:
-            self._app = await _within(_CALL_S, sdk.App.lookup.aio(name, create_if_missing=True))
+            self._app = await _within(_CHECK_S, sdk.App.lookup.aio(name, create_if_missing=True))
             for secret in self.config.secrets:
-                await _within(_CALL_S, sdk.Secret.from_name(secret).hydrate.aio())
+                await _within(_CHECK_S, sdk.Secret.from_name(secret).hydrate.aio())
             await self._end_leftovers()
         except sdk.exception.AuthError as error:
             raise ConfigError(
@@ -343,15 +346,12 @@ class ModalBackend(RemoteBackend):
         """Have the minimum of sandboxes run, and end those that nobody has used for long."""
         while True:
             await asyncio.sleep(min(15.0, self.config.idle_timeout / _BEATS))
-            try:
-                await self._tidy()
-                await self._fill()
-            except SandboxError as error:
-                _log.warning("modal: a sandbox cannot be replaced now: %s", error)
+            await self._tidy()
+            await self._fill()
             await self._notify()
 
     async def _fill(self) -> None:
-        """Start sandboxes of the configured image up to the minimum."""
+        """Start sandboxes of the configured image up to the minimum, as far as Modal gives them."""
         missing = self.config.min_sandboxes - len(self._places)
         await asyncio.gather(*(self._start_place() for _ in range(missing)))
 
@@ -360,8 +360,11 @@ class ModalBackend(RemoteBackend):
         place.starting += 1
         try:
             await place.start()
+        except SandboxError as error:
+            _log.warning("modal: there are fewer sandboxes than min_sandboxes: %s", error)
         finally:
             place.starting -= 1
+            await self._tidy()
 
     def _is_spare(self, place: Place) -> bool:
         assert isinstance(place, ModalPlace)
@@ -467,14 +470,14 @@ class ModalPlace(Place):
         self._ends_at = time.monotonic() + self._backend.config.max_lifetime
         self._sandbox = sandbox = await self._backend.make_sandbox(self.spec)
         python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        variables = await _call(_output_of(sandbox, _PREPARE, python, _VERSION))
+        variables = await _call(_START_S, _output_of(sandbox, _PREPARE, python, _VERSION))
         self._variables = {
             name: value
             for name, value in json.loads(variables).items()
             if name not in _OWN_VARIABLES and not name.startswith("MODAL_")
         }
         for mount in self.spec.mounts:
-            await _call(_copy_in(sandbox, mount))
+            await _call(_COPY_S, _copy_in(sandbox, mount))
 
     async def _start_server(self, rung: Rung) -> None:
         if self._server is not None:  # it has died: the sandbox is dead too, or not worth keeping
@@ -510,13 +513,17 @@ class ModalClient(SlotClient):
         """Start a server in a sandbox. It ends when its client has been silent for `silence_s`. Raises
         `SandboxError`."""
         client = cls(on_lost, sandbox, silence_s)
-        await client._launch(rung.label, settings)
+        try:
+            async with asyncio.timeout(_START_S):
+                await client._launch(rung.label, settings)
+        except TimeoutError:
+            raise SlotLost(f"Modal's sandbox has not started the slot server in {_START_S:g} s") from None
         client._tasks.append(asyncio.create_task(client._beat()))
         return client
 
     async def _spawn(self, stream: socket.socket, rung: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        process = await _call(self._sandbox.exec.aio(*call_of(rung, self._silence_s), text=False))
+        process = await _call(_START_S, self._sandbox.exec.aio(*call_of(rung, self._silence_s), text=False))
         ours = stream.dup()
         ours.setblocking(False)
         pumps = (self._send_all(ours, process), self._receive(ours, process))
@@ -588,10 +595,10 @@ async def _within(limit_s: float, work: Awaitable[T]) -> T:
         raise OSError(f"no answer in {limit_s:g} s") from None
 
 
-async def _call(work: Coroutine[Any, Any, T]) -> T:
+async def _call(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
     """The result of a call to a sandbox. Raises `SlotLost` for its failure."""
     try:
-        return await _within(_CREATE_S, work)
+        return await _within(limit_s, work)
     except Exception as error:  # the client also raises errors of the libraries it uses
         raise SlotLost(f"Modal's sandbox does not start commands: {_text(error)}") from None
 
