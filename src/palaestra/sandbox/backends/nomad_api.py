@@ -1,0 +1,159 @@
+"""The parts of Nomad's HTTP API that the nomad backend uses, and what its answers say about failures.
+
+Source of paths and bodies: developer.hashicorp.com/nomad/api-docs, and the `api` package of Nomad's repository.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+
+import aiohttp
+
+from palaestra.core.clock import SystemClock
+from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.retry import RetryPolicy, TransientFailure, persist, retry_after_s
+from palaestra.core.types import JSON
+
+_TIMEOUT_S = 20.0
+_RETRY = RetryPolicy(attempts=5, first_s=0.2, longest_s=5.0)
+_TRANSIENT = frozenset({429, 502, 503, 504})
+_NEVER_RUNS = ("Driver Failure", "Setup Failure", "Failed Validation", "Failed Artifact Download")
+"""Types of task events after which Nomad may try again, but which rarely pass by themselves."""
+
+
+class NomadRefused(SandboxError):
+    """Nomad answered a request with an error; `status` is the answer's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NomadAPI:
+    """One Nomad agent. Requests are repeated when it is unreachable or overloaded for a moment."""
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self.address = address.rstrip("/")
+        self._headers = {} if token is None else {"X-Nomad-Token": token}
+        self._session: aiohttp.ClientSession | None = None
+        self._rng = random.Random()
+
+    async def aclose(self) -> None:
+        """Close the connections. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def check(self) -> None:
+        """Raise `ConfigError` if the agent does not answer or refuses the token."""
+        try:
+            leader, _ = await self._send("GET", "/v1/status/leader", None, {}, _TIMEOUT_S)
+        except TransientFailure as failure:
+            raise ConfigError(
+                f"Nomad at {self.address} does not answer: {failure.problem}. Start it, or set nomad_address"
+            ) from None
+        except NomadRefused as refused:
+            raise ConfigError(f"Nomad at {self.address} refuses requests: {refused}. Set nomad_token") from None
+        if not leader:
+            raise ConfigError(f"Nomad at {self.address} has no leader: wait for it, or set another nomad_address")
+
+    async def get(self, path: str, **query: str) -> JSON:
+        """The answer to a GET."""
+        return (await self._request("GET", path, None, query))[0]
+
+    async def find(self, path: str) -> JSON:
+        """The answer to a GET; None for an object that does not exist."""
+        try:
+            return await self.get(path)
+        except NomadRefused as refused:
+            if refused.status == HTTPStatus.NOT_FOUND:
+                return None
+            raise
+
+    async def wait(self, path: str, index: int, wait_s: float) -> tuple[JSON, int]:
+        """The answer to a blocking query and its index: after `index`, or when `wait_s` are over."""
+        query = {"index": str(index), "wait": f"{wait_s:g}s"}
+        return await self._request("GET", path, None, query, wait_s * (1 + 1 / 16) + _TIMEOUT_S)
+
+    async def post(self, path: str, body: JSON) -> JSON:
+        """The answer to a POST."""
+        return (await self._request("POST", path, body, {}))[0]
+
+    async def delete(self, path: str, **query: str) -> JSON:
+        """The answer to a DELETE."""
+        return (await self._request("DELETE", path, None, query))[0]
+
+    async def _request(
+        self, method: str, path: str, body: JSON, query: Mapping[str, str], timeout_s: float = _TIMEOUT_S
+    ) -> tuple[JSON, int]:
+        async def send(tries: int, left_s: float) -> tuple[JSON, int]:
+            return await self._send(method, path, body, query, min(left_s, timeout_s))
+
+        return await persist(send, retry=_RETRY, timeout_s=2 * timeout_s, clock=SystemClock(), rng=self._rng)
+
+    async def _send(
+        self, method: str, path: str, body: JSON, query: Mapping[str, str], timeout_s: float
+    ) -> tuple[JSON, int]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers)
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, self.address + path, json=body, params=query, timeout=limit
+            ) as answer:
+                text = await answer.text()
+                if answer.status in _TRANSIENT:
+                    refused = NomadRefused(f"{method} {path}: {answer.status} {text.strip()[:500]}", answer.status)
+                    raise TransientFailure(refused, retry_after_s(answer.headers.get("Retry-After"), 0))
+                if answer.status >= 400:
+                    raise NomadRefused(f"{method} {path}: {answer.status} {text.strip()[:500]}", answer.status)
+                index = int(answer.headers.get("X-Nomad-Index", "0"))
+                kind = answer.content_type
+                return (await answer.json() if kind == "application/json" else text), index
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            problem = SandboxError(f"Nomad at {self.address}: {method} {path}: {type(error).__name__}: {error}")
+            raise TransientFailure(problem) from error
+
+
+def placement_problem(metrics: Mapping[str, JSON]) -> str:
+    """Why the scheduler found no node, from an AllocationMetric."""
+    parts = [f"{metrics.get('NodesEvaluated', 0)} nodes evaluated"]
+    available = metrics.get("NodesAvailable") or {}
+    parts += [f"no node in datacenter {name}" for name, count in available.items() if not count]
+    for name, count in (metrics.get("ConstraintFiltered") or {}).items():
+        parts.append(f"{count} filtered by {name!r}")
+    for name, count in (metrics.get("DimensionExhausted") or {}).items():
+        parts.append(f"{name!r} exhausted on {count}")
+    parts += [f"quota exhausted: {name}" for name in metrics.get("QuotaExhausted") or ()]
+    return "; ".join(parts)
+
+
+def task_problem(state: Mapping[str, JSON], restarts_before: int = 0) -> str | None:
+    """Why a task does not come up, from its TaskState; None if it may. `restarts_before` were no failures to start."""
+    events: Iterable[Mapping[str, JSON]] = state.get("Events") or ()
+    latest = list(reversed(list(events)))
+    last_started = next((n for n, event in enumerate(latest) if event["Type"] == "Started"), len(latest))
+    for event in latest[:last_started]:
+        if event["Type"] in _NEVER_RUNS:
+            return f"{event['Type']}: {_text(event)}"
+    if state.get("Failed") or int(state.get("Restarts") or 0) - restarts_before >= 2:
+        ended = next((event for event in latest if event["Type"] == "Terminated"), None)
+        return f"it ends as soon as it has started ({_text(ended) if ended is not None else 'no event says why'})"
+    return None
+
+
+def _text(event: Mapping[str, JSON]) -> str:
+    return str(event.get("DisplayMessage") or event.get("DriverError") or event.get("Message") or "no reason given")
+
+
+async def log_tail(api: NomadAPI, allocation: str, task: str) -> str:
+    """The end of a task's standard error; empty if there is none or it cannot be had."""
+    query = {"task": task, "type": "stderr", "plain": "true", "origin": "end", "offset": "1000"}
+    try:
+        async with asyncio.timeout(5):
+            return str(await api.get(f"/v1/client/fs/logs/{allocation}", **query)).strip()
+    except (SandboxError, TimeoutError):
+        return ""

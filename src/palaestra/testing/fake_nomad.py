@@ -1,0 +1,643 @@
+"""A stand-in for a Nomad agent: the parts of its HTTP API that the nomad backend uses, and tasks that really run here.
+
+Paths, bodies, indexes and error texts follow developer.hashicorp.com/nomad/api-docs. One node runs the tasks of jobs as
+processes of this machine: those of the driver `raw_exec`, and those of `docker` for the images that it is said to have,
+without a container. Requests can be made to fail (`faults`), images to be missing, tasks to crash, the node to be full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from palaestra.core.io.http_server import listening
+from palaestra.core.types import JSON
+
+_EVENTS = 10
+"""How many events of a task Nomad keeps."""
+_SECOND = 10**9
+_NEVER = "0001-01-01T00:00:00Z"
+_DEPLOYMENT_S = 10.0
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests whose `METHOD /path` matches: a status with a text, a broken
+    connection, or an answer that takes `delay_s` longer."""
+
+    match: str
+    status: int | None = None
+    text: str = ""
+    cut: bool = False
+    delay_s: float = 0.0
+    times: int = 1
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Answer(Exception):
+    """An answer that is not 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Task:
+    """One task of an allocation, as the client runs it."""
+
+    def __init__(self, nomad: FakeNomad, allocation: JSON, task: JSON, policy: JSON) -> None:
+        self._nomad, self._allocation, self._task, self._policy = nomad, allocation, task, policy
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder = Path(nomad.folder, allocation["ID"], task["Name"])
+        self._stopping = asyncio.Event()
+        self.log = self._folder / "stderr"
+        self.state: JSON = {
+            "State": "pending", "Failed": False, "Restarts": 0, "LastRestart": _NEVER, "StartedAt": _NEVER,
+            "FinishedAt": _NEVER, "Events": [],
+        }  # fmt: skip
+        allocation["TaskStates"][task["Name"]] = self.state
+        self.runner = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        await self._event("Received", "Task received by client")
+        await self._event("Task Setup", "Building Task Directory")
+        starts: list[float] = []
+        while not self._stopping.is_set():
+            failure = await self._start()
+            if failure is None:
+                assert self._process is not None
+                code = await self._process.wait()
+                self._kill_group()
+                ended = f"Exit Code: {max(code, 0)}" if code >= 0 else f"Exit Code: {128 - code}, Signal: {-code}"
+                self.state["FinishedAt"] = _now()
+                await self._event("Terminated", ended, {"exit_code": str(code)})
+            else:
+                await self._event("Driver Failure", failure, {"driver_error": failure})
+            if self._stopping.is_set():
+                break
+            starts = [at for at in starts if time.monotonic() - at < self._policy["Interval"] / _SECOND]
+            starts.append(time.monotonic())
+            delay_s = self._policy["Delay"] / _SECOND
+            if len(starts) > self._policy["Attempts"]:
+                if self._policy["Mode"] == "fail":
+                    self.state.update(State="dead", Failed=True)
+                    await self._event("Not Restarting", "Exceeded allowed attempts")
+                    await self._nomad.client_status(self._allocation, "failed")
+                    return
+                delay_s = self._policy["Interval"] / _SECOND
+            self.state.update(State="pending", Restarts=self.state["Restarts"] + 1, LastRestart=_now())
+            await self._event("Restarting", f"Task restarting in {delay_s:g}s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+        self.state.update(State="dead", FinishedAt=_now())
+        await self._event("Killed", "Task successfully killed")
+        await self._nomad.client_status(self._allocation, "complete")
+
+    async def _start(self) -> str | None:
+        """Start the process; the driver's error if it cannot be."""
+        config = self._task["Config"]
+        if self._task["Driver"] == "docker":
+            image = config["image"]
+            await self._event("Driver", "Downloading image", {"image": image})
+            await asyncio.sleep(self._nomad.pull_s)
+            if image not in self._nomad.images:
+                return (
+                    f"Failed to pull `{image}`: Error response from daemon: pull access denied for "
+                    f"{image.split(':')[0]}, repository does not exist or may require 'docker login'"
+                )
+            words = [*config.get("entrypoint", ()), *config.get("args", ())]
+        else:
+            words = [config["command"], *config.get("args", ())]
+        env = self._environment()
+        command = [re.sub(r"\$\{([^}]+)\}", lambda found: env.get(found[1], found[0]), str(word)) for word in words]
+        if self._nomad.crashing:
+            command = ["python3", "-c", "import sys; sys.exit('the task is told to crash')"]
+        (self._folder / "local").mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=self._folder,
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                return f"failed to launch command with executor: {error}"
+        self.state.update(State="running", StartedAt=_now())
+        await self._event("Started", "Task started by client")
+        await self._nomad.client_status(self._allocation, "running")
+        return None
+
+    def _environment(self) -> dict[str, str]:
+        (port,) = self._allocation["AllocatedResources"]["Shared"]["Ports"]
+        names = {f"NOMAD_PORT_{port['Label']}": str(port["Value"]), f"NOMAD_IP_{port['Label']}": port["HostIP"]}
+        allocation = {
+            "NOMAD_ALLOC_ID": self._allocation["ID"],
+            "NOMAD_JOB_NAME": self._allocation["JobID"],
+            "NOMAD_TASK_NAME": self._task["Name"],
+            "NOMAD_TASK_DIR": str(self._folder / "local"),
+        }
+        return {"PATH": os.environ["PATH"], **allocation, **names, **(self._task.get("Env") or {})}
+
+    async def _event(self, kind: str, message: str, details: JSON = None) -> None:
+        event = {
+            "Type": kind,
+            "Time": time.time_ns(),
+            "DisplayMessage": message,
+            "Message": "",
+            "Details": details or {},
+        }
+        self.state["Events"] = [*self.state["Events"], event][-_EVENTS:]
+        await self._nomad.touch(self._allocation)
+
+    async def stop(self) -> None:
+        """SIGINT, and SIGKILL when KillTimeout is over; then everything else of its group."""
+        self._stopping.set()
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), self._task.get("KillTimeout", 5 * _SECOND) / _SECOND)
+            self._kill_group()
+        await asyncio.wait([self.runner])
+
+    def _kill_group(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def crash(self) -> None:
+        """Kill the process, as a fault of the node would."""
+        self._kill_group()
+
+
+class FakeNomad:
+    """The agent. An async context manager; `url` is its address.
+
+    `images` are those that its docker driver has; `memory` is what its node offers, in MB; `token` is wanted from every
+    request, if set. `requests` holds `METHOD /path` of all requests.
+    """
+
+    def __init__(
+        self,
+        *,
+        images: tuple[str, ...] = (),
+        drivers: tuple[str, ...] = ("docker", "raw_exec"),
+        memory: int = 16384,
+        token: str | None = None,
+    ) -> None:
+        self.images, self.drivers, self.memory, self.token = set(images), drivers, memory, token
+        self.pull_s = 0.05
+        self.crashing = False
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
+        self.folder = ""
+        self._index = 10
+        self._changed = asyncio.Condition()
+        self.jobs: dict[str, JSON] = {}
+        self.allocations: dict[str, JSON] = {}
+        self._evaluations: dict[str, JSON] = {}
+        self._tasks: dict[str, _Task] = {}
+        self._deployed: dict[str, float] = {}
+        self._scalings: dict[str, list[JSON]] = {}
+        self._stops: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> FakeNomad:
+        self.folder = tempfile.mkdtemp(prefix="palaestra-nomad-")
+        app = web.Application(middlewares=[self._outer])
+        app.add_routes(
+            [
+                web.get("/v1/status/leader", self._leader),
+                web.get("/v1/jobs", self._list_jobs),
+                web.route("*", "/v1/jobs", self._register),
+                web.post("/v1/job/{job}/plan", self._plan),
+                web.post("/v1/job/{job}/scale", self._scale),
+                web.get("/v1/job/{job}/scale", self._scale_status),
+                web.get("/v1/job/{job}/allocations", self._job_allocations),
+                web.get("/v1/job/{job}/evaluations", self._job_evaluations),
+                web.get("/v1/job/{job}", self._job),
+                web.post("/v1/job/{job}", self._register),
+                web.delete("/v1/job/{job}", self._deregister),
+                web.get("/v1/allocation/{allocation}", self._allocation),
+                web.get("/v1/evaluation/{evaluation}", self._evaluation),
+                web.get("/v1/client/fs/logs/{allocation}", self._logs),
+            ]
+        )
+        self._listening = listening(app, "127.0.0.1", 0, shutdown_s=0.01)
+        self.url = await self._listening.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(task.stop() for task in self._tasks.values()))
+        await asyncio.gather(*self._stops)
+        await self._listening.__aexit__(None, None, None)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # What tests do to it
+
+    def crash_tasks(self) -> None:
+        """Kill the process of every task; the client restarts them."""
+        for task in self._tasks.values():
+            task.crash()
+
+    async def lose_node(self) -> None:
+        """End every allocation as those of a lost node, and place new ones."""
+        for allocation in list(self.allocations.values()):
+            if allocation["ClientStatus"] in ("pending", "running"):
+                allocation.update(DesiredStatus="stop", DesiredDescription="alloc is lost since its node is down")
+                self._end(allocation, "lost")
+        for name in list(self.jobs):
+            await self._evaluate(name, "node-update")
+
+    def running(self, job: str | None = None) -> list[JSON]:
+        """The allocations that run and are not being stopped."""
+        wanted = [each for each in self.allocations.values() if each["DesiredStatus"] == "run"]
+        found = [each for each in wanted if each["ClientStatus"] == "running"]
+        return [each for each in found if job is None or each["JobID"] == job]
+
+    # The scheduler
+
+    async def touch(self, *objects: JSON) -> int:
+        """Raise the index, give it to objects that have changed, and let blocking queries look again."""
+        self._index += 1
+        for each in objects:
+            each["ModifyIndex"], each["ModifyTime"] = self._index, time.time_ns()
+        async with self._changed:
+            self._changed.notify_all()
+        return self._index
+
+    async def client_status(self, allocation: JSON, status: str) -> None:
+        """The client reports the status of an allocation, which stays lost if it is."""
+        if allocation["ClientStatus"] != "lost":
+            allocation["ClientStatus"] = status
+        await self.touch(allocation)
+
+    async def _evaluate(self, name: str, trigger: str) -> JSON:
+        """Bring the allocations of a job to what it asks for; the evaluation."""
+        job = self.jobs.get(name)
+        index = await self.touch()
+        evaluation: JSON = {
+            "ID": str(uuid.uuid4()), "Type": "service", "TriggeredBy": trigger, "JobID": name, "Namespace": "default",
+            "Status": "complete", "StatusDescription": "", "Priority": 50, "FailedTGAllocs": None,
+            "QueuedAllocations": {}, "BlockedEval": "", "CreateIndex": index, "ModifyIndex": index,
+        }  # fmt: skip
+        self._evaluations[evaluation["ID"]] = evaluation
+        groups = [] if job is None or job["Stop"] else job["TaskGroups"]
+        counts = {group["Name"]: group["Count"] for group in groups}
+        for allocation in self._live(name):
+            if _number(allocation) >= counts.get(allocation["TaskGroup"], 0):
+                allocation.update(DesiredStatus="stop", DesiredDescription="alloc not needed due to job update")
+                self._end(allocation, "complete")
+        for group in groups:
+            used = {_number(each) for each in self._live(name) if each["TaskGroup"] == group["Name"]}
+            for number in (each for each in range(group["Count"]) if each not in used):
+                failed = self._why_not(job, group)
+                if failed is not None:
+                    evaluation["FailedTGAllocs"] = {group["Name"]: failed}
+                    evaluation["BlockedEval"] = str(uuid.uuid4())
+                    break
+                await self._place(job, group, number, evaluation["ID"])
+        await self.touch(evaluation)
+        return evaluation
+
+    def _live(self, name: str) -> list[JSON]:
+        live = [each for each in self.allocations.values() if each["DesiredStatus"] == "run" and each["JobID"] == name]
+        return [each for each in live if each["ClientStatus"] in ("pending", "running")]
+
+    def _why_not(self, job: JSON, group: JSON, more: int = 0) -> JSON:
+        """The AllocationMetric of a group that cannot be placed `more` times beyond what runs; None if it can."""
+        metric: JSON = {
+            "NodesEvaluated": 1, "NodesFiltered": 0, "NodesInPool": 1, "NodesAvailable": {"dc1": 1},
+            "ClassFiltered": None, "ConstraintFiltered": None, "NodesExhausted": 0, "ClassExhausted": None,
+            "DimensionExhausted": None, "QuotaExhausted": None, "Scores": None, "AllocationTime": 1000,
+            "CoalescedFailures": 0, "ScoreMetaData": None,
+        }  # fmt: skip
+        if "dc1" not in job["Datacenters"]:
+            none = dict.fromkeys(job["Datacenters"], 0)
+            return metric | {"NodesEvaluated": 0, "NodesInPool": 0, "NodesAvailable": none}
+        if any(task["Driver"] not in self.drivers for task in group["Tasks"]):
+            return metric | {"NodesFiltered": 1, "ConstraintFiltered": {"missing drivers": 1}}
+        live = [each for each in self.allocations.values() if each["ClientStatus"] in ("pending", "running")]
+        used = sum(each["memory"] for each in live)
+        if used + (1 + more) * _memory(group) > self.memory:
+            return metric | {"NodesExhausted": 1, "DimensionExhausted": {"memory": 1}}
+        return None
+
+    async def _place(self, job: JSON, group: JSON, number: int, evaluation: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            value = free.getsockname()[1]
+        label = group["Networks"][0]["DynamicPorts"][0]
+        port = {"Label": label["Label"], "Value": value, "To": label.get("To", 0), "HostIP": "127.0.0.1"}
+        allocation: JSON = {
+            "ID": str(uuid.uuid4()), "EvalID": evaluation, "Name": f"{job['ID']}.{group['Name']}[{number}]",
+            "Namespace": "default", "NodeID": "node-1", "NodeName": "here", "JobID": job["ID"], "JobType": job["Type"],
+            "JobVersion": job["Version"], "TaskGroup": group["Name"], "DesiredStatus": "run", "DesiredDescription": "",
+            "ClientStatus": "pending", "ClientDescription": "No tasks have started", "TaskStates": {},
+            "NextAllocation": "", "CreateIndex": self._index + 1, "CreateTime": time.time_ns(),
+            "AllocatedResources": {"Shared": {"DiskMB": 300, "Networks": [], "Ports": [port]}, "Tasks": {}},
+            "memory": _memory(group),
+        }  # fmt: skip
+        self.allocations[allocation["ID"]] = allocation
+        await self.touch(allocation)
+        policy = {"Attempts": 2, "Interval": 1800 * _SECOND, "Delay": 15 * _SECOND, "Mode": "fail"}
+        policy |= group.get("RestartPolicy") or {}
+        (task,) = group["Tasks"]
+        self._tasks[allocation["ID"]] = _Task(self, allocation, task, policy)
+
+    def _end(self, allocation: JSON, status: str) -> None:
+        """Stop the tasks of an allocation; one of a lost node has its status immediately."""
+        if status == "lost":
+            allocation["ClientStatus"] = status
+        task = asyncio.create_task(self._tasks[allocation["ID"]].stop())
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+
+    # HTTP
+
+    @web.middleware
+    async def _outer(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        line = f"{request.method} {request.path}"
+        self.requests.append(line)
+        for fault in self.faults:
+            if fault.times > 0 and re.search(fault.match, line):
+                fault.times -= 1
+                await asyncio.sleep(fault.delay_s)
+                if fault.cut:
+                    assert request.transport is not None
+                    request.transport.abort()
+                if fault.status is not None:
+                    return web.Response(status=fault.status, text=fault.text, headers=fault.headers)
+        if self.token is not None and request.headers.get("X-Nomad-Token") != self.token:
+            return web.Response(status=403, text="Permission denied")
+        try:
+            return await handler(request)
+        except _Answer as answer:
+            return web.Response(status=answer.status, text=str(answer))
+
+    async def _query(self, request: web.Request, look: Callable[[], tuple[JSON, int]]) -> web.Response:
+        """Answer a query, a blocking one when its index is passed: `look` gives the answer and its index."""
+        after = int(request.query.get("index", "0"))
+        wait_s = _duration(request.query.get("wait", "300s"))
+        deadline = time.monotonic() + wait_s * (1 + 1 / 16)
+        found, index = look()
+        while after and index <= after and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._changed:
+                    await self._changed.wait()
+            found, index = look()
+        headers = {"X-Nomad-Index": str(index), "X-Nomad-KnownLeader": "true", "X-Nomad-LastContact": "0"}
+        return web.json_response(found, headers=headers)
+
+    async def _leader(self, request: web.Request) -> web.Response:
+        return web.json_response("127.0.0.1:4647")
+
+    async def _list_jobs(self, request: web.Request) -> web.Response:
+        prefix, meta = request.query.get("prefix", ""), request.query.get("meta") == "true"
+
+        def look() -> tuple[JSON, int]:
+            names = ("ID", "Name", "Type", "Status", "Stop", "Priority", "Datacenters", "SubmitTime", "ModifyIndex")
+            found = [
+                {name: job.get(name) for name in names} | ({"Meta": job.get("Meta")} if meta else {})
+                for job in self.jobs.values()
+                if job["ID"].startswith(prefix)
+            ]
+            return found, self._index
+
+        return await self._query(request, look)
+
+    def _known(self, request: web.Request) -> JSON:
+        job = self.jobs.get(request.match_info["job"])
+        if job is None:
+            raise _Answer(404, "job not found")
+        return job
+
+    async def _job(self, request: web.Request) -> web.Response:
+        return await self._query(request, lambda: (job := self._known(request), job["ModifyIndex"]))
+
+    async def _register(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        job = body.get("Job")
+        if not job:
+            raise _Answer(400, "Job must be specified")
+        _validate(job)
+        old = self.jobs.get(job["ID"])
+        if body.get("EnforceIndex"):
+            _enforce(int(body.get("JobModifyIndex") or 0), old)
+        version = 0 if old is None else old["Version"] + 1
+        job = {"Stop": False, "Status": "running", "Version": version, "Namespace": "default", "Meta": None, **job}
+        job["SubmitTime"] = time.time_ns()
+        self.jobs[job["ID"]] = job
+        job["JobModifyIndex"] = await self.touch(job)
+        job.setdefault("CreateIndex", job["JobModifyIndex"])
+        update = job.get("Update") or {"MaxParallel": 1}
+        if job["Type"] == "service" and update.get("MaxParallel", 1):
+            self._deployed[job["ID"]] = (
+                time.monotonic() + update.get("MinHealthyTime", _DEPLOYMENT_S * _SECOND) / _SECOND
+            )
+        return self._written(await self._evaluate(job["ID"], "job-register"), job["JobModifyIndex"])
+
+    def _written(self, evaluation: JSON, modify_index: int) -> web.Response:
+        body = {
+            "EvalID": evaluation["ID"], "EvalCreateIndex": evaluation["CreateIndex"], "JobModifyIndex": modify_index,
+            "Warnings": "", "Index": self._index, "LastContact": 0, "KnownLeader": False,
+        }  # fmt: skip
+        return web.json_response(body, headers={"X-Nomad-Index": str(self._index)})
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        job = body.get("Job")
+        if not job or job.get("ID") != request.match_info["job"]:
+            raise _Answer(400, "Job ID does not match")
+        _validate(job)
+        old = self.jobs.get(job["ID"])
+        failed = {}
+        for group in job["TaskGroups"]:
+            here = 0 if old is None or old["Stop"] else len(self._live(job["ID"]))
+            metric = self._why_not(job, group, max(0, group["Count"] - here - 1)) if group["Count"] > here else None
+            if metric is not None:
+                failed[group["Name"]] = metric
+        body = {
+            "JobModifyIndex": 0 if old is None else old["JobModifyIndex"], "CreatedEvals": None, "Diff": None,
+            "Annotations": {"DesiredTGUpdates": {}}, "FailedTGAllocs": failed or None, "Warnings": "",
+            "NextPeriodicLaunch": None, "Index": self._index,
+        }  # fmt: skip
+        return web.json_response(body)
+
+    async def _scale(self, request: web.Request) -> web.Response:
+        job, body = self.jobs.get(request.match_info["job"]), await request.json()
+        if job is None:
+            raise _Answer(404, f'job "{request.match_info["job"]}" not found')
+        name = (body.get("Target") or {}).get("Group")
+        group = next((each for each in job["TaskGroups"] if each["Name"] == name), None)
+        if group is None:
+            raise _Answer(400, f'task group "{name}" specified for scaling does not exist in job')
+        if body.get("Count") is None:
+            raise _Answer(400, "scaling action should have at least one of count or error")
+        if time.monotonic() < self._deployed.get(job["ID"], 0.0):
+            raise _Answer(400, "job scaling blocked due to active deployment")
+        event = {"Count": body["Count"], "PreviousCount": group["Count"], "Message": body.get("Message", "")}
+        self._scalings.setdefault(job["ID"], []).insert(0, {**event, "Time": time.time_ns(), "Error": False})
+        group["Count"], job["SubmitTime"] = body["Count"], time.time_ns()
+        job["JobModifyIndex"] = await self.touch(job)
+        return self._written(await self._evaluate(job["ID"], "job-scaling"), job["JobModifyIndex"])
+
+    async def _scale_status(self, request: web.Request) -> web.Response:
+        job = self._known(request)
+        groups = {}
+        for group in job["TaskGroups"]:
+            running = len([each for each in self.running(job["ID"]) if each["TaskGroup"] == group["Name"]])
+            events = self._scalings.get(job["ID"], [])
+            groups[group["Name"]] = {
+                "Desired": group["Count"], "Placed": len(self._live(job["ID"])), "Running": running, "Healthy": 0,
+                "Unhealthy": 0, "Events": events,
+            }  # fmt: skip
+        body = {"JobID": job["ID"], "Namespace": "default", "JobStopped": job["Stop"], "TaskGroups": groups}
+        return web.json_response(body | {"JobModifyIndex": job["JobModifyIndex"]})
+
+    async def _deregister(self, request: web.Request) -> web.Response:
+        name = request.match_info["job"]
+        job = self.jobs.get(name)
+        if job is not None:
+            job.update(Stop=True, Status="dead")
+            await self.touch(job)
+            if request.query.get("purge") == "true":
+                del self.jobs[name]
+        return self._written(await self._evaluate(name, "job-deregister"), self._index)
+
+    def _stub(self, allocation: JSON) -> JSON:
+        return {name: value for name, value in allocation.items() if name not in ("AllocatedResources", "memory")}
+
+    async def _job_allocations(self, request: web.Request) -> web.Response:
+        name = request.match_info["job"]
+
+        def look() -> tuple[JSON, int]:
+            found = [each for each in self.allocations.values() if each["JobID"] == name]
+            return [self._stub(each) for each in found], max([1, *(each["ModifyIndex"] for each in found)])
+
+        return await self._query(request, look)
+
+    async def _job_evaluations(self, request: web.Request) -> web.Response:
+        name = request.match_info["job"]
+
+        def look() -> tuple[JSON, int]:
+            found = [each for each in self._evaluations.values() if each["JobID"] == name]
+            return found, max([1, *(each["ModifyIndex"] for each in found)])
+
+        return await self._query(request, look)
+
+    async def _allocation(self, request: web.Request) -> web.Response:
+        allocation = self.allocations.get(request.match_info["allocation"])
+        if allocation is None:
+            raise _Answer(404, "alloc not found")
+        full = {name: value for name, value in allocation.items() if name != "memory"}
+        return await self._query(request, lambda: (full, allocation["ModifyIndex"]))
+
+    async def _evaluation(self, request: web.Request) -> web.Response:
+        found = self._evaluations.get(request.match_info["evaluation"])
+        if found is None:
+            raise _Answer(404, "eval not found")
+        return await self._query(request, lambda: (found, found["ModifyIndex"]))
+
+    async def _logs(self, request: web.Request) -> web.Response:
+        task = self._tasks.get(request.match_info["allocation"])
+        if task is None:
+            raise _Answer(404, f'Unknown allocation "{request.match_info["allocation"]}"')
+        if not task.log.exists():
+            raise _Answer(404, "task not started yet. No logs available")
+        data = task.log.read_bytes() if request.query.get("type") == "stderr" else b""
+        if request.query.get("origin") == "end":
+            data = data[-int(request.query.get("offset", "0")) :]
+        return web.Response(body=data, content_type="text/plain")
+
+
+def _validate(job: JSON) -> None:
+    """Refuse what Nomad's server refuses of a job. Source: nomad/structs, `Validate`."""
+    problems = []
+    if " " in (job.get("ID") or " "):
+        problems.append("Job ID contains a space" if job.get("ID") else "Missing job ID")
+    if not job.get("Datacenters"):
+        problems.append("Missing job datacenters")
+    if not job.get("TaskGroups"):
+        problems.append("Missing job task groups")
+    for group in job.get("TaskGroups") or ():
+        policy = group.get("RestartPolicy")
+        if policy and policy["Mode"] not in ("delay", "fail"):
+            problems.append(f"Unsupported restart mode: {policy['Mode']!r}")
+        if policy and policy["Interval"] < 5 * _SECOND:
+            problems.append("Interval can not be less than 5s")
+        for task in group.get("Tasks") or ():
+            if not task.get("Driver"):
+                problems.append("Missing task driver")
+            if task.get("Driver") == "docker" and not task["Config"].get("image"):
+                problems.append("image name required for docker driver")
+            resources = task.get("Resources") or {}
+            if resources.get("MemoryMB", 300) < 10:
+                problems.append(f"minimum MemoryMB value is 10; got {resources['MemoryMB']}")
+    if problems:
+        lines = "\n".join(f"\t* {problem}" for problem in problems)
+        raise _Answer(500, f"{len(problems)} error occurred:\n{lines}\n\n")
+
+
+def _enforce(index: int, old: JSON) -> None:
+    prefix = "Enforcing job modify index"
+    if old is None and index:
+        raise _Answer(500, f"{prefix} {index}: job does not exist")
+    if old is not None and index == 0:
+        raise _Answer(500, f"{prefix} 0: job already exists")
+    if old is not None and index != old["JobModifyIndex"]:
+        raise _Answer(500, f"{prefix} {index}: job exists with conflicting job modify index: {old['JobModifyIndex']}")
+
+
+def _memory(group: JSON) -> int:
+    return sum(int((task.get("Resources") or {}).get("MemoryMB", 300)) for task in group["Tasks"])
+
+
+def _number(allocation: JSON) -> int:
+    return int(allocation["Name"].rsplit("[", 1)[1].rstrip("]"))
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _duration(text: str) -> float:
+    """Seconds of a Go duration with one unit."""
+    found = re.fullmatch(r"([0-9.]+)(ms|s|m)", text)
+    if found is None:
+        raise _Answer(400, "Invalid wait time")
+    return float(found[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0}[found[2]]
+
+
+@contextlib.contextmanager
+def fake_nomad(**settings: JSON) -> Iterator[FakeNomad]:
+    """A stand-in in a thread of its own, for programs that have no running event loop."""
+    ready, over = threading.Event(), threading.Event()
+    made: list[FakeNomad] = []
+
+    async def serve() -> None:
+        async with FakeNomad(**settings) as nomad:
+            made.append(nomad)
+            ready.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fake-nomad")
+    thread.start()
+    try:
+        ready.wait(20)
+        yield made[0]
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,291 @@
+"""The nomad backend against the stand-in of Nomad's API, whose tasks really run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from palaestra.core.errors import ConfigError, SandboxError, SlotLost
+from palaestra.sandbox.backends.nomad import OWNER, NomadBackend, NomadBackendConfig, job_specification
+from palaestra.sandbox.remote.port_client import ask
+from palaestra.sandbox.slot import Backend, Slot, SlotSpec
+from palaestra.testing.backend_conformance import BackendConformance
+from palaestra.testing.fake_nomad import FakeNomad, Fault, fake_nomad
+
+pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
+
+
+def config(nomad: FakeNomad, **settings: Any) -> NomadBackendConfig:
+    return NomadBackendConfig(**{"nomad_address": nomad.url, "driver": "raw_exec", **settings})
+
+
+def run(body: Callable[[FakeNomad], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        async with FakeNomad(**settings) as nomad:
+            await body(nomad)
+
+    asyncio.run(main())
+
+
+class TestNomad(BackendConformance):
+    nomad: ClassVar[FakeNomad]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _running(cls) -> Iterator[None]:
+        with fake_nomad() as cls.nomad:
+            yield from cls.running()
+            assert not cls.nomad.jobs
+            assert not cls.nomad.running()
+
+    @classmethod
+    def make_backend(cls) -> Backend:
+        return NomadBackend(config(cls.nomad))
+
+    async def end_place(self, slot: Slot) -> None:
+        self.nomad.crash_tasks()
+
+
+async def lives(slot: Slot) -> bool:
+    return (await slot.execute("true")).exit_code == 0
+
+
+def test_the_job_is_scaled_up_with_the_slots_and_down_when_they_are_idle() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        settings = config(nomad, slots_per_container=2, max_containers=3, scale_cooldown_s=0.3)
+        async with NomadBackend(settings) as backend:
+            slots = await asyncio.gather(*(backend.create(SlotSpec(), f"t{n}") for n in range(6)))
+            assert all([await lives(slot) for slot in slots])
+            assert len(nomad.running("atropos-sandbox")) == 3
+            for slot in slots:
+                await backend.destroy(slot)
+            async with asyncio.timeout(20):
+                while len(nomad.running()) > 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            await backend.destroy(await backend.create(SlotSpec(), "again"))
+        assert nomad.jobs == {}
+        assert nomad.running() == []
+
+    run(body)
+
+
+def test_a_missing_image_is_reported_within_seconds_with_the_reason() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        begun = time.monotonic()
+        with pytest.raises(SandboxError, match=r"Failed to pull `nothing:here`.*pull access denied"):
+            await NomadBackend(config(nomad, driver="docker", sandbox_image="nothing:here")).start()
+        assert time.monotonic() - begun < 10
+        assert nomad.jobs == {}
+
+    run(body)
+
+
+def test_a_crash_loop_is_reported_within_seconds_with_its_log() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        nomad.crashing = True
+        begun = time.monotonic()
+        with pytest.raises(SandboxError, match=r"Exit Code: 1.*the task is told to crash"):
+            await NomadBackend(config(nomad)).start()
+        assert time.monotonic() - begun < 15
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("fake", "settings", "reason"),
+    [
+        ({"memory": 100}, {}, r"'memory' exhausted on 1"),
+        ({"drivers": ("docker",)}, {}, r"missing drivers"),
+        ({}, {"datacenter": "far"}, r"no node in datacenter far"),
+    ],
+)
+def test_a_job_that_has_no_place_is_not_registered(fake: Any, settings: Any, reason: str) -> None:
+    async def body(nomad: FakeNomad) -> None:
+        with pytest.raises(SandboxError, match=reason):
+            await NomadBackend(config(nomad, **settings)).start()
+        assert nomad.jobs == {}
+
+    run(body, **fake)
+
+
+def test_a_full_cluster_fails_the_slot_with_the_reason_and_keeps_the_others() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        async with NomadBackend(config(nomad, slots_per_container=1, max_containers=3)) as backend:
+            slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
+            with pytest.raises(SandboxError, match="'memory' exhausted"):
+                await backend.create(SlotSpec(), "one too many")
+            assert all([await lives(slot) for slot in slots])
+
+    run(body, memory=1100)
+
+
+def test_runs_at_the_same_time_have_jobs_of_their_own() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        async with NomadBackend(config(nomad)) as one:
+            slot = await one.create(SlotSpec(), "t")
+            async with NomadBackend(config(nomad)) as two:
+                assert sorted(nomad.jobs) == ["atropos-sandbox", f"atropos-sandbox-{two.owner[:8]}"]
+                await two.create(SlotSpec(), "t")
+            assert sorted(nomad.jobs) == ["atropos-sandbox"]
+            assert await lives(slot)
+            with pytest.raises(ConfigError, match="live run"):
+                await NomadBackend(config(nomad, purge_job_on_start=True)).start()
+            assert await lives(slot)
+
+    run(body)
+
+
+KILLED = """
+import asyncio, sys
+from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig
+from palaestra.sandbox.slot import SlotSpec
+
+async def main():
+    backend = NomadBackend(NomadBackendConfig(nomad_address=sys.argv[1], driver="raw_exec"))
+    await backend.start()
+    await backend.create(SlotSpec(), "t")
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_the_job_of_a_killed_run_is_removed_at_the_next_start() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        killed = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", KILLED, nomad.url, stdout=asyncio.subprocess.PIPE
+        )
+        assert killed.stdout is not None
+        assert await killed.stdout.readline() == b"ready\n"
+        killed.kill()
+        await killed.wait()
+        (before,) = nomad.running()
+        port = before["AllocatedResources"]["Shared"]["Ports"][0]
+        token = nomad.jobs["atropos-sandbox"]["TaskGroups"][0]["Tasks"][0]["Env"]["PALAESTRA_TOKEN"]
+        async with asyncio.timeout(20):
+            while (await ask((port["HostIP"], port["Value"]), token, "GET", "/health"))[1]["streams"]:
+                await asyncio.sleep(0.05)
+        async with NomadBackend(config(nomad, unattended_s=0.0)) as backend:
+            assert nomad.jobs["atropos-sandbox"]["Meta"][OWNER] == backend.owner
+            (after,) = nomad.running()
+            assert before["ID"] != after["ID"]
+
+    run(body)
+
+
+def test_a_job_of_somebody_else_is_left_alone_unless_it_is_to_be_removed() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        other = job_specification(config(nomad), "atropos-sandbox", None, None, "secret")
+        other["TaskGroups"][0]["Tasks"][0]["Config"] = {"command": "sleep", "args": ["600"]}
+        async with NomadBackend(config(nomad, sandbox_job_id="mine")) as mine:
+            await mine._api.post("/v1/jobs", {"Job": other})
+            with pytest.raises(ConfigError, match="purge_job_on_start"):
+                await NomadBackend(config(nomad)).start()
+            assert "atropos-sandbox" in nomad.jobs
+            async with NomadBackend(config(nomad, purge_job_on_start=True)) as backend:
+                assert nomad.jobs["atropos-sandbox"]["Meta"][OWNER] == backend.owner
+
+    run(body)
+
+
+def test_the_end_stops_the_job_and_keeps_it_listed_if_asked() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        async with NomadBackend(config(nomad, purge_job_on_shutdown=False)):
+            pass
+        assert nomad.jobs["atropos-sandbox"]["Stop"] is True
+        assert nomad.running() == []
+        async with NomadBackend(config(nomad)) as backend:
+            assert await lives(await backend.create(SlotSpec(), "t"))
+
+    run(body)
+
+
+def test_a_lost_node_costs_its_slots_and_no_more() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        async with NomadBackend(config(nomad)) as backend:
+            slot = await backend.create(SlotSpec(), "t")
+            await nomad.lose_node()
+            with pytest.raises(SlotLost):
+                await slot.execute("sleep 20")
+            await backend.destroy(slot)
+            assert await lives(await backend.create(SlotSpec(), "again"))
+
+    run(body)
+
+
+def test_tasks_with_images_have_jobs_of_their_own() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        async with NomadBackend(config(nomad, driver="docker", sandbox_image="a:1")) as backend:
+            for image in ("b:1", None, "a:1"):
+                assert await lives(await backend.create(SlotSpec(image=image), "t"))
+            images = [job["TaskGroups"][0]["Tasks"][0]["Config"]["image"] for job in nomad.jobs.values()]
+            assert sorted(images) == ["a:1", "b:1"]
+            with pytest.raises(SandboxError, match="c:1"):
+                await backend.create(SlotSpec(image="c:1"), "t")
+        assert nomad.jobs == {}
+
+    run(body, images=("a:1", "b:1"))
+
+
+def test_an_overloaded_or_failing_agent_is_asked_again() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        nomad.faults = [
+            Fault("POST /v1/jobs", status=429, text="Too many requests", headers={"Retry-After": "0"}, times=2),
+            Fault("GET /v1/allocation/", status=503, text="No cluster leader"),
+            Fault("GET .*/allocations", cut=True),
+            Fault("POST .*/plan", delay_s=0.5),
+        ]
+        async with NomadBackend(config(nomad)) as backend:
+            assert await lives(await backend.create(SlotSpec(), "t"))
+        assert all(fault.times == 0 for fault in nomad.faults)
+
+    run(body)
+
+
+def test_an_agent_that_is_away_or_refuses_the_token_is_named(tmp_path: Path) -> None:
+    async def body(nomad: FakeNomad) -> None:
+        with pytest.raises(ConfigError, match="nomad_token"):
+            await NomadBackend(config(nomad, token="wrong")).start()
+        async with NomadBackend(config(nomad, token="right")):
+            pass
+        with pytest.raises(ConfigError, match="nomad_address"):
+            await NomadBackend(config(nomad, nomad_address="http://127.0.0.1:9")).start()
+
+    run(body, token="right")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"driver": "qemu"}, {"privileged": True}, {"min_containers": 3, "max_containers": 2}]
+)
+def test_settings_that_cannot_be_in_force_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        NomadBackendConfig(**{"driver": "raw_exec", **wrong})
+
+
+def test_what_nomad_does_not_offer_is_refused() -> None:
+    backend = NomadBackend(NomadBackendConfig(driver="raw_exec"))
+    with pytest.raises(ConfigError, match="raw_exec"):
+        backend.place_spec(SlotSpec(image="a:1"))
+    with pytest.raises(ConfigError, match="path"):
+        NomadBackend(NomadBackendConfig()).place_spec(SlotSpec(image="/a"))
+
+
+def test_the_specification_forwards_every_setting() -> None:
+    settings = NomadBackendConfig(sandbox_image="i:1", privileged=True, cpu=700, memory=900, datacenter="d")
+    job = job_specification(settings, "name", "i:1", {OWNER: "x"}, "t0ken")
+    (group,) = job["TaskGroups"]
+    (task,) = group["Tasks"]
+    assert (job["ID"], job["Type"], job["Datacenters"]) == ("name", "service", ["d"])
+    assert (group["Name"], group["Count"], task["Name"], task["Driver"]) == ("sandbox", 1, "sandbox-server", "docker")
+    assert task["Resources"] == {"CPU": 700, "MemoryMB": 900}
+    assert (task["Config"]["image"], task["Config"]["privileged"]) == ("i:1", True)
+    assert "${" not in task["Config"]["args"][3], "Nomad would replace it"
+    assert "t0ken" not in json.dumps(task["Config"])
