@@ -26,6 +26,8 @@ ROOTS = frozenset(
 
 ELSEWHERE: Mapping[str, str] = {
     "create_tool_backend": "palaestra.envs.config.build",
+    "NomadBackendConfig": "palaestra.sandbox.backends.nomad",
+    "NomadToolBackend": "palaestra.sandbox.nomad_pool",
     "ToolBackend": "palaestra.sandbox.pool",
     "EvalHandlingEnum": "palaestra.envs.config.fields",
     "ProcessSession": "palaestra.processes.session",
@@ -41,7 +43,6 @@ NOT_NEEDED: Mapping[str, str] = {
     "ToolRegistryEntry": "write each tool as a typed function with @tool from palaestra",
     "DockerDirectBackend": "this version has only slots of this machine: delete the backend's settings",
     "ModalToolBackend": "the setting tool_pool_mode='modal' makes it",
-    "NomadToolBackend": "this version has only slots of this machine: set tool_pool_mode='local'",
 }
 """Names without a counterpart, and what to do instead."""
 

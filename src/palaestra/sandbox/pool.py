@@ -62,7 +62,8 @@ class SlotPoolConfig(BaseModel):
     max_containers: int = Field(default=10, ge=1)
     """See `slots_per_container`."""
     nomad_address: str = "http://localhost:4646"
-    """The contract's, of the backend nomad, as are all fields below. A pool refuses a config that sets one of them."""
+    """The contract's, of the backend nomad, as are all fields below. A pool without a backend that sets one of them has
+    its slots there."""
     job_id: str = "atropos-sandbox"
     datacenter: str = "dc1"
     image: str = "atropos-sandbox:local"
@@ -73,6 +74,8 @@ class SlotPoolConfig(BaseModel):
     health_check_interval: float = 30.0
     scale_cooldown: float = 60.0
     purge_job_on_start: bool = False
+    driver: str = "docker"
+    """Nomad's task driver: `docker` or `raw_exec`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,19 +88,48 @@ class SlotPoolConfig(BaseModel):
         slots, containers = (10 if size is None else int(size) for size in sizes)
         return {**given, "max_slots": slots * containers}
 
-    def check(self) -> None:
-        """Raises `ConfigError` for settings of a backend that this version does not have."""
-        names = [name for name in NOMAD_FIELDS if name in self.model_fields_set]
-        if names:
+    def backend(self) -> Backend:
+        """The backend that these settings are for: nomad if one of its fields is set, otherwise this machine."""
+        if not self._of_nomad():
+            return LocalBackend()
+        from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig  # few pools need it
+
+        settings = NomadBackendConfig(
+            nomad_address=self.nomad_address,
+            sandbox_job_id=self.job_id,
+            sandbox_image=self.image,
+            slots_per_container=self.slots_per_container,
+            min_containers=self.min_containers,
+            max_containers=self.max_containers,
+            privileged=self.privileged,
+            acquire_timeout_s=self.acquire_timeout,
+            purge_job_on_start=self.purge_job_on_start,
+            purge_job_on_shutdown=False,
+            driver=self.driver,
+            datacenter=self.datacenter,
+            cpu=self.cpu,
+            memory=self.memory,
+            scale_cooldown_s=self.scale_cooldown,
+            health_check_interval_s=self.health_check_interval,
+        )
+        return NomadBackend(settings)
+
+    def check(self, backend: Backend) -> None:
+        """Raises `ConfigError` for settings that the pool's backend does not have."""
+        names = self._of_nomad()
+        if names and backend.name != "nomad":
             raise ConfigError(
-                f"SlotPoolConfig sets {', '.join(names)} of the backend nomad, which this version does not have: leave "
-                f"them out for slots on this machine"
+                f"SlotPoolConfig sets {', '.join(names)} of the backend nomad, and the pool has the backend "
+                f"{backend.name}: leave them out, or give the pool no backend"
             )
+
+    def _of_nomad(self) -> list[str]:
+        return [name for name in NOMAD_FIELDS if name in self.model_fields_set]
 
 
 NOMAD_FIELDS = (
     "nomad_address", "job_id", "datacenter", "image", "privileged", "cpu", "memory", "min_containers",
-    "health_check_interval", "scale_cooldown", "purge_job_on_start",
+    "health_check_interval", "scale_cooldown", "purge_job_on_start", "driver",
 )  # fmt: skip
 
 
@@ -110,8 +142,8 @@ class _Holding:
 class SlotPool:
     """Implements `SlotSource`. `async with` starts the backend and ends it with every slot.
 
-    `backend` defaults to slots of this machine at the best isolation level. `memory` gives the bytes that are available
-    on this machine. Raises `ConfigError` for settings of another backend.
+    `backend` defaults to the one that the config is for: this machine's, at the best isolation level, or nomad.
+    `memory` gives the bytes that are available on this machine. Raises `ConfigError` for settings of another backend.
     """
 
     def __init__(
@@ -122,10 +154,9 @@ class SlotPool:
         clock: Clock | None = None,
         memory: Callable[[], int] = admission.available_memory,
     ) -> None:
-        config = config or SlotPoolConfig()
-        config.check()
-        self.config = config
-        self.backend = backend or LocalBackend()
+        self.config = config = config or SlotPoolConfig()
+        self.backend = backend or config.backend()
+        config.check(self.backend)
         self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
         """How many slots there may be and why, once the pool has started."""
         self._memory = memory
@@ -175,8 +206,11 @@ class SlotPool:
         self._quarantine.clear()
         self._free = self._places
 
-    async def stop(self, purge_job: bool = False) -> None:
-        """The same as `aclose`. `purge_job` is the contract's; every slot ends in any case."""
+    async def stop(self, purge_job: bool = False, *, purge: bool = False) -> None:
+        """The same as `aclose`. `purge_job`, or `purge`, also removes a job from Nomad's list; every slot ends in any
+        case."""
+        if (purge_job or purge) and hasattr(self.backend, "purge"):
+            self.backend.purge = True
         await self.aclose()
 
     async def __aenter__(self) -> SlotPool:

@@ -12,8 +12,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from palaestra.core.errors import ConfigError, SandboxError, SlotLost
+from palaestra.cli.main import main as palaestra
+from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
 from palaestra.sandbox.backends.nomad import OWNER, NomadBackend, NomadBackendConfig, job_specification
+from palaestra.sandbox.nomad_pool import NomadToolBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.remote.port_client import ask
 from palaestra.sandbox.slot import Backend, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
@@ -57,6 +60,7 @@ async def lives(slot: Slot) -> bool:
     return (await slot.execute("true")).exit_code == 0
 
 
+@pytest.mark.long
 def test_the_job_is_scaled_up_with_the_slots_and_down_when_they_are_idle() -> None:
     async def body(nomad: FakeNomad) -> None:
         settings = config(nomad, slots_per_container=2, max_containers=3, scale_cooldown_s=0.3)
@@ -115,6 +119,7 @@ def test_a_job_that_has_no_place_is_not_registered(fake: Any, settings: Any, rea
     run(body, **fake)
 
 
+@pytest.mark.long
 def test_a_full_cluster_fails_the_slot_with_the_reason_and_keeps_the_others() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad, slots_per_container=1, max_containers=3)) as backend:
@@ -126,6 +131,7 @@ def test_a_full_cluster_fails_the_slot_with_the_reason_and_keeps_the_others() ->
     run(body, memory=1100)
 
 
+@pytest.mark.long
 def test_runs_at_the_same_time_have_jobs_of_their_own() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad)) as one:
@@ -158,6 +164,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_the_job_of_a_killed_run_is_removed_at_the_next_start() -> None:
     async def body(nomad: FakeNomad) -> None:
         killed = await asyncio.create_subprocess_exec(
@@ -171,7 +178,7 @@ def test_the_job_of_a_killed_run_is_removed_at_the_next_start() -> None:
         port = before["AllocatedResources"]["Shared"]["Ports"][0]
         token = nomad.jobs["atropos-sandbox"]["TaskGroups"][0]["Tasks"][0]["Env"]["PALAESTRA_TOKEN"]
         async with asyncio.timeout(20):
-            while (await ask((port["HostIP"], port["Value"]), token, "GET", "/health"))[1]["streams"]:
+            while (await ask((port["HostIP"], port["Value"]), token, "GET", "/health"))[1]["streams"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         async with NomadBackend(config(nomad, unattended_s=0.0)) as backend:
             assert nomad.jobs["atropos-sandbox"]["Meta"][OWNER] == backend.owner
@@ -181,6 +188,7 @@ def test_the_job_of_a_killed_run_is_removed_at_the_next_start() -> None:
     run(body)
 
 
+@pytest.mark.long
 def test_a_job_of_somebody_else_is_left_alone_unless_it_is_to_be_removed() -> None:
     async def body(nomad: FakeNomad) -> None:
         other = job_specification(config(nomad), "atropos-sandbox", None, None, "secret")
@@ -196,6 +204,7 @@ def test_a_job_of_somebody_else_is_left_alone_unless_it_is_to_be_removed() -> No
     run(body)
 
 
+@pytest.mark.long
 def test_the_end_stops_the_job_and_keeps_it_listed_if_asked() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad, purge_job_on_shutdown=False)):
@@ -208,6 +217,7 @@ def test_the_end_stops_the_job_and_keeps_it_listed_if_asked() -> None:
     run(body)
 
 
+@pytest.mark.long
 def test_a_lost_node_costs_its_slots_and_no_more() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad)) as backend:
@@ -221,6 +231,7 @@ def test_a_lost_node_costs_its_slots_and_no_more() -> None:
     run(body)
 
 
+@pytest.mark.long
 def test_tasks_with_images_have_jobs_of_their_own() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad, driver="docker", sandbox_image="a:1")) as backend:
@@ -260,6 +271,76 @@ def test_an_agent_that_is_away_or_refuses_the_token_is_named(tmp_path: Path) -> 
             await NomadBackend(config(nomad, nomad_address="http://127.0.0.1:9")).start()
 
     run(body, token="right")
+
+
+def test_a_pool_with_the_contracts_settings() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        settings = SlotPoolConfig(
+            nomad_address=nomad.url, job_id="mine", driver="raw_exec", slots_per_container=2, max_containers=2, cpu=100,
+            memory=200, scale_cooldown=0.2, health_check_interval=0.2,
+        )  # fmt: skip
+        pool = SlotPool(settings)
+        await pool.start()
+        slots = [await pool.acquire(f"t{n}") for n in range(4)]
+        assert (pool.total_slots, pool.acquired_slots, pool.get_stats()["containers"]) == (4, 4, 2)
+        with pytest.raises(AcquireTimeout):
+            await pool.acquire("one too many", timeout_s=0.1)
+        for slot in slots:
+            await pool.release(slot, reset_workspace=True)
+        assert nomad.jobs["mine"]["TaskGroups"][0]["Tasks"][0]["Resources"] == {"CPU": 100, "MemoryMB": 200}
+        await pool.stop(purge_job=True)
+        assert nomad.jobs == {}
+
+    run(body)
+
+
+def test_the_contracts_tool_backend() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        tools = NomadToolBackend(config(nomad))
+        await tools.start()
+        slot = await tools.acquire("t")
+        (done,) = await tools.execute_batch([(slot, "bash", {"command": "echo here"})], timeout_s=20)
+        assert done.output == "here\n"
+        await tools.stop(purge=True)
+        assert nomad.jobs == {}
+
+    run(body)
+
+
+ENVIRONMENT = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def there():
+    yield Task(id="a", prompt="Count the lines", files={"a.txt": "x\\n" * 3}, solution="wc -l < a.txt > b.txt")
+
+@there.score
+async def counted(sandbox):
+    return (await sandbox.read_text("b.txt", missing="")).strip() == "3"
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["flags", "variables"])
+def test_a_run_has_its_slots_in_nomad(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there_env.py").write_text(ENVIRONMENT)
+    with fake_nomad() as nomad:
+        words = ["--backend", "nomad", "--env.nomad_address", nomad.url, "--env.driver", "raw_exec"]
+        if way == "variables":
+            words = []
+            monkeypatch.setenv("TERMINAL_ENV", "slot_pool")
+            monkeypatch.setenv("TERMINAL_SLOT_BACKEND", "nomad")
+            for name, value in (("DRIVER", "raw_exec"), ("ADDRESS", nomad.url), ("JOB_ID", "mine")):
+                monkeypatch.setenv(f"TERMINAL_NOMAD_{name}", value)
+        for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
+            assert palaestra(["run", "there_env.py", "--policy", policy, *words, "--group", "2"]) == 0
+            (group,) = Path("data").glob("*.jsonl")
+            assert json.loads(group.read_text())["scores"] == [reward, reward]
+            group.unlink()
+        assert nomad.jobs == {}
+        job = "mine" if way == "variables" else "atropos-sandbox"
+        assert {each["JobID"] for each in nomad.allocations.values()} == {job}
 
 
 @pytest.mark.parametrize(

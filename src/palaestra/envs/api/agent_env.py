@@ -28,7 +28,7 @@ from palaestra.envs.api.base_env import PLAYER, Attempt, ClassEnvironment, Item,
 from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv, accepts
 from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem, grouped
 from palaestra.envs.config.build import system_prompt, tools_with
-from palaestra.envs.config.fields import NO_NOMAD, HermesAgentEnvConfig
+from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
@@ -66,7 +66,7 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     max_token_length: int = later(2048, "Tokens per model call.", "An AgentEnv uses agent_max_tokens.")
     tool_batch_window_ms: int = later(20, "Milliseconds to wait for a batch.", NO_BATCHES)
     tool_max_batch_size: int = later(200, "Calls in one batch.", NO_BATCHES)
-    sandbox_job_id: str = later("atropos-sandbox-agent-env", "Nomad: the job's name.", NO_NOMAD)
+    sandbox_job_id: str = setting("atropos-sandbox-agent-env", "Nomad: the job's name, unless another live run has it.")
 
     @model_validator(mode="after")
     def _stateful_tools_are_isolated_too(self) -> Self:

@@ -24,11 +24,10 @@ from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
-LATER_BACKENDS = ("docker_direct", "nomad", "daytona", "slot_pool")
+LATER_BACKENDS = ("docker_direct", "daytona", "slot_pool")
 """What existing scripts name as the source of slots. A run refuses the later ones."""
 
 
-NO_NOMAD = "This version has no Nomad backend."
 """Why the settings of this backend have no effect."""
 
 
@@ -295,8 +294,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     ssh_port: int | None = setting(None, "SSH: the port on all machines; None: as ~/.ssh/config says.", ge=1, le=65535)
     ssh_key: str | None = setting(None, "SSH: the file of the private key; None: as ~/.ssh/config says.")
     ssh_slots_per_host: int = setting(64, "SSH: slots on one machine, at most.", ge=1)
-    slots_per_container: int = setting(10, "Docker, Singularity: slots in one container, at most.", ge=1)
-    max_containers: int = setting(10, "Docker, Singularity: containers, at most, for one image.", ge=1)
+    slots_per_container: int = setting(10, "Docker, Singularity, Nomad: slots in one container, at most.", ge=1)
+    max_containers: int = setting(10, "Docker, Singularity, Nomad: containers, at most, for one image.", ge=1)
     container_cpus: float | None = setting(None, "Docker: cores of one container; None is no limit.", gt=0)
     container_memory: str | None = setting(None, "Docker: memory of one container, such as `4g`; None is no limit.")
     tool_pool_size: int = setting(
@@ -318,14 +317,21 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     prompt_field: str = setting("prompt", "The column that holds the prompt.")
 
     terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.", "A slot lives as long as its rollout.")
-    nomad_address: str = later("http://localhost:4646", "Nomad: its API.", NO_NOMAD)
-    sandbox_job_id: str = later("atropos-sandbox", "Nomad: the job's name.", NO_NOMAD)
-    sandbox_image: str = later("atropos-sandbox:local", "Nomad: the container image.", NO_NOMAD)
-    min_containers: int = later(1, "Nomad: containers kept running.", NO_NOMAD)
-    privileged: bool = later(False, "Nomad: privileged containers.", NO_NOMAD)
-    purge_job_on_start: bool = later(False, "Nomad: remove an old job first.", NO_NOMAD)
-    purge_job_on_shutdown: bool = later(True, "Nomad: remove the job at the end.", NO_NOMAD)
-    driver: str = later("docker", "Nomad: the task driver, `docker` or `singularity`.", NO_NOMAD)
+    nomad_address: str = setting("http://localhost:4646", "Nomad: its API.")
+    nomad_token: str | None = setting(None, "Nomad: the ACL token, which may submit, scale and read jobs.")
+    nomad_datacenter: str = setting("dc1", "Nomad: the datacenter of the job.")
+    nomad_cpu: int = setting(1000, "Nomad: MHz of one container, for all its slots.", ge=1)
+    nomad_memory: int = setting(2048, "Nomad: megabytes of one container, for all its slots.", ge=10)
+    nomad_scale_cooldown: float = setting(60, "Nomad: seconds until an idle container is given back.", ge=0)
+    sandbox_job_id: str = setting("atropos-sandbox", "Nomad: the job's name, unless another live run has it.")
+    sandbox_image: str = setting(
+        "atropos-sandbox:local", "Nomad: the image of tasks that name none. It needs Python 3.11."
+    )
+    min_containers: int = setting(1, "Nomad: containers that stay when they are idle.", ge=0)
+    privileged: bool = setting(False, "Nomad: privileged containers, whose slots can be isolated as `full`.")
+    purge_job_on_start: bool = setting(False, "Nomad: remove a job of this name first that no live run has.")
+    purge_job_on_shutdown: bool = setting(True, "Nomad: remove the job from Nomad's list at the end.")
+    driver: str = setting("docker", "Nomad: the task driver, `docker` or `raw_exec`.")
     modal_app_name: str = setting("atropos-sandbox", "Modal: the app that the sandboxes belong to.")
     modal_image: str = setting("python:3.11", "Modal: the image of tasks that name none. It needs Python 3.11.")
     modal_gpu: str | None = setting(None, "Modal: the GPU of a sandbox, such as `T4`.")

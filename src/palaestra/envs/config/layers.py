@@ -78,6 +78,7 @@ _SLOT_VARIABLES = {
     "TERMINAL_NOMAD_SLOTS": "slots_per_container",
     "TERMINAL_NOMAD_MIN": "min_containers",
     "TERMINAL_NOMAD_MAX": "max_containers",
+    "NOMAD_TOKEN": "nomad_token",
     "TERMINAL_NOMAD_JOB_ID": "sandbox_job_id",
 }
 """Names that they export for slots."""

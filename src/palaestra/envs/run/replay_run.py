@@ -46,8 +46,10 @@ from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 HOST_SETTINGS = frozenset({
     "isolation", "require_sandbox", "host_ports", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
     "workspace_store_bytes", "backend_options", "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
-    "docker_privileged", "singularity_image", "ssh_hosts", "ssh_user", "ssh_port", "ssh_key", "container_cpus",
-    "container_memory", "browser_executable", "builder", "build_network", "force_build",
+    "docker_privileged", "singularity_image", "ssh_hosts", "ssh_user", "ssh_port", "ssh_key",
+    "nomad_address", "nomad_token", "nomad_datacenter", "nomad_cpu", "nomad_memory", "nomad_scale_cooldown",
+    "sandbox_job_id", "sandbox_image", "min_containers", "privileged", "purge_job_on_start", "purge_job_on_shutdown",
+    "driver", "container_cpus", "container_memory", "browser_executable", "builder", "build_network", "force_build",
     "cache_dir", "memory_dir", "sessions_dir", "timings_from", "metrics_port", "metrics_host", "metrics_token",
     "modal_app_name", "modal_image", "modal_gpu", "modal_cpu", "modal_memory", "modal_slots_per_sandbox",
     "modal_min_sandboxes", "modal_max_sandboxes", "modal_idle_timeout", "modal_max_lifetime", "modal_acquire_timeout",

@@ -558,11 +558,9 @@ class NomadBackend(RemoteBackend):
             if stub.get("Status") == "dead" or not re.fullmatch(rf"{re.escape(own)}(-[0-9a-f]{{8}})*", stub["ID"]):
                 continue
             job = await self._api.find(f"/v1/job/{stub['ID']}")
-            if (
-                job
-                and (job.get("Meta") or {}).get(OWNER)
-                and not await is_attended(self._api, job, self.config.unattended_s)
-            ):
+            if job is None or not (job.get("Meta") or {}).get(OWNER):
+                continue
+            if not await is_attended(self._api, job, self.config.unattended_s):
                 await remove(self._api, stub["ID"])
 
     def _is_spare(self, place: Place) -> bool:

@@ -29,6 +29,7 @@ BUILTIN: Mapping[str, str] = {
     "local": f"{_MODULES}.local:LocalBackend.from_config",
     "docker": f"{_MODULES}.docker:DockerBackend.from_config",
     "singularity": f"{_MODULES}.singularity:SingularityBackend.from_config",
+    "nomad": f"{_MODULES}.nomad:NomadBackend.from_config",
     "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
     "modal": f"{_MODULES}.modal:ModalBackend.from_config",
 }

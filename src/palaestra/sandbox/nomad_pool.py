@@ -1,0 +1,17 @@
+"""The contract's name of a pool whose slots are in Nomad."""
+
+from __future__ import annotations
+
+from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+
+
+class NomadToolBackend(SlotPool):
+    """A pool with the slots of a Nomad job."""
+
+    def __init__(self, config: NomadBackendConfig | None = None) -> None:
+        settings = config or NomadBackendConfig()
+        slots = settings.slots_per_container * settings.max_containers
+        super().__init__(
+            SlotPoolConfig(max_slots=slots, acquire_timeout=settings.acquire_timeout_s), NomadBackend(settings)
+        )
