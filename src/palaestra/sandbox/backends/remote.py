@@ -16,15 +16,14 @@ import itertools
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from palaestra.core.errors import ConfigError, SandboxError, SlotLost
 from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON, Network
-from palaestra.sandbox.backends.server_backend import ServerBackend, allowed_hosts, environment
+from palaestra.sandbox.backends.server_backend import ServerBackend, StartedBackend, allowed_hosts, environment
 from palaestra.sandbox.remote.client import RemoteClient
 from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 
@@ -99,7 +98,7 @@ class Place(ServerBackend):
         return {"image": None, "allow": allowed_hosts(spec), "mounts": mounts, "env": environment(spec)}
 
 
-class RemoteBackend(ABC):
+class RemoteBackend(StartedBackend):
     """Slots in places that are started as they are needed, on one host or several.
 
     `places` is how many are kept when they are idle, and times `slots_per_place` the number of slots. There are more
@@ -156,6 +155,15 @@ class RemoteBackend(ABC):
         """
         if self._started:
             return
+        try:
+            await self._check_hosts()
+            await self.destroy(await self.create(SlotSpec(), "start"))
+        except BaseException:
+            await self.aclose()
+            raise
+        self._started = True
+
+    async def _check_hosts(self) -> None:
         errors = []
         for host in self._hosts:
             try:
@@ -165,25 +173,12 @@ class RemoteBackend(ABC):
                 errors.append(error)
         if len(errors) == len(self._hosts):
             raise errors[0]
-        try:
-            await self.destroy(await self.create(SlotSpec(), "start"))
-        except BaseException:
-            await self.aclose()
-            raise
-        self._started = True
 
     async def aclose(self) -> None:
         """End every place with its slots and snapshots. Idempotent."""
         self._started = False
         places, self._places = self._places, {}
         await asyncio.gather(*(place.aclose() for place in places.values()))
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
 
     @property
     def rung(self) -> Rung:
@@ -252,7 +247,7 @@ class RemoteBackend(ABC):
 
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is gone already."""
-        place = next((each for each in self._places.values() if snapshot.snapshot_id in each.snapshots), None)
+        place = self._keeper(snapshot)
         if place is not None:
             place.snapshots.discard(snapshot.snapshot_id)
             await place.forget(snapshot)
@@ -308,10 +303,13 @@ class RemoteBackend(ABC):
             raise SlotLost(f"{slot.slot_id} has ended with its place")
         return place
 
+    def _keeper(self, snapshot: Snapshot) -> Place | None:
+        return next((place for place in self._places.values() if snapshot.snapshot_id in place.snapshots), None)
+
     def _place_of(self, snapshot: Snapshot) -> Place:
-        for place in self._places.values():
-            if snapshot.snapshot_id in place.snapshots:
-                return place
+        place = self._keeper(snapshot)
+        if place is not None:
+            return place
         raise SandboxError(f"the snapshot {snapshot.snapshot_id} is gone, with the place that had it")
 
     def _kept(self, place: Place, snapshot: Snapshot) -> Snapshot:

@@ -35,7 +35,24 @@ _log = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-class ServerBackend(ABC):
+class StartedBackend(ABC):
+    """A backend that `async with` starts and closes."""
+
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+
+class ServerBackend(StartedBackend):
     """One slot server and its slots. `rung` asks for exactly that isolation level, `require` for that one or better.
 
     The default is the best available level. A server that has died is started again by the next slot; its slots are
@@ -115,13 +132,6 @@ class ServerBackend(ABC):
         self._slots.clear()
         if server is not None:
             await server.aclose()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
 
     @property
     def rung(self) -> Rung:
