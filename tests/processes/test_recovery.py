@@ -87,6 +87,7 @@ def test_the_same_numbers_in_another_slot_are_another_process(on_backend: OnBack
     async def before(backend: LocalBackend) -> None:
         slot = await backend.create(SlotSpec(), "t")
         await ProcessRegistry(checkpoint_path=path).spawn(slot, "exec sleep 1000", task_id="t")
+        assert path.stat().st_mode & 0o777 == 0o600  # commands may hold keys
 
     async def after(backend: LocalBackend) -> None:
         slot = await backend.create(SlotSpec(), "t")

@@ -126,12 +126,13 @@ def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Pa
 
 
 def _filled(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path, ExportReport]:
+    from palaestra.core.io.durable_files import private
     from palaestra.rollouts.export.atropos import claim_path
 
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with unfinished.open("wb") as file:
+        with open(unfinished, "wb", opener=private) as file:
             report = write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -297,6 +297,7 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
     """The tools of the tool server. They are kept next to a recording: a replay does not ask the server."""
+    from palaestra.core.io.durable_files import replaced
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
     from palaestra.tools.serving.tool_server_client import ToolServerLink
     from palaestra.tools.tool import ToolSchema
@@ -312,7 +313,8 @@ async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
     finally:
         await link.aclose()
     if settings.world in ("record", "fill") and kept is not None:
-        kept.write_text(json.dumps([schema.to_dict() for schema in offered]), encoding="utf-8")
+        with replaced(kept) as file:
+            file.write(json.dumps([schema.to_dict() for schema in offered]).encode())
     return offered
 
 

@@ -29,6 +29,7 @@ from weakref import WeakSet
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, SlotLost, StaleLease
+from palaestra.core.io.durable_files import private
 from palaestra.core.types import JSON
 from palaestra.processes.notifications import Follower, Notifications
 from palaestra.processes.session import (
@@ -324,7 +325,9 @@ class ProcessRegistry:
             sessions = [_record(session) for session in self._sessions.values()]
             unfinished = self._path.with_name(self._path.name + ".part")
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps({"schema": SCHEMA, "version": VERSION, "sessions": sessions}))
+            unfinished.unlink(missing_ok=True)  # it may be another's link, or open to others
+            with open(unfinished, "x", opener=private) as file:
+                json.dump({"schema": SCHEMA, "version": VERSION, "sessions": sessions}, file)
             unfinished.replace(self._path)
 
 

@@ -29,6 +29,7 @@ import msgspec
 from palaestra.agent.result import AgentResult, ended_loops
 from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
 from palaestra.core.exits import report_failure
+from palaestra.core.io.durable_files import replaced
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task, number, numbers
 from palaestra.core.user_code import called, is_loaded, place, run_hook, settled, told
@@ -335,7 +336,8 @@ class BaseEnv(ABC):
         if data is not None:
             path = self._checkpoints() / f"step-{step}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.encode(data))
+            with replaced(path) as file:
+                file.write(msgspec.json.encode(data))
 
     def load_checkpoint(self) -> None:
         """Set the attributes that were saved at `curr_step`. Raises `ConfigError` if that checkpoint is missing or

@@ -93,6 +93,10 @@ def template_of(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate
     return ChatTemplate(source, special)
 
 
+MARK = "\ufdd0"
+"""A character that no text holds: `turn_renderer.py` takes control tokens apart with it."""
+
+
 class WrittenOnce(dict[str, JSON]):
     """A mapping whose JSON is made once, because tool schemas are written in every rendering."""
 
@@ -113,7 +117,8 @@ def tojson(
     """Plain JSON, unlike jinja's own filter, which escapes for HTML."""
     if isinstance(value, WrittenOnce) and not (ensure_ascii or indent or separators or sort_keys):
         return value.text
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace("\\ufdd0", MARK) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.jinja import ChatTemplate, WrittenOnce, for_template, template_of
+from palaestra.inference.templates.jinja import MARK, ChatTemplate, WrittenOnce, for_template, template_of
 from palaestra.inference.templates.outlines import Measured, Outlines, traced
 from palaestra.inference.templates.probe import (
     CONTENT,
@@ -45,7 +45,6 @@ from palaestra.inference.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_APART = "\ufdd0"  # a character that no text holds
 _BRACKETED = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 
 _STAND_IN = "."
@@ -106,17 +105,18 @@ class TurnRenderer:
                 raise ConfigError(f"A tool is given as {tool!r:.100}, not as an object with a function and its name.")
         self.tools = list(tools)
         self.variables = dict(variables or {})
-        self._written = [WrittenOnce(tool) for tool in tools] or None
         self._template = template
         self._tokenizer = tokenizer
-        self.traits: Traits = probe(self._render, tokenizer, self.tools, stop_ids)
+        self._control = _control_texts(tokenizer)
+        marked: list[Mapping[str, JSON]] = [self._marked(tool) for tool in tools]
+        self._written = [WrittenOnce(tool) for tool in marked] or None
+        self.traits: Traits = probe(self._render, tokenizer, marked, stop_ids)
         ends = (*self.traits.closers, *self.traits.openers)
         self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
         self._stand_ins: dict[object, tuple[list[Message], str]] = {}
         self._outlines: Outlines | None = None
         self._proved: dict[object, int] = {}
         self._opened: dict[str, array[int]] = {}
-        self._control = _control_texts(tokenizer)
         self._orders: dict[StepKind, bool] = {}
 
     @property
@@ -160,10 +160,10 @@ class TurnRenderer:
         return TurnStep(ids, kinds, rewrites)
 
     def _encoded(self, text: str) -> array[int]:
-        if _APART not in text:
+        if MARK not in text:
             return array("i", self._tokenizer.encode(text, add_special_tokens=False))
         ids = array("i")
-        for part in filter(None, text.split(_APART)):
+        for part in filter(None, text.split(MARK)):
             ids.extend(self._tokenizer.encode(part, add_special_tokens=False))
         return ids
 
@@ -267,14 +267,24 @@ class TurnRenderer:
         return [self._apart(message) for message in ready]
 
     def _apart(self, message: Message) -> Message:
-        """The message with a mark in each control token of its content, unless an assistant wrote it."""
-        content = message.get("content")
-        if message.get("role") == "assistant" or not isinstance(content, str) or self._control is None:
+        """The message with a mark in each control token of its texts, unless an assistant wrote it."""
+        if message.get("role") == "assistant":
             return message
-        if _APART in content:
-            content = content.replace(_APART, "\ufffd")
-        apart = self._control.sub(lambda found: f"{found[0][0]}{_APART}{found[0][1:]}", content)
-        return message if apart is message.get("content") else {**message, "content": apart}
+        return {key: value if key == "role" else self._marked(value) for key, value in message.items()}
+
+    def _marked(self, value: JSON) -> JSON:
+        """The value with a mark in each control token of the texts and names in it."""
+        if isinstance(value, str):
+            if MARK in value:
+                value = value.replace(MARK, "\ufffd")
+            if self._control is None:
+                return value
+            return self._control.sub(lambda found: f"{found[0][0]}{MARK}{found[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {self._marked(key): self._marked(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(item) for item in value]
+        return value
 
     def _render(
         self,

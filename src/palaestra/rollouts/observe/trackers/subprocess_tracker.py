@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from palaestra.core.io.durable_files import private
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown
 
@@ -113,7 +114,7 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
 
 async def _started(service: str, log: Path) -> asyncio.subprocess.Process:
     """The worker, in a session of its own: Ctrl-C in the run's terminal is the run's to handle."""
-    with log.open("ab") as output:
+    with open(log, "ab", opener=private) as output:  # noqa: ASYNC230 - a file of a few lines
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # what lies in the working directory is not for import
