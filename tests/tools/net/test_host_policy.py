@@ -7,7 +7,8 @@ import ipaddress
 import pytest
 
 from palaestra.core.errors import ConfigError
-from palaestra.tools.net.host_policy import HostPolicy
+from palaestra.sandbox.slotd.network import allowlist, tunnel
+from palaestra.tools.net.host_policy import AddressPolicy, HostPolicy
 from palaestra.tools.settings import ToolSettings
 
 
@@ -56,3 +57,16 @@ def test_only_listed_hosts_are_allowed_and_blocked_ones_never() -> None:
 def test_an_entry_without_meaning_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="neither host nor address"):
         ToolSettings(browser_allow=["exa mple.org"])
+
+
+@pytest.mark.parametrize("network", allowlist.METADATA, ids=str)
+def test_no_policy_reaches_cloud_metadata_whatever_is_allowed(network: ipaddress.IPv4Network) -> None:
+    """One list for web tools, browsers, slots with a list of hosts, and slots with the network on."""
+    address = network[-1] if network.num_addresses > 1 else network[0]
+    inside = ("::ffff:", "64:ff9b::", "64:ff9b:1::", "::") if address.version == 4 else ()
+    spellings = [address, *(ipaddress.ip_address(f"{prefix}{address}") for prefix in inside)]
+    for each in spellings:
+        assert not AddressPolicy(["0.0.0.0/0", "::/0"]).covers(each)
+        assert HostPolicy(["*:*", "0.0.0.0/0:*", "[::/0]:*"]).address_refusal("x.example", 80, each)
+        assert allowlist.address_refusal("x.example", each)
+        assert tunnel.refusal(each, 80)

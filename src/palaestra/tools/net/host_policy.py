@@ -25,8 +25,6 @@ from palaestra.sandbox.host_tools import Address, allowlist
 IPAddress: TypeAlias = IPv4Address | IPv6Address
 IPNetwork: TypeAlias = IPv4Network | IPv6Network
 
-_NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
-
 _REFUSAL = "it is at a private or reserved address, which web tools do not reach"
 """The same for all addresses of a name, so that one error remains, and it does not reveal the address."""
 
@@ -47,7 +45,9 @@ class AddressPolicy:
                 raise ConfigError(f"web_allow: {each!r} is no address and no network such as 10.1.0.0/16") from None
 
     def covers(self, address: IPAddress) -> bool:
-        """Whether the address may be connected to."""
+        """Whether the address may be connected to. Cloud metadata never is, whatever is allowed."""
+        if allowlist.is_metadata(address):
+            return False
         address = _carried(address)
         if any(address.version == network.version and address in network for network in self._allowed):
             return True
@@ -72,7 +72,7 @@ def _carried(address: IPAddress) -> IPAddress:
     """The IPv4 address inside an IPv6 one, which is then the target, else the address itself."""
     if isinstance(address, IPv4Address):
         return address
-    if any(address in network for network in _NAT64):
+    if any(address in network for network in allowlist.TRANSLATED):
         return IPv4Address(int(address) & 0xFFFFFFFF)
     return address.ipv4_mapped or address
 

@@ -36,7 +36,8 @@ METADATA: tuple[Range, ...] = tuple(
     )
 )
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "metadata.goog", "instance-data"})
-_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+# Addresses of version 6 that end in one of version 4 to which a gateway translates them (RFC 6052, RFC 8215).
+TRANSLATED = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,6 @@ def meanings(address: Address) -> list[Address]:
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inner = [address.ipv4_mapped, address.sixtofour, address.teredo[1] if address.teredo else None]
-    if address in _TRANSLATED or int(address) >> 32 == 0:
+    if any(address in network for network in TRANSLATED) or int(address) >> 32 == 0:
         inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     return [address, *(found for found in inner if found is not None)]
