@@ -72,8 +72,10 @@ def command(
     if target is None:
         _machine(as_json)
         return
+    from palaestra.core.io.process_arguments import hide
     from palaestra.inference.doctor import Target, diagnose
 
+    hide(api_key or "")
     found = asyncio.run(diagnose(Target(target, model, api_key, tokenizer, parser, server_type)))
     _show_diagnosis(found, as_json)
     if found.refusal is not None:

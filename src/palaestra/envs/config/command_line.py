@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from palaestra.core.config import DEFAULT, ConfigLayer, Merged, has_effect, is_secret, merge, nearest
 from palaestra.core.errors import ConfigError
+from palaestra.core.io.process_arguments import hide
 from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -73,8 +74,8 @@ ARGUMENT = "argument"
 logger = logging.getLogger(__name__)
 
 _ON_COMMAND_LINE = (
-    "%s is on the command line, where other users of this machine can read it: put it in a --config file that only you "
-    "can read, or in an environment variable"
+    "%s was on the command line, where other users of this machine could read it until now: put it in a --config file "
+    "that only you can read, or in an environment variable"
 )
 _OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
 RECORDED = "the recorded run"
@@ -251,6 +252,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             case _:
                 if is_secret(written) and words:
                     logger.warning(_ON_COMMAND_LINE, written)
+                    for word in words:
+                        hide(word)
                 self._set(given, written, words)
 
     def _set(self, given: _Given, written: str, words: list[str]) -> None:
