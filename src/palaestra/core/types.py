@@ -156,8 +156,9 @@ class Task:
     `recipe` declares that the prepared workspace depends only on image, files, setup, the environment's hooks, the task
     and this text (a version); runs on this machine then share it. None: every run prepares it.
 
-    `programs` names system programs and their settings that the agent may replace; a check uses the prepared ones of
-    all others.
+    A check sees the agent's changes in the workspace, in `/var/tmp` and below `paths`; it sees the rest of the root as
+    prepared. A task that installs programs has `/` in `paths`. `programs` names programs and their settings that the
+    agent may add or replace; a check uses the prepared ones of all others.
 
     `floor` is the highest score without doing the work, which `palaestra env check` enforces. `data`, `solution` and
     `answer` never enter an agent's slot.
@@ -174,6 +175,7 @@ class Task:
     limits: Limits = Limits()
     grading: str = "sealed"
     floor: float = 0.0
+    paths: Sequence[str] = ()
     programs: Sequence[str] = ()
     data: JSON = None
     solution: Solution | None = None

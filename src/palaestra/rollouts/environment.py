@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from palaestra.agent.result import AgentResult
@@ -147,7 +147,9 @@ class Environment(ABC):
     async def _score_soundly(self, rollout: Rollout, grading: Grading) -> Score:
         score = await run_hook(GraderError, self.score(rollout, grading), f"scoring {rollout.rollout_id}")
         await grading.check_sound()
-        return score
+        if not grading.left_out:
+            return score
+        return replace(score, detail={**score.detail, "left_out": list(grading.left_out)})
 
     async def _work_breaks_check(self, rollout: Rollout, grading: Grading, spec: SlotSpec) -> bool:
         await grading.restart()  # a rollout that holds a slot must not wait for another one

@@ -10,7 +10,8 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main
-from palaestra.rollouts.grading.tampering import planted
+from palaestra.rollouts.grading.tampering import Rule
+from palaestra.sandbox.isolation.isolation_probe import probe
 from palaestra.sandbox.slot import Change
 
 ENV = """
@@ -31,7 +32,7 @@ echo wrong > answer.txt
 
 @environment(toolsets=["terminal"])
 def planting():
-    yield Task(id="one", prompt="?", solution=CHEAT)
+    yield Task(id="one", prompt="?", solution=CHEAT, paths=["/"], programs=["greet"])
 
 @planting.score
 async def seen(sandbox):
@@ -64,7 +65,7 @@ ldconfig
 
 @environment(toolsets=["terminal"])
 def searching():
-    yield Task(id="one", prompt="?", solution=CHEAT)
+    yield Task(id="one", prompt="?", solution=CHEAT, paths=["/"])
 
 @searching.score
 async def seen(sandbox):
@@ -83,6 +84,48 @@ def test_new_libraries_are_found_after_those_of_the_root(tmp_path: Path, monkeyp
     argv = ["run", "searching_env.py", "--policy", "oracle", "--env.group_size", "1"]
     assert main(argv) == 0
     assert json.loads(groups_file().read_text())["scores"] == [0.25]
+
+
+UNDECLARED = """
+from palaestra import Task, environment
+
+WORK = '''
+mkdir -p /opt/made ~/lib /var/tmp/mine || true
+for f in answer.txt /opt/made/a /usr/local/bin/greet ~/notes ~/.rc ~/lib/x /etc/made /var/lib/made /tmp/made; do
+  echo made > $f || true
+done
+echo kept > /var/tmp/kept
+'''
+OUTSIDE = "/opt/made /usr/local/bin/greet ~/notes ~/.rc ~/lib /etc/made /var/lib/made"
+
+@environment(toolsets=["terminal"])
+def undeclared():
+    yield Task(id="bare", prompt="?", solution=WORK)
+    yield Task(id="declared", prompt="?", solution=WORK, paths=["/root/notes", "/tmp/made"])
+
+@undeclared.score
+async def seen(task, sandbox):
+    assert await sandbox.read_text("answer.txt") == "made\\n"
+    found = (await sandbox.execute(f"ls -d {OUTSIDE} 2>/dev/null")).output.split()
+    assert [path.rpartition("/")[2] for path in found] == ([] if task.id == "bare" else ["notes"]), found
+    if sandbox.rung.label != "confined":  # where commands have no /tmp
+        assert (await sandbox.read_text("/tmp/made", missing="")) == ("" if task.id == "bare" else "made\\n")
+    return 0.25
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("level", ["full", "userns", "confined"])
+def test_a_check_sees_only_what_its_task_declares(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
+        pytest.skip(f"{level} is not available here")
+    monkeypatch.chdir(tmp_path)
+    Path("undeclared_env.py").write_text(UNDECLARED)
+    argv = ["run", "undeclared_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
+    assert main(argv) == 0
+    assert [json.loads(line)["scores"] for line in Path("data/undeclared.jsonl").read_text().splitlines()] == [
+        [0.25]
+    ] * 2
 
 
 FILES = """
@@ -114,8 +157,8 @@ class Had:
         ("/usr/bin/bash", True),
         ("/usr/local/bin/python3", True),
         ("/usr/local/bin/python3.11", True),
-        ("/usr/local/bin/python3.13", False),
-        ("/usr/local/bin/node", False),
+        ("/usr/local/bin/python3.13", True),
+        ("/usr/local/bin/node", True),
         ("/usr/local/bin/backup.sh", True),
         ("/usr/sbin/nginx", True),
         ("/usr/local/bin/git", True),
@@ -128,9 +171,15 @@ class Had:
         ("/root/.node_modules/fs.js", True),
         ("/usr/local/include/stdio.h", True),
         ("/usr/local/include/mine.h", False),
-        ("/root/.bashrc", False),
+        ("/root/.bashrc", True),
         ("/root/notes/.jq", False),
-        ("/usr/bin/jq", False),
+        ("/root/notes.txt", False),
+        ("/home/user/perl5/lib/perl5/strict.pm", True),
+        ("/root/node_modules/fs.js", True),
+        ("/usr/games/fortune", True),
+        ("/opt/tools/bin/jq", True),
+        ("/opt/other/bin/jq", False),
+        ("/usr/bin/jq", True),
         ("/usr/bin/x/cat", False),
         ("/app/bin/bash", False),
         ("/workspace/bin/cat", False),
@@ -186,7 +235,8 @@ class Had:
     ],
 )
 def test_what_a_check_meets_before_its_own_code_is_as_it_was(path: str, gone: bool) -> None:
-    found = asyncio.run(planted([Change(path, "file")], "/workspace", Had().names))
+    rule = Rule("/workspace", directories=frozenset({"/opt/tools/bin"}))
+    found = asyncio.run(rule.planted([Change(path, "file")], Had().names))
     assert found == ((path,) if gone else ())
 
 
@@ -199,15 +249,27 @@ def test_a_directory_counts_where_it_hides_what_was_there() -> None:
         Change("/bin", "dir", opaque=True),
         Change("/usr/bin/python3", "deleted"),
     ]
-    found = asyncio.run(planted(changes, "/workspace", Had().names))
+    found = asyncio.run(Rule("/workspace").planted(changes, Had().names))
     assert found == ("/bin", "/usr/bin/python3", "/usr/lib", "/usr/lib/git-core")
 
 
-def test_a_program_that_a_task_is_about_can_be_kept() -> None:
-    assert asyncio.run(planted([Change("/usr/bin/git", "file")], "/", Had().names, kept=["git"])) == ()
+def left_out(rule: Rule, *paths: str) -> tuple[str, ...]:
+    return asyncio.run(rule.planted([Change(path, "file") for path in paths], Had().names))
+
+
+def test_a_task_names_programs_that_may_be_replaced_or_added() -> None:
+    assert left_out(Rule("/", programs=frozenset({"git"})), "/usr/bin/git", "/usr/bin/jq") == ("/usr/bin/jq",)
+    new = Rule("/", new_programs=frozenset({"git", "gcc"}))
+    assert left_out(new, "/usr/local/bin/git", "/usr/bin/x86_64-linux-gnu-gcc-12", "/usr/bin/as", "/usr/bin/jq") == (
+        "/usr/bin/jq",
+        "/usr/local/bin/git",
+    )
+
+
+def test_a_declared_path_of_a_home_is_shown() -> None:
+    assert left_out(Rule("/", declared=("/root/.bashrc",)), "/root/.bashrc", "/root/.profile") == ("/root/.profile",)
+    assert left_out(Rule("/", declared=("/root",)), "/root/.bashrc") == ("/root/.bashrc",)
 
 
 def test_a_workspace_that_is_the_whole_root_hides_no_start_up_file() -> None:
-    assert asyncio.run(planted([Change("/app/sitecustomize.py", "file")], "/", Had().names)) == (
-        "/app/sitecustomize.py",
-    )
+    assert left_out(Rule("/"), "/app/sitecustomize.py") == ("/app/sitecustomize.py",)

@@ -25,8 +25,8 @@ from palaestra.suites.endless_terminals.endless_terminals import (
 )
 from palaestra.suites.endless_terminals.generated_task import to_line
 from palaestra.suites.endless_terminals.task_folders import (
-    GRADED,
     FolderTask,
+    graded_view,
     post_script,
     prepare_folder,
     read_folder,
@@ -241,7 +241,7 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
             slot = await pool.acquire("agent", snapshot=snapshot)
             assert not (await slot.execute("find / -xdev -name 'test_*state*' | grep .")).success
             await slot.execute(script)
-            sealed = await pool.seal(slot, GRADED)
+            sealed = await pool.seal(slot, graded_view(task))
             slot = await pool.acquire("grade", spec=spec, snapshot=sealed)
             score = await score_folder(task, names, slot, toolchain, 60)
             assert (score.reward, score.metrics["tests"]) == (reward, 1)

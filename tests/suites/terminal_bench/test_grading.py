@@ -79,7 +79,8 @@ def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> 
     for name, text in scripts.items():
         copied(HARBOR / "greeting", tmp_path, {"tests/test.sh": text}).rename(tmp_path / name)
     lines = try_tasks(tmp_path)
-    assert (lines["gated"].finding, lines["gated"].noop, lines["gated"].solution) == (Finding.GOOD, 0.0, 1.0)
+    gated = lines["gated"]
+    assert (gated.finding, gated.noop, gated.solution) == (Finding.GOOD, 0.0, 1.0), gated
     assert (lines["without"].finding, lines["without"].noop) == (Finding.VERIFIER_FAILS, 0.0)
     assert "gives 1 but did not start its tests" in lines["without"].reason
     assert lines["fetching"].finding is Finding.VERIFIER_FAILS

@@ -361,6 +361,8 @@ class ContractEnvironment(CollectedEnvironment):
             prompt="" if self._collects else self.inner.format_prompt(item),
             network=self._policy,
             grading=self.inner.config.grading,
+            paths=self.inner.config.graded_paths,
+            programs=self.inner.config.graded_programs,
             data=item,
             solution=self.inner.reference_solution(item),
         )

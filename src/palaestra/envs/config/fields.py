@@ -306,8 +306,14 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     freeze_slots: bool = setting(False, "Stop the processes in a rollout's slot while the model thinks.")
     grading: Literal["sealed", "live"] = setting(
         "sealed",
-        "sealed: score a sealed copy of the workspace, without the agent's processes, /tmp and /dev/shm. live: score "
-        "in the agent's own slot while its processes run.",
+        "sealed: score a sealed copy of the agent's files, without its processes. live: score in the agent's own slot "
+        "while its processes run.",
+    )
+    graded_paths: list[str] = setting(
+        [], "Paths that sealed grading shows as the agent left them, besides /workspace and temporary directories."
+    )
+    graded_programs: list[str] = setting(
+        [], "Names of programs below graded_paths that an agent may install or replace."
     )
     live: bool | None = setting(None, "true is short for `grading: live`, false for `grading: sealed`.")
     share_setup: bool = setting(False, "Run setup_trajectory_workspace once per group and fork, not once per rollout.")

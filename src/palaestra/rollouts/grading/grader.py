@@ -1,9 +1,9 @@
 """The view of the agent's work on which a score is computed.
 
 By default it is sealed (invariant R2): all processes of the agent are dead, its changes are an immutable layer, and the
-check runs in a fresh slot over that layer, without the changes that would decide any check (`tampering.py`) and those
-that an environment leaves out. A task with `grading="live"`, for work that is a running service, is checked in the
-agent's own slot.
+check runs in a fresh slot over a part of that layer: the workspace and the paths that the task declares, without the
+changes there that would decide any check (`tampering.py`). Everything else is as prepared. A task with
+`grading="live"`, for work that is a running service, is checked in the agent's own slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError
-from palaestra.rollouts.grading.tampering import CACHE, library_directories, link, names_in, planted, suspects
+from palaestra.rollouts.grading.tampering import CACHE, Rule, is_below, library_directories, link, names_in
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.registry.build import unrestricted
@@ -25,6 +25,12 @@ CARRIED = "/.palaestra-carried"
 """Where a sealed workspace keeps the files of `SCRATCH`, which layers do not contain."""
 
 SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
+
+GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
+"""The paths whose changes a check sees without a declaration."""
+
+MOST_LEFT_OUT = 20
+"""How many left-out paths are kept for a report."""
 _COPY_S = 300.0
 
 
@@ -49,6 +55,8 @@ class Grading:
         self._seal_done = self._carried = False
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
+        self.left_out: tuple[str, ...] = ()
+        """Changed paths that the check does not see, at most `MOST_LEFT_OUT`."""
         self._tools: list[ToolRuntime] = []
         rollout.closers.append(self.aclose)
 
@@ -60,6 +68,8 @@ class Grading:
             if self.untouched:
                 return None
             if not self._seal_done:
+                if self._declares_scratch and not self._carried:
+                    await self.carry_scratch()
                 self._seal_done = True  # also on failure: the agent's work is lost then
                 try:
                     with self._troubled():
@@ -102,6 +112,12 @@ class Grading:
             await slot.execute(["/bin/sh", "-c", f"rm -rf {CARRIED}; {copies}"], cwd="/", timeout_s=_COPY_S)
             self.processes_at_end = await slot.freeze()
 
+    @property
+    def _declares_scratch(self) -> bool:
+        """Whether the task declares a path of `SCRATCH`."""
+        paths = self.rollout.task.paths
+        return any(is_below(place, paths) or any(is_below(path, [place]) for path in paths) for place in SCRATCH)
+
     async def _restore_scratch(self, slot: Slot) -> None:
         entry = await slot.stat(CARRIED)
         if entry is None or entry.kind != "dir":
@@ -134,7 +150,7 @@ class Grading:
 
     async def slot(self, view: View | None = None) -> Slot:
         """The grading slot, with a workspace directory in any case. `view` selects the agent's changes to show, by
-        default all but planted ones; only the first call's counts."""
+        default those that the task declares; only the first call's counts."""
         with self._troubled():
             if self.live:
                 self._shown = await self.rollout.sandbox()
@@ -161,15 +177,51 @@ class Grading:
         if self._shown is not None:
             await self._shown.stat("/")
 
-    async def planted(self, workspace: str = WORKSPACE, kept: Collection[str] = ()) -> tuple[str, ...]:
-        """The paths of the changes that would decide any check; `kept` are programs that the task may change."""
+    async def view(
+        self,
+        paths: Collection[str] = (),
+        *,
+        workspace: str = WORKSPACE,
+        programs: Collection[str] = (),
+        new_programs: Collection[str] = (),
+    ) -> View:
+        """The changes that a check sees: those in the workspace, in `GRADED`, and below `paths`.
+
+        `programs` are names of programs and settings that the agent may add or replace, `new_programs` of programs that
+        it may add.
+        """
+        only = tuple(dict.fromkeys([*GRADED, workspace, *paths]))
         changes = await self.changes()
-        if not suspects(changes, workspace):
+        inside = [change for change in changes if is_below(change.path, only)]
+        outside = [change.path for change in changes if not _is_seen(change, only)]
+        without = await self._planted(inside, only, workspace, programs, new_programs)
+        self.left_out = (*without, *outside)[:MOST_LEFT_OUT]
+        return View(only if outside else ("/",), without)  # a view that shows everything costs nothing
+
+    async def _planted(
+        self,
+        changes: Sequence[Change],
+        only: Sequence[str],
+        workspace: str,
+        programs: Collection[str],
+        new_programs: Collection[str],
+    ) -> tuple[str, ...]:
+        """The paths of the changes that would decide any check."""
+        environment = dict(self.spec.env)
+        rule = Rule(
+            workspace=workspace,
+            programs=frozenset(programs),
+            new_programs=frozenset(new_programs),
+            declared=tuple(path for path in only if path != "/"),
+            directories=frozenset(filter(None, environment.get("PATH", "").split(":"))),
+            home=environment.get("HOME", "/root"),
+        )
+        if not any(map(rule.is_suspect, changes)):
             return ()
         before = await self.rollout.lease(f"{self.rollout.rollout_id}:before", self.spec, self.rollout.snapshot)
         try:
             names = names_in(before)
-            found = await planted(changes, workspace, names, kept)
+            found = await rule.planted(changes, names)
             self._libraries = await library_directories(names) if CACHE in found else None
         finally:
             await self.pool.release(before)
@@ -180,7 +232,8 @@ class Grading:
         if sealed is None:
             return self.rollout.snapshot
         if view is None:
-            view = View(without=await self.planted(kept=self.rollout.task.programs))
+            task = self.rollout.task
+            view = await self.view(task.paths, programs=task.programs)
         if view == View():
             return sealed
         narrowed = await self.pool.view(sealed, view)
@@ -217,6 +270,12 @@ class Grading:
             await self.pool.release(slot)
         while self._made:
             await self.pool.forget(self._made.pop())
+
+
+def _is_seen(change: Change, only: Sequence[str]) -> bool:
+    """Whether a change is below these paths, or a directory above one that it does not replace."""
+    above = change.kind == "dir" and not change.opaque and any(is_below(path, [change.path]) for path in only)
+    return above or is_below(change.path, only)
 
 
 async def _start_somewhere(slot: Slot) -> None:

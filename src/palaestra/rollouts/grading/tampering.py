@@ -1,21 +1,22 @@
 """Finds the agent's changes that would decide its own grade, because they run before the check's own code does.
 
-A check starts programs that the agent could change as root. So these are graded as they were before the agent: every
-program that the root has in a directory of PATH, the settings that such programs read in a home or below `/etc`, the
-loader's files and all libraries of the root, Python's standard library and start-up files, and an installed pytest. A
-task about one of them names it. Files that the root did not have stay, since a task may be about installing them,
-unless the loader, a compiler or an interpreter would prefer them to a file of the root.
+A check sees only the workspace and the paths that its task declares (`grader.py`). Of those paths, it also sees as
+prepared: directories of PATH, except programs that the task names; the loader's files and all libraries of the root;
+Python's standard library and start-up files, and an installed pytest; settings in a home, unless the task declares
+them. Other files that the root did not have stay, since a task may be about installing them, unless the loader, a
+compiler or an interpreter would prefer them to a file of the root.
 
 Invariant: only the path decides, and whether the root had it; never the content. Not covered: a program or package that
-a task has installed and a check trusts, and packages of interpreters other than Python. An environment whose check runs
-code of the workspace must keep the two apart (`suites/swe/run_tests.py` does).
-Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`; the POSIX utilities and shells for the names.
+a task names or has installed and a check trusts, and packages of interpreters other than Python. An environment whose
+check runs code of the workspace must keep the two apart (`suites/grading/run_tests.py` does).
+Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeAlias
 
@@ -33,17 +34,18 @@ LOADER = re.compile(
 """Files that choose the libraries of every program, or of those that look up a user, a cipher or a charset."""
 
 PROGRAM_DIRECTORIES = frozenset(
-    {"/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/root/bin", "/root/.local/bin"}
+    {
+        *("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/root/bin"),
+        *("/root/.local/bin", "/usr/games", "/usr/local/games", "/snap/bin"),
+    }
 )
+"""Directories in which shells look for programs, besides those of a slot's own PATH."""
+
 _LINKS = "/etc/alternatives"
 
-_NAMES = """
-[ awk basename bash cat chmod cmp cp cut dash date diff dirname echo egrep env expr false fgrep find grep head id
-kill ls md5sum mkdir mktemp mv od printf ps pwd readlink rm sed seq sh sha256sum sleep sort stat tail tee test timeout
-touch tr true uname uniq wc which xargs
-"""
-PROGRAMS = frozenset(_NAMES.split())
-"""Programs that every root has."""
+_COMPILERS = frozenset({"gcc", "cc", "g++", "clang", "rustc", "go", "gfortran", "build-essential"})
+_COMPILER_PARTS = frozenset({"as", "ld", "ld.bfd", "ld.gold", "ar", "ranlib", "nm", "cc", "c++", "cpp"})
+"""Programs that compilers start, and their other names."""
 
 _OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+", re.DOTALL)
 """Files that the programs of a root load or start."""
@@ -58,14 +60,15 @@ _SEARCHED = re.compile(
 """A default directory of the loader, and those below it that it prefers on some machines."""
 
 _SETTINGS = re.compile(
-    r"/(?:root|home/[^/]+)/\.(?:jq|magic(?:\.mgc|\.mime)?|sqliterc|curlrc|wgetrc|inputrc|gdbinit|lldbinit|proverc"
-    r"|perltidyrc|perldb|psqlrc|bcrc|dcrc|exrc|vimrc|tidyrc|xmllintrc|ripgreprc|node_modules|node_libraries"
-    r"|config/(?:jq|sqlite3|curlrc|ripgrep)|(?:jq|node_modules|node_libraries|config/(?:jq|sqlite3|ripgrep))/.*)"
-    r"|/etc/(?:magic(?:\.mime)?|sqliterc|inputrc|wgetrc|npmrc|curlrc|gdb(?:/.*)?)"
+    r"/etc/(?:magic(?:\.mime)?|sqliterc|inputrc|wgetrc|npmrc|curlrc|gitconfig|gdb(?:/.*)?)"
     r"|/usr/share/(?:misc|file|awk|terminfo|bc)/.*|/usr/local/(?:share|lib(?:/[\w-]+)?)/perl5?/.*",
     re.DOTALL,
 )
-"""Settings and modules that programs load by themselves. Sources: their manual pages, section FILES."""
+"""Settings and modules of the system that programs load by themselves. Sources: their manual pages, section FILES."""
+
+_HOMES = re.compile(r"^(?:/root|/home/[^/]+)(?=/)")
+_HOME_MODULES = frozenset({"node_modules", "node_libraries", "perl5", "R", "go", "bin"})
+"""Directories of a home in which interpreters and shells look for code, besides those whose names start with a dot."""
 
 _HEADERS = re.compile(r"/usr/local/include/(.+)", re.DOTALL)
 
@@ -102,6 +105,10 @@ Names: TypeAlias = Callable[[str], Awaitable[frozenset[str]]]
 """The names in a directory of the root as it was before the agent; empty for a missing directory."""
 
 
+async def _no_names(directory: str) -> frozenset[str]:
+    return frozenset()
+
+
 def names_in(slot: Slot) -> Names:
     """The directories of an unused slot, each listed once."""
     known: dict[str, frozenset[str]] = {}
@@ -120,26 +127,9 @@ def names_in(slot: Slot) -> Names:
     return names
 
 
-def suspects(changes: Sequence[Change], workspace: str) -> list[Change]:
-    """The changes that may have to be left out. If there are none, the original root need not be read."""
-    return [change for change in changes if _is_suspect(change, str(PurePosixPath("/", change.path)), workspace)]
-
-
-async def planted(
-    changes: Sequence[Change], workspace: str, names: Names, kept: Collection[str] = ()
-) -> tuple[str, ...]:
-    """The paths of `changes` to leave out of the graded view, sorted; never programs or settings named in `kept`."""
-    rule = _Rule(names, workspace, frozenset(kept))
-    return tuple(sorted([change.path for change in suspects(changes, workspace) if await rule.leaves_out(change)]))
-
-
-def _is_suspect(change: Change, path: str, workspace: str) -> bool:
-    if change.kind == "dir" and not change.opaque:
-        return False  # its entries are changes of their own
-    if path in _SYSTEM or path.rpartition("/")[0] in (*PROGRAM_DIRECTORIES, _LINKS):
-        return True
-    patterns = (LOADER, _OWN, _LOCAL, _BEFORE_STANDARD, _HOME_OF_PYTHON, _SETTINGS, _HEADERS)
-    return any(pattern.fullmatch(path) for pattern in patterns) or _starts_python(path, workspace) or _in_site(path)
+def is_below(path: str, tops: Iterable[str]) -> bool:
+    """Whether a path is one of these or below one."""
+    return any(path == top or top == "/" or path.startswith(f"{top.rstrip('/')}/") for top in tops)
 
 
 def _in_site(path: str) -> bool:
@@ -164,30 +154,52 @@ def _starts_python(path: str, workspace: str) -> bool:
     return python and not _STARTS.isdisjoint((whole.name.partition(".")[0], whole.parent.name))
 
 
-class _Rule:
-    """Decides which suspects are left out."""
+@dataclass(slots=True)
+class Rule:
+    """Decides which changes a check does not see.
 
-    def __init__(self, names: Names, workspace: str, kept: frozenset[str]) -> None:
+    `workspace` is the agent's working directory. `programs` may be added and replaced, `new_programs` only added.
+    `declared` are the paths that the task declares, except `/`. `directories` are those of the slot's PATH.
+    """
+
+    workspace: str
+    programs: frozenset[str] = frozenset()
+    new_programs: frozenset[str] = frozenset()
+    declared: Sequence[str] = ()
+    directories: frozenset[str] = frozenset()
+    home: str = "/root"
+    _names: Names = _no_names
+
+    def is_suspect(self, change: Change) -> bool:
+        """Whether the change may have to be left out. If none is, the original root need not be read."""
+        path = str(PurePosixPath("/", change.path))
+        if change.kind == "dir" and not change.opaque:
+            return False  # its entries are changes of their own
+        if path in _SYSTEM or self._is_program(path) or path.rpartition("/")[0] == _LINKS or self._in_home(path):
+            return True
+        patterns = (LOADER, _OWN, _LOCAL, _BEFORE_STANDARD, _HOME_OF_PYTHON, _SETTINGS, _HEADERS)
+        matches = any(pattern.fullmatch(path) for pattern in patterns)
+        return matches or _starts_python(path, self.workspace) or _in_site(path)
+
+    async def planted(self, changes: Sequence[Change], names: Names) -> tuple[str, ...]:
+        """The paths of `changes` to leave out of the graded view, sorted. `names` are of the root before the agent."""
         self._names = names
-        self._workspace = workspace
-        self._kept = kept
+        suspects = filter(self.is_suspect, changes)
+        return tuple(sorted([change.path for change in suspects if await self._leaves_out(change)]))
 
-    async def leaves_out(self, change: Change) -> bool:
+    async def _leaves_out(self, change: Change) -> bool:
         path = str(PurePosixPath("/", change.path))
         folder, _, name = path.rpartition("/")
-        if folder in PROGRAM_DIRECTORIES or folder == _LINKS:
-            if name in self._kept:
-                return False
-            if name in PROGRAMS or await self._is_program(name):
-                return True
+        if self._is_program(path) or folder == _LINKS:
+            return not (name in self.programs or await self._is_new_program(name))
         if path in _SYSTEM:
             return await self._has(path)
-        if _SETTINGS.fullmatch(path):
-            return name not in self._kept
+        if _SETTINGS.fullmatch(path) or self._in_home(path):
+            return name.removeprefix(".") not in self.programs and name not in self.programs
         if header := _HEADERS.fullmatch(path):
             return await self._has(f"/usr/include/{header[1]}")
         always = (LOADER, _BEFORE_STANDARD, _HOME_OF_PYTHON)
-        if any(pattern.fullmatch(path) for pattern in always) or _starts_python(path, self._workspace):
+        if any(pattern.fullmatch(path) for pattern in always) or _starts_python(path, self.workspace):
             return True
         if _PACKAGES.search(f"{path}/"):
             return _in_site(path) and await self._has_package(path)
@@ -197,12 +209,36 @@ class _Rule:
             return True
         return _SHARED.fullmatch(name) is not None and await self._shadows_library(path, name)
 
+    def _is_program(self, path: str) -> bool:
+        """Whether a shell looks here for programs: in a directory of PATH outside of the workspace."""
+        folder = path.rpartition("/")[0]
+        if folder in PROGRAM_DIRECTORIES or path in PROGRAM_DIRECTORIES:
+            return True
+        return folder in self.directories and not (self.workspace != "/" and is_below(folder, (self.workspace,)))
+
+    def _in_home(self, path: str) -> bool:
+        """Whether a path holds settings or modules in a home, and the task does not declare that path."""
+        for home in [self.home, *_HOMES.findall(path)]:
+            if home == "/" or not path.startswith(f"{home}/"):
+                continue
+            inside = path[len(home) + 1 :]
+            if inside.startswith(".") or inside.partition("/")[0] in _HOME_MODULES:
+                return not is_below(path, [each for each in self.declared if each.startswith(f"{home}/")])
+        return False
+
+    async def _is_new_program(self, name: str) -> bool:
+        """Whether the task names it, also as a part (`gcc` of `x86_64-linux-gnu-gcc-12`), and the root has none."""
+        wanted = self.new_programs & {name, *re.split(r"[-.]", name)}
+        if self.new_programs & _COMPILERS and name in _COMPILER_PARTS:
+            wanted = frozenset({name})
+        return bool(wanted) and not await self._exists(name)
+
+    async def _exists(self, name: str) -> bool:
+        return any([name in await self._names(each) for each in sorted(PROGRAM_DIRECTORIES | self.directories)])
+
     async def _has(self, path: str) -> bool:
         folder, _, name = path.rpartition("/")
         return name in await self._names(folder or "/")
-
-    async def _is_program(self, name: str) -> bool:
-        return any([name in await self._names(each) for each in sorted(PROGRAM_DIRECTORIES)])
 
     async def _shadows_library(self, path: str, name: str) -> bool:
         """Whether the loader would load it in place of a library of the root."""

@@ -30,9 +30,9 @@ from palaestra.suites.endless_terminals.checks.all_checks import faults, first_f
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask, read_tasks
 from palaestra.suites.endless_terminals.task_folders import (
-    GRADED,
     HOME,
     FolderTask,
+    graded_view,
     prepare_folder,
     read_folder,
     score_folder,
@@ -205,7 +205,7 @@ class EndlessEnvironment(ContractEnvironment):
 
             return _score(task, await live_faults(task.final, await grading.slot(), sealed))
         known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
-        slot = await grading.slot(GRADED)
+        slot = await grading.slot(graded_view(task.item))
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 
 

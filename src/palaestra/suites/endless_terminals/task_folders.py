@@ -24,12 +24,14 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import Score
+from palaestra.rollouts.grading.grader import GRADED
 from palaestra.sandbox.slot import Slot, View
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import TypedFields, check_links, read_text
+from palaestra.suites.task_paths import scope_of
 
 _INSTALLERS = re.compile(
     r"(DEBIAN_FRONTEND=\w+\s+)?(sudo\s+)?"
@@ -40,8 +42,8 @@ _ROOT_ENDINGS = ("", ".tar", ".tar.gz")
 HOME = "/home/user"
 """The working directory of the recipe's tasks."""
 
-GRADED = View(without=("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/root", f"{HOME}/.local"))
-"""The part of an agent's change that the tests see: all but programs, libraries and settings of the system."""
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/root", f"{HOME}/.local")
+"""Programs, libraries and settings of the system, which tests always see as prepared."""
 
 _TESTS = "/tmp/palaestra-tests"  # noqa: S108  in the slot
 _SETUP_TIMEOUT_S = 300.0
@@ -177,6 +179,12 @@ async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, tim
     if not _not_passed(last):
         raise TaskError(f"{task.id}: its tests pass before anything was done")
     return frozenset(last.statuses)
+
+
+def graded_view(task: FolderTask) -> View:
+    """The part of an agent's change that the tests see: the user's home, the workspace, and what the task names."""
+    named = scope_of([task.prompt, task.final_tests, task.solution or ""], HOME).paths
+    return View((HOME, *GRADED, *(path for path in named if path != "/")), _SYSTEM)
 
 
 async def score_folder(

@@ -19,7 +19,7 @@ import asyncio
 import base64
 import math
 import shlex
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -46,7 +46,8 @@ from palaestra.suites.images.pytest_toolchain import (
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.task_files import read_bytes
+from palaestra.suites.task_files import read_bytes, read_text
+from palaestra.suites.task_paths import TaskScope, scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
@@ -59,12 +60,13 @@ from palaestra.suites.terminal_bench.terminal_task import (
 )
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verifier import SYSTEM_PATH, VerifierSetup, find_tampering, verify
-from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, hidden_paths, remove_links
+from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, hidden_paths, remove_links, script_name
 
 CARRIED = "/.palaestra-tmp"
 """The copy of `/tmp` in a sealed workspace; layers do not contain `/tmp` itself."""
 
 _COPY_S = 300.0
+_MOST_TEXT_BYTES = 1 << 20
 _SETUP_S = 600.0
 
 LONGEST_COMMAND_S = 600
@@ -82,6 +84,7 @@ class ResolvedTask:
     root: TaskRoot
     parts: tuple[GradedPart, ...]
     tools: TestTools
+    scope: TaskScope
 
     @property
     def workdir(self) -> str:
@@ -142,7 +145,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         wanted = sorted({name for part in parts if part.script.pytest for name in part.script.requirements})
         started = any(part.script.pytest for part in parts)
         tools = await find_test_tools(self.packages, wanted) if started else TestTools()
-        work = ResolvedTask(terminal, root, parts, tools)
+        home = terminal.env.get("HOME", "/root")
+        work = ResolvedTask(terminal, root, parts, tools, scope_of(_texts(parts), home))
         return replace(
             task,
             data=work,
@@ -271,12 +275,15 @@ class TerminalBenchEnvironment(ContractEnvironment):
         if rollout.has_slot and not grading.begun:
             await _save_tmp(await rollout.sandbox())
         changes = await grading.changes()
-        without = hidden_paths(
-            changes,
-            await grading.planted(work.workdir, self.settings.keep_programs),
-            script=part.script.text,
+        scope = work.scope
+        view = await grading.view(
+            (CARRIED, *scope.paths, *self.settings.graded_paths),
+            workspace=work.workdir,
+            programs=(*self.settings.keep_programs, *self.settings.graded_programs),
+            new_programs=scope.words,
         )
-        slot = await grading.slot(View(without=without))
+        without = hidden_paths(changes, view.without, script=part.script.text, declared=scope.paths)
+        slot = await grading.slot(View(view.only, without))
         gone = await remove_links(slot, [change for change in changes if change.path not in without])
         hidden = [change.path for change in changes if change.path in (*without, *gone)]
         made = [change.path for change in changes if change.kind == "file" and change.path not in without]
@@ -304,6 +311,19 @@ class TerminalBenchEnvironment(ContractEnvironment):
             user=user,
             timeout_s=verifier.timeout_s or self.settings.test_timeout,
         )
+
+
+def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
+    """The texts of a task that show what it is about; the verifier's bootstrap is not among them."""
+    for part in parts:
+        task = part.task
+        yield task.instruction
+        for name, path in task.verifier.files().items():
+            if path.is_file() and name != script_name(task) and path.stat().st_size <= _MOST_TEXT_BYTES:
+                yield read_text(path, "replace")
+        yield part.script.text
+        if task.solution is not None:
+            yield read_text(task.solution.folder / task.solution.script, "replace")
 
 
 async def _restore_workdir(slot: Slot, workdir: str) -> None:

@@ -60,6 +60,10 @@ class _PaysWithoutTests(GraderError):
     certain = True
 
 
+class _TimedOut(GraderError):
+    """The verifier did not end in time; the prepared workspace shows whether that is its work's fault."""
+
+
 @dataclass(frozen=True, slots=True)
 class VerifierSetup:
     """How a verifier starts. `command` and `dependencies` are for pytest; `out_of_reach` are modules that the image has
@@ -130,12 +134,15 @@ async def find_tampering(
     await controls.calibrate(None)
 
     async def look(texts: Mapping[str, str]) -> VerifierVerdict | None:
-        """One more run with these texts in place of tests; None if it judges nothing."""
+        """One more run with these texts in place of tests; None if it judges nothing. Raises `GraderError` if it does
+        not end, since a slow machine is no sign of tampering."""
         async with views() as fork:
             await install(fork, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
             instead = {files[path][0]: text for path, text in texts.items()}
             try:
                 return await _once(fork, task, script, setup, instead, alone=False, made=())
+            except _TimedOut:
+                raise
             except GraderError:
                 return None
 
@@ -240,7 +247,7 @@ def _check_ran(
     """Raises `GraderError` for a verifier that did not judge the work."""
     tail = f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
     if result.metadata.get("timeout"):
-        raise GraderError(f"the verifier of {task.name} timed out{tail}")
+        raise _TimedOut(f"the verifier of {task.name} timed out{tail}")
     unmet = [str(record.get("what")) for record in records if record["kind"] == "unmet"]
     if unmet:
         raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")

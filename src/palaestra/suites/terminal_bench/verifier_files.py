@@ -163,14 +163,19 @@ async def _leads_away(slot: Slot, path: str) -> bool:
     return False
 
 
-def hidden_paths(changes: Sequence[Change], planted: Sequence[str], *, script: str) -> tuple[str, ...]:
-    """The paths to leave out of the graded view: `planted`, and those that could influence this `script`."""
+def hidden_paths(
+    changes: Sequence[Change], planted: Sequence[str], *, script: str, declared: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The paths to leave out of the graded view: `planted`, and those that could influence this `script`.
+
+    A start-up file of a shell that the task is about (`declared`) stays.
+    """
     starts_shell = STARTUP_FILES.search(script) is not None
     found = {
         change.path
         for change in changes
         if (dirname(change.path) == "/" and basename(change.path) in CONFIG_NAMES)
         or (change.path in _PARENTS and change.kind != "dir")
-        or (starts_shell and _STARTUP.fullmatch(change.path))
+        or (starts_shell and change.path not in declared and _STARTUP.fullmatch(change.path))
     }
     return (*ALWAYS_HIDDEN, *sorted(found.union(planted)))
