@@ -112,10 +112,13 @@ from pkg import calc
 
 def test_plain():
     calc.add
+    return
 """
 
 
-async def controlled(bench: Bench, calc: str, tests: str, *, right: str | None = FIXED) -> ControlResult:
+async def controlled(
+    bench: Bench, calc: str, tests: str, *, right: str | None = FIXED, broken: str | None = None
+) -> ControlResult:
     def runs(text: str) -> RunTexts:
         async def run(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
             prepared = await bench.prepared({**FILES, "pkg/calc.py": text, **texts})
@@ -127,7 +130,7 @@ async def controlled(bench: Bench, calc: str, tests: str, *, right: str | None =
     reference = None if right is None else runs(right)
     earning = EARNING if "[1, 2]" in tests else (f"{PATH}::test_plain",)
     controls = Controls({PATH: tests}, earning, KEPT if "[1, 2]" in tests else ())
-    await controls.calibrate(reference)
+    await controls.calibrate(reference, None if broken is None else runs(broken))
     return await controls.find_tampering(runs(calc), reference)
 
 
@@ -192,9 +195,12 @@ def test_right_work_is_no_tampering(run_bench: RunBench, work: str) -> None:
 
 
 @pytest.mark.slots
-def test_a_test_that_nothing_falsifies_is_named(run_bench: RunBench) -> None:
+def test_a_test_that_nothing_falsifies_is_named_unless_a_broken_solution_fails_it(run_bench: RunBench) -> None:
     async def scenario(bench: Bench) -> None:
-        result = await controlled(bench, FIXED, UNCONTROLLED)
-        assert result == ControlResult(None, (f"{PATH}::test_plain",))
+        for broken in (None, FIXED):
+            result = await controlled(bench, FIXED, UNCONTROLLED, broken=broken)
+            assert result == ControlResult(None, (f"{PATH}::test_plain",))
+        broken = FILES["pkg/calc.py"].replace("def add", "def another")
+        assert await controlled(bench, FIXED, UNCONTROLLED, broken=broken) == ControlResult(None)
 
     run_bench(scenario)

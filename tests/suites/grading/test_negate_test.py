@@ -61,8 +61,15 @@ def test_the_opposite_of_a_certain_assertion(body: str, changed: str) -> None:
     "body", ["for a in x:\n    assert f(a)", "if x:\n    assert f()", "if x:\n    return\nassert f()"]
 )
 def test_an_assertion_that_may_not_be_reached_is_not_certain(body: str) -> None:
-    assert changed_bodies(body) == []
+    assert all(after.startswith(body) for site in changed_bodies(body) for after in site)
     assert changed_bodies(body, certain=False)
+
+
+def test_a_test_without_assertions_gets_a_false_one() -> None:
+    for body in ("f(1)", "x = g()\nx.close()"):
+        (*_, (after, *_)) = changed_bodies(body)
+        assert after.startswith(f"{body}\nassert ")
+        assert not eval(after.rpartition("assert ")[2])
 
 
 def test_each_assertion_is_a_site_and_so_is_an_expected_exception() -> None:

@@ -169,13 +169,9 @@ def test_a_sound_row(played: Mapping[str, Mapping[str, Group]], name: str, polic
 
 
 @pytest.mark.parametrize("make", SOUND, ids=lambda make: make.__name__)
-def test_the_controls_of_a_row(
-    played: Mapping[str, Mapping[str, Group]], make: Callable[[Source], Row], tmp_path: Path
-) -> None:
-    """Every row's tests are controlled, except those that no pytest runs."""
+def test_every_row_has_controls(played: Mapping[str, Mapping[str, Group]], make: Callable[[Source], Row]) -> None:
     (trajectory,) = played["oracle"][make.__name__].trajectories
-    failing = make(Source.make(tmp_path / "source"))["FAIL_TO_PASS"]
-    assert trajectory.detail["uncontrolled"] == (failing if make is django else [])
+    assert trajectory.detail["uncontrolled"] == []
 
 
 FORGER = """
@@ -188,15 +184,29 @@ def forged(cls, item, call):
 reports.TestReport.from_item_and_call = classmethod(forged)
 """
 
+UNITTEST_FORGER = """
+import unittest
+run = unittest.TestCase.run
+def forged(self, result=None):
+    result.addSuccess(self)
+    result.testsRun += 1
+    return result
+import inspect
+for frame in inspect.stack():
+    pass
+unittest.case.TestCase.__call__ = lambda self, result=None: forged(self, result)
+"""
+
 
 @pytest.mark.parametrize(
     ("make", "code"),
     [
         (django, f"{RIGHT}\nimport gc\ngc.get_objects()\n"),
+        (django, f"{BUGGY}\n{UNITTEST_FORGER}"),
         (functions, f"{BUGGY}\n{FORGER}"),
         (cut_node_ids, f"{BUGGY}\n{FORGER}"),
     ],
-    ids=["django", "functions", "cut_node_ids"],
+    ids=["django", "django_results", "functions", "cut_node_ids"],
 )
 def test_work_that_tampers_with_its_tests(
     make: Callable[[Source], Row], code: str, tmp_path: Path, installed_pytest: DependencyCache

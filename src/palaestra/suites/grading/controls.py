@@ -34,6 +34,16 @@ RunTexts = Callable[[Mapping[str, str], Collection[str]], Awaitable[TestRun]]
 Of tests with parameters it may leave out those whose ending (`[...]`) is not among the second argument.
 """
 
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tests of a task can run: over the work, a reference solution, and a broken solution."""
+
+    work: RunTexts
+    reference: RunTexts | None
+    broken: RunTexts | None
+
+
 _BITS = 6.0
 """How many bits a forger must guess right, if the tests that earn the reward offer so many."""
 
@@ -107,6 +117,7 @@ class Controls:
     _inherited: frozenset[str] = frozenset()
     _parameters: frozenset[str] = frozenset()
     _moved: bool = False
+    _detecting: frozenset[str] = frozenset()
     _random: Random = field(default_factory=SystemRandom)
 
     def __post_init__(self) -> None:
@@ -139,8 +150,19 @@ class Controls:
         for names in others.values():
             yield from self._random.sample(names, min(_MOST_PARAMETERS, len(names)))
 
-    async def calibrate(self, reference: RunTexts | None) -> None:
-        """Find out what rewriting and falsifying do to a right solution; without one, assume what is certain."""
+    async def calibrate(self, reference: RunTexts | None, broken: RunTexts | None = None) -> None:
+        """Find out what rewriting and falsifying do to a right solution; without one, assume what is certain.
+
+        Tests that nothing falsifies run over a broken solution, if there is one, and must fail there.
+        """
+        await self._try_sites(reference)
+        if broken is None or not self.uncontrolled:
+            return
+        copy = rewrite(self._trees, {place: [{}] for place in self._tests}, self._random, moved=self._moved)
+        run = await broken(copy.texts, self._parameters)
+        self._detecting = frozenset(name for _, name, status in self._reported(copy, run) if status in _FAILED)
+
+    async def _try_sites(self, reference: RunTexts | None) -> None:
         if reference is None:
             for test in self._tests.values():
                 test.failing = {number: None for number, site in enumerate(test.sites) if site.certain}
@@ -214,10 +236,10 @@ class Controls:
 
     @property
     def uncontrolled(self) -> tuple[str, ...]:
-        """The tests that earn the reward and that no falsification covers."""
+        """The tests that earn the reward, that no falsification covers, and that a broken solution does not fail."""
 
         def covered(name: str) -> bool:
-            return any(
+            return name in self._detecting or any(
                 names is None or name in names
                 for place, test in self._tests.items()
                 if self._owns(place, name)
@@ -326,23 +348,18 @@ class TaskControls:
         self._making: dict[str, asyncio.Lock] = {}
 
     async def check(
-        self,
-        task_id: str,
-        run: TestRun,
-        make: Callable[[], Awaitable[Controls]],
-        work: RunTexts,
-        reference: RunTexts | None,
+        self, task_id: str, run: TestRun, make: Callable[[], Awaitable[Controls]], places: Places
     ) -> ControlResult:
         """Whether work passes because of its tests; `run` is its passing run. Raises what the arguments raise."""
         async with self._making.setdefault(task_id, asyncio.Lock()):
             if task_id not in self._made:
                 made = await make()
-                await made.calibrate(reference)
+                await made.calibrate(places.reference, places.broken)
                 self._made[task_id] = made
         controls = self._made[task_id]
         if problem := hard_alarm(run.alarms, controls.expected):
             return ControlResult(problem, controls.uncontrolled)
-        return await controls.find_tampering(work, reference)
+        return await controls.find_tampering(places.work, places.reference)
 
 
 def _function_of(node_id: str) -> str:

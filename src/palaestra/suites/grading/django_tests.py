@@ -19,12 +19,15 @@ _SCRIPT = "tests/runtests.py"
 async def run_django(
     slot: Slot, toolchain: Toolchain, repo_dir: str, files: Sequence[str], names: Sequence[str], *, timeout_s: float
 ) -> TestRun:
-    """Run the modules of these test files, and give the status of each name. Raises `GraderError`."""
-    labels = [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in files]
+    """Run the modules of these test files, and give the status of each name and of each node id that ran.
+
+    Raises `GraderError`.
+    """
+    paths = {path.removeprefix("tests/").removesuffix(".py").replace("/", "."): path for path in files}
     plan = {
         "root": repo_dir,
         "script": _SCRIPT,
-        "arguments": ["--verbosity=2", "--settings=test_sqlite", "--parallel=1", *labels],
+        "arguments": ["--verbosity=2", "--settings=test_sqlite", "--parallel=1", *paths],
         "python_path": [f"{repo_dir}/{path}".removesuffix("/.") for path in toolchain.python_path],
         "dependencies": list(toolchain.dependencies),
         "pycache": f"{HARNESS_DIR}/pycache",
@@ -39,16 +42,22 @@ async def run_django(
         timeout_s=timeout_s,
     )
     reported: dict[str, Status] = {}
+    known_as: dict[str, tuple[str, ...]] = {}
     for record in records:
         if record["kind"] == "test":
-            for name in record["names"]:
+            module, _, rest = str(record.get("test_id", "")).partition("::")
+            node_id = f"{paths[module]}::{rest}" if module in paths else ""
+            for name in [*record["names"], *filter(None, [node_id])]:
                 known = reported.get(name)
                 if known is None or known is Status.PASSED:
                     reported[name] = Status(record["status"])
+            if node_id:
+                known_as[node_id] = tuple(map(str, record["names"]))
     return TestRun(
-        statuses={name: reported.get(name, Status.MISSING) for name in names},
+        statuses={name: reported.get(name, Status.MISSING) for name in (*names, *known_as)},
         complete=any(record["kind"] == "finish" for record in records),
         timed_out=bool(result.metadata.get("timeout")),
         output=result.output,
         alarms=alarms_in(records),
+        known_as=known_as,
     )

@@ -2,7 +2,7 @@
 
 Each assertion of a test is a *site*. Its alternatives are small: an expected constant becomes another one, a comparison
 or an assertion method becomes its opposite, an expected exception becomes another. A test without such a site has sites
-in the arguments of its calls, and then in any constant.
+in the arguments of its calls, in any constant, and at its end, where a false assertion can be added.
 
 A site is *certain* if a test that reaches its end has evaluated it. Other sites, in branches, in loops or in helper
 calls, may change nothing: try them on a reference solution before you rely on them.
@@ -97,7 +97,7 @@ def find_sites(function: Function, random: Random) -> list[Site]:
             found.append(Site(tuple(alternatives[:MOST_ALTERNATIVES]), id(node) in certain))
     if any(site.certain for site in found):
         return found
-    return found + _in_calls(function, random)
+    return [*found, *_in_calls(function, random), *_at_end(function, random)]
 
 
 def _walk(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
@@ -237,6 +237,20 @@ def _in_calls(function: Function, random: Random) -> list[Site]:
     constants = [node for node in _walk(function.body) if _may_change(node) and id(node) not in loops]
     found += [Site(tuple(_changed(node, random)[:MOST_ALTERNATIVES]), certain=False) for node in constants]
     return found
+
+
+def _at_end(function: Function, random: Random) -> list[Site]:
+    """An assertion after the last statement that does not hold; true ones stand in every variant."""
+    if any(map(_leaves, function.body)):
+        return []
+    numbers = random.sample(range(1000), MOST_ALTERNATIVES + 1)
+    added = [comparison(numbers[0], other) for other in numbers[1:]]
+    return [Site(tuple(Falsification(function, "body", [*function.body, each]) for each in added), certain=True)]
+
+
+def comparison(left: int, right: int) -> ast.stmt:
+    """An assertion that two numbers are equal."""
+    return ast.Assert(ast.Compare(ast.Constant(left), [ast.Eq()], [ast.Constant(right)]), None)
 
 
 def _is_literal(node: ast.expr) -> bool:

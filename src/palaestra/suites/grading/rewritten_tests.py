@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from palaestra.suites.grading.negate_test import Falsification, Function, tests_in
+from palaestra.suites.grading.negate_test import Falsification, Function, comparison, tests_in
 from palaestra.suites.grading.python_source import ParsedSource, SourceEdit, apply_edits
 
 TAMPERED = "EqualsEverything"
@@ -214,6 +214,9 @@ class _File:
         return made
 
     def _varied(self, function: Function) -> Function:
+        number = self._random.randrange(1000)
+        if not any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function)):
+            function.body.append(comparison(number, number))
         if self._watch:
             _Watch(self._watch).visit(function)
         _rename_locals(function, self._fresh)

@@ -89,7 +89,8 @@ class FailedTest:
 class TestRun:
     """One run of pytest. `complete`: pytest ended its session by itself, after a report on each collected test.
 
-    `alarms` are what the audit hook reported, `output` is what pytest printed.
+    `alarms` are what the audit hook reported, `output` is what pytest printed. `known_as` are further names of tests,
+    as another runner than pytest prints them.
     """
 
     __test__: ClassVar[bool] = False  # pytest: not a test class
@@ -103,6 +104,7 @@ class TestRun:
     durations_s: Mapping[str, float] = field(default_factory=dict)
     output: str = ""
     alarms: frozenset[Alarm] = frozenset()
+    known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def passed(self, node_ids: Collection[str]) -> int:
         """How many of these tests passed. Skipped, xfailed and missing tests did not."""

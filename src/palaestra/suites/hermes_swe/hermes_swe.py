@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from itertools import islice
 from pathlib import PurePosixPath
@@ -29,7 +30,7 @@ from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
-from palaestra.suites.grading.controls import ControlResult, Controls, TaskControls, hard_alarm
+from palaestra.suites.grading.controls import ControlResult, Controls, Places, TaskControls, hard_alarm
 from palaestra.suites.grading.harness import alarms_in, run_harness
 from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
 from palaestra.suites.grading.toolchain import interpreter
@@ -136,20 +137,22 @@ class HermesSweEnvironment(ContractEnvironment):
             async with slot.fork() as fork:
                 return await self._run(fork, texts[""])
 
-        async def on_reference(texts: Mapping[str, str], _: object) -> TestRun:
+        async def on(files: Mapping[str, str], texts: Mapping[str, str], _: object) -> TestRun:
             async with slot.fork() as fork:
                 for entry in await fork.list_dir(WORKSPACE):
                     await fork.remove(entry.path)
-                for path, text in {**item.files, **(item.solution or {})}.items():
+                for path, text in files.items():
                     await fork.write_text(str(PurePosixPath(WORKSPACE, path)), text)
                 return await self._run(fork, texts[""])
 
-        reference = on_reference if item.solution is not None else None
+        places = Places(on_work, None, partial(on, item.files))
+        if item.solution is not None:
+            places = replace(places, reference=partial(on, {**item.files, **item.solution}))
 
         async def make() -> Controls:
             return Controls({"": item.suite.text}, item.suite.names, ())
 
-        return await self._controls.check(item.id, run, make, on_work, reference)
+        return await self._controls.check(item.id, run, make, places)
 
 
 class HermesSweEnv(ListedEnv):

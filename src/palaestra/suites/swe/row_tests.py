@@ -55,14 +55,19 @@ def meant(name: str, node_ids: Collection[str]) -> list[str]:
     return [each for each in node_ids if each.rpartition("::")[2] == name or _function(each) == name]
 
 
-def with_node_ids(row: SweRow, known: Collection[str]) -> SweRow:
-    """The row with the node ids, out of `known`, that its names stand for."""
+def with_node_ids(row: SweRow, run: TestRun) -> SweRow:
+    """The row with the node ids, out of those of `run`, that its names stand for."""
 
     def exact(names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(each for name in names for each in meant(name, known) if "::" in each))
+        return tuple(dict.fromkeys(each for name in names for each in _found(name, run) if "::" in each))
 
     failing, passing = exact(row.fail_to_pass), exact(row.pass_to_pass)
     return replace(row, names=TestNames.PYTEST, fail_to_pass=failing, pass_to_pass=passing)
+
+
+def _found(name: str, run: TestRun) -> list[str]:
+    shown = [node_id for node_id, names in run.known_as.items() if name in names]
+    return shown or meant(name, run.statuses)
 
 
 def _function(node_id: str) -> str:

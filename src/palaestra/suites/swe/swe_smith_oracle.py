@@ -12,7 +12,9 @@ import re
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from fnmatch import fnmatch
+from functools import partial
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -31,7 +33,8 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
-from palaestra.suites.grading.controls import ControlResult, Controls, TaskControls, hard_alarm
+from palaestra.suites.grading.controls import ControlResult, Controls, Places, TaskControls, hard_alarm
+from palaestra.suites.grading.django_tests import run_django
 from palaestra.suites.grading.rewritten_tests import named_tests, parse, without_tests
 from palaestra.suites.grading.run_tests import TestRun, run_files
 from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
@@ -48,9 +51,9 @@ from palaestra.suites.swe.workspace import (
     add_tests,
     agent_texts,
     inherited_texts,
-    make_right,
     patch_of,
     prepare_repository,
+    replace_work,
     restore_files,
     unpack,
     write_texts,
@@ -140,6 +143,14 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
             if not is_requirement(text):
                 raise ConfigError(f"{text!r} is not a requirement, an extra such as .[test], or -rFILE")
         return given
+
+
+class Shown(Enum):
+    """The code that tests run over: the agent's, with the reference solution, or with the bug."""
+
+    WORK = auto()
+    RIGHT = auto()
+    BROKEN = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +331,9 @@ class SweEnvironment(ContractEnvironment):
         finally:
             await grading.pool.release(slot)
 
-    async def _run_named(self, view: GradedView, work: ResolvedRow, row: SweRow, *, right: bool = False) -> TestRun:
+    async def _run_named(self, view: GradedView, work: ResolvedRow, row: SweRow, shown: Shown = Shown.WORK) -> TestRun:
         """Run the named tests in a fresh fork, and no others of their files where node ids name them."""
-        async with self._fork(view, work, right=right) as fork:
+        async with self._fork(view, work, shown) as fork:
             if row.names is TestNames.PYTEST:
                 named = {path: _named_only(path, text, row) for path, text in view.tests.items()}
                 await write_texts(fork, REPOSITORY, named)
@@ -336,64 +347,62 @@ class SweEnvironment(ContractEnvironment):
         *,
         timeout_s: float,
         parameters: Collection[str],
-        right: bool = False,
+        shown: Shown,
     ) -> TestRun:
         """Run test files with these texts in a fresh fork."""
-        async with self._fork(view, work, right=right) as fork:
+        async with self._fork(view, work, shown) as fork:
             await write_texts(fork, REPOSITORY, texts)
             files = work.row.test_files
+            if work.row.names is TestNames.UNITTEST:
+                return await run_django(fork, work.toolchain, REPOSITORY, files, (), timeout_s=timeout_s)
             return await run_files(fork, work.toolchain, REPOSITORY, files, timeout_s=timeout_s, parameters=parameters)
 
     @asynccontextmanager
-    async def _fork(self, view: GradedView, work: ResolvedRow, *, right: bool) -> AsyncIterator[Slot]:
-        """A fresh fork of the graded work; `right`: with the reference solution in its place."""
+    async def _fork(self, view: GradedView, work: ResolvedRow, shown: Shown) -> AsyncIterator[Slot]:
+        """A fresh fork of the graded work, or of something else in its place."""
         async with view.slot.fork() as fork:
-            if right:
-                await make_right(fork, self.repositories, work.row, REPOSITORY, view.changed)
+            if shown is not Shown.WORK:
+                solved = shown is Shown.RIGHT
+                await replace_work(fork, self.repositories, work.row, REPOSITORY, view.changed, solved=solved)
                 await add_tests(fork, self.repositories, work.row, REPOSITORY)
             yield fork
 
     async def _control(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
         """Whether passing work passes because of its tests. The controls of a task are made by its first such work.
 
-        Tests of unittest runners have none, and names that are not node ids need a reference solution: only its run
-        shows which node ids they stand for. There, only the audit hook's alarms count.
+        Names that are not node ids need a reference solution: only its run shows which node ids they stand for. Without
+        one, only the audit hook's alarms count.
         """
         if not self.settings.controls:
             return ControlResult(None)
         has_reference = bool(work.row.fix_patch)
-        if row.names is TestNames.UNITTEST or (any(map(is_loose, row.node_ids)) and not has_reference):
-            return ControlResult(await self._alarm(row, work, view, run), row.fail_to_pass or row.pass_to_pass)
+        if any(map(is_loose, row.node_ids)) and not has_reference:
+            return ControlResult(hard_alarm(run.alarms, None), row.fail_to_pass or row.pass_to_pass)
 
-        limit_s = min(self.settings.test_timeout_s, 20 + 10 * sum(run.durations_s.values()))
+        most_s = self.settings.test_timeout_s
+        tests_s = sum(run.durations_s.values()) if run.durations_s else most_s
+        brief_s = min(most_s, 60 + 20 * tests_s)  # a falsified test may never end
 
-        async def on_work(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-            return await self._run_texts(view, work, texts, timeout_s=limit_s, parameters=parameters)
+        async def on(shown: Shown, texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
+            limit_s = most_s if shown is Shown.WORK else brief_s
+            return await self._run_texts(view, work, texts, timeout_s=limit_s, parameters=parameters, shown=shown)
 
-        async def on_reference(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-            return await self._run_texts(view, work, texts, timeout_s=limit_s, parameters=parameters, right=True)
-
-        reference = on_reference if has_reference else None
+        places = Places(partial(on, Shown.WORK), None, None)
+        if has_reference:
+            places = Places(places.work, partial(on, Shown.RIGHT), partial(on, Shown.BROKEN))
 
         async def make() -> Controls:
             return await self._make_controls(row, work, view)
 
-        return await self._controls.check(row.instance_id, run, make, on_work, reference)
+        return await self._controls.check(row.instance_id, run, make, places)
 
     async def _make_controls(self, row: SweRow, work: ResolvedRow, view: GradedView) -> Controls:
         if any(map(is_loose, row.node_ids)):
-            shown = await self._run_named(view, work, row, right=True)
-            row = with_node_ids(row, shown.statuses)
+            shown = await self._run_named(view, work, row, Shown.RIGHT)
+            row = with_node_ids(row, shown)
         tests = {path: text for path, text in view.tests.items() if path.endswith(".py")}
         texts = {**tests, **await inherited_texts(self.repositories, row, tests)}
         return Controls(texts, row.fail_to_pass or row.pass_to_pass, row.pass_to_pass)
-
-    async def _alarm(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> str | None:
-        """What only tampering does, less what the reference solution does as well."""
-        problem = hard_alarm(run.alarms, None)
-        if problem is None or not work.row.fix_patch:
-            return problem
-        return hard_alarm(run.alarms, (await self._run_named(view, work, row, right=True)).alarms)
 
     async def _graded_view(self, row: SweRow, grading: Grading) -> GradedView:
         """A slot with the agent's change over the prepared repository, and protected paths as prepared."""

@@ -138,8 +138,13 @@ async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_di
         await slot.write_bytes(f"{repo_dir}/{path}", await cache.read_file(row, path))
 
 
-async def make_right(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, changed: Collection[str]) -> None:
-    """Replace an agent's change in a grading slot by the reference solution. `changed` are the paths of the change."""
+async def replace_work(
+    slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, changed: Collection[str], *, solved: bool
+) -> None:
+    """Replace an agent's change in a grading slot by the reference solution (`solved`) or by the bug.
+
+    `changed` are the paths of the change.
+    """
     pristine = await cache.list_files(row)
     for path in changed:
         await slot.remove(f"{repo_dir}/{path}")
@@ -148,7 +153,8 @@ async def make_right(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: 
                 await slot.write_bytes(f"{repo_dir}/{known}", await cache.read_file(row, known))
     texts = await agent_texts(cache, row)
     await write_texts(slot, repo_dir, texts)
-    await write_texts(slot, repo_dir, apply_diff.apply(unified_diff.parse(row.fix_patch), texts))
+    if solved:
+        await write_texts(slot, repo_dir, apply_diff.apply(unified_diff.parse(row.fix_patch), texts))
 
 
 async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:

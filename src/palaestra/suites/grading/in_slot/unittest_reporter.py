@@ -42,6 +42,12 @@ def _names(test: Any) -> list[str]:
     return list(dict.fromkeys(name for name in found if name))
 
 
+def _test_id(test: Any) -> str:
+    """`module::Class::method` of a test; empty for what is no single test."""
+    method = getattr(test, "_testMethodName", "")
+    return f"{type(test).__module__}::{type(test).__qualname__}::{method}" if method else ""
+
+
 def _report(channel: VerdictChannel) -> None:
     """Let every text result of unittest report what is added to it."""
     kind = unittest.TextTestResult
@@ -50,7 +56,7 @@ def _report(channel: VerdictChannel) -> None:
         original = getattr(kind, name)
 
         def add(self: Any, test: Any, *rest: Any) -> None:
-            channel.send("test", names=_names(test), status=status)
+            channel.send("test", names=_names(test), test_id=_test_id(test), status=status)
             original(self, test, *rest)
 
         return add
@@ -61,7 +67,7 @@ def _report(channel: VerdictChannel) -> None:
 
     def add_subtest(self: Any, test: Any, subtest: Any, problem: Any) -> None:
         if problem is not None:
-            channel.send("test", names=_names(test), status="failed")
+            channel.send("test", names=_names(test), test_id=_test_id(test), status="failed")
         original(self, test, subtest, problem)
 
     kind.addSubTest = add_subtest  # type: ignore[method-assign,assignment]
