@@ -205,7 +205,7 @@ def summaries(case: Case, folder: Path) -> dict[str, bytes]:
 
 
 def report(case: Case, folder: Path, model: Path) -> bytes:
-    """The HTML report of the finished run `folder/run`, without the time at its top.
+    """The HTML report of the finished run `folder/run`, without the time at its top and without its settings.
 
     Resuming a finished run writes its report again and asks no server.
     """
@@ -216,4 +216,5 @@ def report(case: Case, folder: Path, model: Path) -> bytes:
     added = {json.loads(line)["event"] for line in journal.read_bytes().removeprefix(before).splitlines()}
     assert added <= {"resume", "group", "group_end", "end"}, "the resumed run repeated a rollout"
     page = (folder / "run/report.html").read_bytes()
+    page = re.sub(rb'(<details class="fold settings">).*?(</details>)', rb"\1SETTINGS\2", page, flags=re.DOTALL)
     return re.sub(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", b"TIME", page, count=1)

@@ -57,9 +57,13 @@ def test_the_verdict_comes_once_with_coverage_and_causes(capsys: pytest.CaptureF
     assert "--resume" not in said
 
 
-def test_the_figures_of_an_own_evaluation_are_in_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_of_an_own_evaluation_are_in_the_verdict_and_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own_env.py").write_text(CLASS_ENV)
     assert main(["eval", "own_env.py", "--policy", "oracle"]) == 0
     said = capsys.readouterr()
     assert "  pct 0.25\n" in said.err
     assert "no reward" not in said.err
+    (report,) = Path(said.out.strip()).glob("*.html")
+    page = report.read_text()
+    assert "eval/pct" in page
+    assert "0.25" in page

@@ -229,7 +229,15 @@ class RunOutput:
             meta |= {"resumed": self.resumed} if self.resumed else {}
         report = self.folder.report
         try:
-            write_report(report, Recording(self.folder.journal), meta, self._figures)
+            write_report(
+                report,
+                Recording(self.folder.journal),
+                meta,
+                self._figures,
+                own=self.own,
+                causes=self.failures.causes(),
+                config=self.settings,
+            )
             if self.copy is not None and self.copy.path.is_file():
                 shutil.copyfile(report, self.copy.path.with_suffix(".html"))
         except OSError as error:

@@ -22,12 +22,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from palaestra.core.config import DEFAULT, is_secret
 from palaestra.core.io.durable_files import replaced
 from palaestra.core.printable import StyledText, printable, spans
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.observe.console import duration
+from palaestra.rollouts.observe.failures import Cause
+from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.metrics import Figures
-from palaestra.rollouts.records import Group, InnerCallRecord, Trajectory
+from palaestra.rollouts.records import Beside, Group, InnerCallRecord, Trajectory
 
 BLOCK_CHARS = 100_000
 """How much of one text a page shows: more than anyone scrolls through, little enough for a browser."""
@@ -106,12 +109,13 @@ class PageBudget:
         """Whether the page's size limits texts from now on."""
         return self._left <= 0
 
-    def block(self, text: str, *, diff: bool = False) -> Block:
-        """The text, bounded, coloured by its escape sequences, or as a diff."""
+    def block(self, text: str, *, diff: bool = False, markdown: bool = False) -> Block:
+        """The text, bounded, coloured by its escape sequences, or as a diff, or with its Markdown styled."""
         lines = text.count("\n") + 1
         shown = self._bounded(text.strip("\n"))
         long = lines > _LONG_LINES or len(shown) > _LONG_CHARS
-        return Block(tuple(diff_spans(shown) if diff else spans(shown)), lines, long)
+        styled = diff_spans(shown) if diff else markdown_spans(shown) if markdown else spans(shown)
+        return Block(tuple(styled), lines, long)
 
     def fields(self, entries: Mapping[str, JSON]) -> Fields:
         """The entries of an object, inline or as blocks."""
@@ -197,6 +201,35 @@ def diff_spans(text: str) -> Iterator[StyledText]:
         yield StyledText(printable(line), "t-hunk" if line.startswith(("+++", "---", "diff ")) else css)
 
 
+_FENCE = re.compile(r"^\s*(```|~~~)")
+_HEADING = re.compile(r"^#{1,6} ")
+_STYLED = re.compile(r"(?P<code>`[^`\n]+`)|(?P<bold>\*\*[^*\n]+\*\*)")
+
+
+def markdown_spans(text: str) -> Iterator[StyledText]:
+    """Markdown with its headings, bold text and code styled. Every character stays as it was written."""
+    fenced = False
+    for line in text.splitlines(keepends=True):
+        if _FENCE.match(line):
+            fenced = not fenced
+            yield StyledText(printable(line), "t-code t-dim")
+        elif fenced:
+            yield StyledText(printable(line), "t-code")
+        elif _HEADING.match(line):
+            yield StyledText(printable(line), "t-bold")
+        else:
+            yield from _inline(line)
+
+
+def _inline(line: str) -> Iterator[StyledText]:
+    at = 0
+    for found in _STYLED.finditer(line):
+        yield from spans(line[at : found.start()])
+        yield StyledText(printable(found.group()), "t-code" if found["code"] else "t-bold")
+        at = found.end()
+    yield from spans(line[at:])
+
+
 def _entry(role: str, message: Message, page: PageBudget) -> ShownMessage:
     text = _text(message.get("content"))
     thoughts = [thought for key in _REASONING_KEYS if isinstance(thought := message.get(key), str) and thought]
@@ -205,7 +238,7 @@ def _entry(role: str, message: Message, page: PageBudget) -> ShownMessage:
         text = _THINK.sub("", text)
     return ShownMessage(
         role,
-        content=page.block(text) if text.strip() else None,
+        content=page.block(text, markdown="\x1b" not in text) if text.strip() else None,
         reasoning=[page.block(thought) for thought in dict.fromkeys(thoughts) if thought.strip()],
     )
 
@@ -266,17 +299,27 @@ def as_json(value: JSON, indent: int | None = None) -> str:
         return "(nested too deeply to show)"
 
 
-_STAGES = ("acquire", "setup", "model", "tool", "seal", "grade")
+_STAGES = ("admit", "acquire", "setup", "agent", "model", "tool", "seal", "grade")
+"""The stages of a rollout in their order, each with a colour of its own."""
 
 
 def write_report(
-    path: Path, groups: Iterable[Group], meta: Mapping[str, JSON], figures: Figures, page: PageBudget | None = None
+    path: Path,
+    groups: Iterable[Group],
+    meta: Mapping[str, JSON],
+    figures: Figures,
+    page: PageBudget | None = None,
+    *,
+    own: Mapping[str, float] | None = None,
+    causes: Sequence[Cause] = (),
+    config: Mapping[str, JSON] | None = None,
 ) -> None:
     """Write the page to `path`, atomically. Blocks: call it from a thread during a run.
 
     `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, for the top.
     `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own,
-    any other entry is listed. `page` is how much text fits.
+    any other entry is listed. `page` is how much text fits. `own` are the environment's own metrics, `causes` those of
+    the failures, and `config` the run's recorded settings.
     """
     page = page or PageBudget()
     style, script = _own("report.css"), _own("report.js")
@@ -287,6 +330,10 @@ def write_report(
         groups=(_group_view(group, page) for group in groups),
         numbers=figures.numbers(),
         outcomes=figures.outcomes.most_common(),
+        scores=_score_table(figures),
+        own=[(printable(name), f"{value:.6g}") for name, value in (own or {}).items()],
+        causes=[printable(cause.line()) for cause in causes],
+        settings=_settings(config or {}),
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         policy=f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
@@ -294,6 +341,39 @@ def write_report(
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
         file.writelines(piece.encode() for piece in pieces)
+
+
+def _score_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
+    """The heads and rows of the scores, over all tasks and by category."""
+    found = list(figures.scores())
+    metrics = [name for name in ("mean_reward", "pass_rate", *found[0][1]) if f"{name}/low" in found[0][1]]
+    metrics = list(dict.fromkeys(metrics))
+    rows = []
+    for label, scores in found:
+        cells = [printable(label) or "all tasks", str(scores["tasks"]), f"{scores['scored']} of {scores['planned']}"]
+        for name in metrics:
+            if name not in scores:
+                cells.append("–")
+                continue
+            bounds = (scores[f"{name}/low"], scores[f"{name}/high"]) if f"{name}/low" in scores else None
+            few = scores.get(f"{name}/tasks", scores["tasks"])
+            cells.append(f"{scores[name]:.3f}{in_words(bounds)}{'' if few == scores['tasks'] else f', {few} tasks'}")
+        rows.append(cells)
+    return ["", "tasks", "scored", *(name.replace("_", " ") for name in metrics)], rows
+
+
+def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
+    """The settings that somebody set, with their sources, and the versions."""
+    env, servers = config.get("env") or {}, config.get("openai") or [{}]
+    shown: dict[str, JSON] = {}
+    for name, source in (config.get("sources") or {}).items():
+        part, _, key = name.partition(".")
+        values = env if part == "env" else servers[0] if part == "openai" else {}
+        if source != DEFAULT and key in values and not is_secret(key):
+            shown[f"{name} ({source})"] = values[key]
+    facts = config.get("provenance") or {}
+    names = ("palaestra", "python", "platform", "git_commit", "environment_sha256")
+    return _pairs(shown | {name: facts[name] for name in names if name in facts})
 
 
 def _group_view(group: Group, page: PageBudget) -> dict[str, Any]:
@@ -316,9 +396,15 @@ def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> dic
         "record": trajectory,
         "entries": [*conversation(trajectory.messages, page, len(trajectory.turns)), *inside(trajectory, page)],
         "error": page.block(trajectory.error) if trajectory.error else None,
-        "strip": _strip(trajectory.beside.stages),
+        "strip": _strip(trajectory.beside),
         "metrics": [(printable(name), f"{value:g}") for name, value in trajectory.metrics.items()],
-        "detail": page.fields(trajectory.detail),
+        "detail": page.fields(
+            {
+                name: value
+                for name, value in trajectory.detail.items()
+                if value not in (None, "", [], {}) and trajectory.metrics.get(name) != value
+            }
+        ),
         "facts": _facts(trajectory),
         "turn_notes": _turn_notes(trajectory),
     }
@@ -336,15 +422,22 @@ def _turn_notes(trajectory: Trajectory) -> list[str]:
     return notes
 
 
-def _strip(stages: Mapping[str, float]) -> list[tuple[str, float, float, float]]:
-    """(stage, seconds, left, width) of each stage, the last two in percent."""
+def _strip(beside: Beside) -> list[tuple[str, float, float, float, int]]:
+    """(stage, seconds, left, width, colour) of each stage, left and width in percent. `agent` is the time of the agent
+    apart from its model calls and tools."""
+    stages = dict(beside.stages)
+    if beside.turn_s:
+        stages["model"] = sum(model_s for model_s, _ in beside.turn_s)
+    if "agent" in stages:
+        stages["agent"] = max(0.0, stages["agent"] - stages.get("model", 0.0) - stages.get("tool", 0.0))
     known = [stage for stage in _STAGES if stage in stages]
     names = [*known, *(stage for stage in stages if stage not in _STAGES)]
     total = sum(max(0.0, stages[name]) for name in names) or 1.0
     strip, left = [], 0.0
     for name in names:
         width = 100 * max(0.0, stages[name]) / total
-        strip.append((name, stages[name], left, width))
+        colour = _STAGES.index(name) if name in _STAGES else len(_STAGES)
+        strip.append((name, stages[name], left, width, colour))
         left += width
     return strip
 

@@ -55,8 +55,9 @@
   }
 
   function toggleAll() {
-    const open = !all(".group").every((group) => group.open || group.hidden);
-    all(".group").forEach((group) => { group.open = open; });
+    const folds = all(".group, .rollout").filter((fold) => !fold.hidden);
+    const open = !folds.every((fold) => fold.open);
+    folds.forEach((fold) => { fold.open = open; });
   }
 
   const keys = {

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval, with_interval
+from palaestra.rollouts.observe.pass_at_k import pass_metrics
 from palaestra.rollouts.records import Beside, Group, Trajectory
 
 
@@ -35,6 +36,7 @@ class Figures:
         self._turns = 0
         self._costs = _numbers()
         self._rewards = _numbers()
+        self._categories: dict[str, str] = {}
         self._tasks: defaultdict[str, array[float]] = defaultdict(_numbers)
         self._lost: Counter[str] = Counter()
         self._ran: Counter[str] = Counter()
@@ -80,6 +82,8 @@ class Figures:
             self._blamed[trajectory.blame.value][trajectory.task_id] += 1
         if trajectory.cost is not None:
             self._costs.append(trajectory.cost)
+        if isinstance(category := trajectory.detail.get("category"), str) and category:
+            self._categories[trajectory.task_id] = category
         for name, value in trajectory.metrics.items():
             self._metrics[name].append(float(value))
 
@@ -108,6 +112,16 @@ class Figures:
     def outcomes(self) -> Counter[str]:
         """The number of rollouts by outcome."""
         return self._outcomes
+
+    def scores(self) -> Iterator[tuple[str, dict[str, JSON]]]:
+        """The scores of all tasks, under the empty name, and of each category if there are any: the metrics of
+        `pass_metrics`, `tasks` and `planned` rollouts."""
+        for name in ("", *sorted(set(self._categories.values()))):
+            tasks = [task for task in self._tasks if not name or self._categories.get(task) == name]
+            rewards = [self._tasks[task] for task in tasks]
+            planned = sum(len(self._tasks[task]) + self._lost[task] for task in tasks)
+            attempts = self._group_size or max(map(len, rewards), default=0)
+            yield name, {"tasks": len(tasks), "planned": planned, **pass_metrics(rewards, attempts)}
 
     def _counts(self) -> dict[str, float]:
         rollouts = self._totals["rollouts"]

@@ -1,0 +1,55 @@
+"""`palaestra report RUN`: the HTML report of a run, also while it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(
+    "report",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Write the HTML report of a run, also while it goes on.
+
+    \b
+      palaestra report last
+      palaestra report RUN --out report.html
+
+    The report shows scores with pass@k and categories, cost, failures, settings, and every finished group with its
+    conversations. A run writes it at its end; this command writes it again at any time, from the journal, which is only
+    read. RUN is a run's folder, an id or `last`. The path goes to stdout.
+    """,
+)
+@click.argument("run")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file. [default: RUN/report.html]")
+def command(run: str, out: Path | None) -> None:
+    from palaestra.core.errors import ConfigError
+    from palaestra.rollouts.export.html import write_report
+    from palaestra.rollouts.finished_run import open_run
+    from palaestra.rollouts.observe.failures import Failures
+    from palaestra.rollouts.observe.metrics import Figures, group_size
+
+    found = open_run(run)
+    recording, path = found.recording, out or found.path / "report.html"
+    figures, failures = Figures(group_size(recording.meta.config)), Failures()
+    for group in recording:
+        figures.add(group)
+        failures.add(group)
+    meta = {"env": recording.meta.env, "model": recording.meta.model, "started_at": recording.meta.started_at}
+    meta |= {"run": str(found.path), "state": found.status.state}
+    if recording.unfinished:
+        meta["unfinished groups"] = recording.unfinished
+    try:
+        write_report(
+            path,
+            recording,
+            meta,
+            figures,
+            own={name: value for name, value in found.metrics.items() if name.startswith("eval/")},
+            causes=failures.causes(),
+            config=recording.meta.config,
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
+    click.echo(path)

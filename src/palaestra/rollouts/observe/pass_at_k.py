@@ -1,0 +1,39 @@
+"""pass@k, pass rate and mean reward of tasks from their rewards, with the intervals of `intervals.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from palaestra.core.types import JSON
+from palaestra.rollouts.observe.intervals import Cluster, mean_interval, pass_interval, share_interval, with_interval
+
+PASSED = 1.0
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """The chance that at least one of `k` attempts passes, if `passed` of `n >= k` did: the unbiased estimate of Chen
+    et al. 2021 (arXiv:2107.03374), eq. 1."""
+    if not 0 <= passed <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be told from {passed} of {n}")
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def pass_metrics(rewards: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
+    """`scored`, `pass_rate`, `mean_reward`, and `pass@k` for k of 1, 2, 4 … up to the attempts, of the scored rewards
+    of each task. A task with fewer than k rewards is left out of pass@k; `pass@k/tasks` counts the others."""
+    counts = [(len(scored), sum(reward >= PASSED for reward in scored)) for scored in rewards]
+    total, passed = sum(n for n, _ in counts), sum(each for _, each in counts)
+    found: dict[str, JSON] = {"scored": total}
+    if total:
+        shares = share_interval([Cluster(each, n) for n, each in counts])
+        found |= with_interval("pass_rate", passed / total, shares)
+        found |= with_interval("mean_reward", sum(map(sum, rewards)) / total, mean_interval(rewards))
+    for k in sorted({attempts, *(1 << power for power in range(attempts.bit_length()) if 1 << power <= attempts)}):
+        tried = [(n, each) for n, each in counts if n >= k]
+        if tried:
+            rates = [pass_at_k(n, each, k) for n, each in tried]
+            interval = pass_interval(rates, sum(n for n, _ in tried) / k)
+            found |= with_interval(f"pass@{k}", sum(rates) / len(rates), interval)
+            found[f"pass@{k}/tasks"] = len(rates)
+    return found
