@@ -29,6 +29,7 @@ async def right(task, sandbox):
     [
         ["my_env.py", "--tasks", "2", "--only", "git-log-all", "--json", "--env.n", "3"],
         ["--tasks", "2", "--only", "git-log-all", "--json", "my_env.py", "--env.n", "3"],
+        ["--env.n", "3", "my_env.py", "--tasks", "2", "--only", "git-log-all", "--json"],
     ],
 )
 def test_flags_mean_the_same_in_every_place(
@@ -38,8 +39,3 @@ def test_flags_mean_the_same_in_every_place(
     Path("my_env.py").write_text(ENV)
     assert main(["env", "check", *words]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"] == ["w0", "w1"]
-
-
-def test_settings_come_after_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "check", "--env.n", "3", "my_env.py"]) == 2
-    assert "after the environment" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["rnu"], "Did you mean run?"),
         (["doctor", "--jsn"], "Did you mean '--json'?"),
         (["run"], "Missing argument 'ENV'"),
-        (["run", "--policy", "oracle", "my_env.py"], "settings come after the environment"),
+        (["run", "--policy", "oracle"], "Missing argument 'ENV'"),
         (["tasks", "build", "swe"], "--out"),
     ],
 )

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slots
 async def slots(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> JSON:
     """Run the command beside a running loop."""
     places = ["--directory", str(tmp_path / "services"), "--store", str(tmp_path / "store"), "--json"]
-    command = ["slots", *words, *places]
+    command = ["slots", *words, *places, *(["--yes"] if words[0] == "clean" and "--dry-run" not in words else [])]
     assert await asyncio.to_thread(main, command) == 0
     return json.loads(capsys.readouterr().out)
 

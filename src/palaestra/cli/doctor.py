@@ -52,10 +52,14 @@ if TYPE_CHECKING:
     """,
 )
 @click.argument("target", required=False, metavar="[URL | FOLDER]")
-@click.option("--model", help="The model's name at the server; its tokenizer is taken unless --tokenizer names one.")
+@click.option(
+    "--model", "-m", help="The model's name at the server; its tokenizer is taken unless --tokenizer names one."
+)
 @click.option("--api-key", envvar="PALAESTRA_OPENAI_API_KEY", help="Sent as a bearer token.")
 @click.option("--tokenizer", help="A folder, or a model's name.")
-@click.option("--parser", default="hermes", show_default=True, help="How the model writes tool calls.")
+@click.option(
+    "--tool-parser", "--parser", "parser", default="hermes", show_default=True, help="How the model writes tool calls."
+)
 @click.option("--type", "server_type", type=click.Choice(["vllm", "sglang", "openai"]), help="Do not find out.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings
 from palaestra.cli.main import PluginGroup
+from palaestra.cli.run import first_word
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import printable
@@ -69,8 +71,9 @@ def list_environments(as_json: bool) -> None:
 
 @command.command("new", context_settings=_CONTEXT)
 @click.option("--class", "as_class", is_flag=True, help="Write the class form instead of a function.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("name")
-def new(as_class: bool, name: str) -> None:
+def new(as_class: bool, as_json: bool, name: str) -> None:
     """Write a new environment NAME_env.py, one file that runs as it is.
 
     \b
@@ -83,14 +86,14 @@ def new(as_class: bool, name: str) -> None:
     from palaestra.envs.scaffold import write_environment
 
     path = write_environment(name, Path(FOLDER) if Path(FOLDER).is_dir() else Path(), as_class=as_class)
-    click.echo(path)
+    click.echo(json.dumps({"path": str(path), "form": "class" if as_class else "function"}) if as_json else path)
     click.echo(f"next: palaestra run {path} --policy oracle; palaestra env check {path}", err=True)
 
 
 @command.command("show", context_settings=_CONTEXT)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--example-config", is_flag=True, help="Print its example configuration file, for --config.")
-@click.argument("environment", metavar="ENV")
+@click.argument("environment", metavar="ENV", shell_complete=complete_environments)
 def show(as_json: bool, example_config: bool, environment: str) -> None:
     """Show an environment and its own settings.
 
@@ -234,12 +237,12 @@ def _starts(file: Path, text: str) -> bool:
     return ended.returncode == 0
 
 
-@command.command("check", context_settings={**_CONTEXT, "ignore_unknown_options": True})
+@command.command("check", cls=SettingsCommand, context_settings={**_CONTEXT, "ignore_unknown_options": True})
 @click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Tasks to play.")
 @click.option("--only", multiple=True, metavar="CHEAT", help="Only this cheat; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.argument("environment", metavar="ENV")
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+@click.argument("environment", metavar="ENV", shell_complete=complete_environments)
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
 @click.pass_context
 def check(
     context: click.Context,
@@ -259,11 +262,10 @@ def check(
     Every policy plays the same tasks with the real loop, slots and grading. Settings of the environment follow ENV. The
     exit code is 1 if a policy got another score than it must.
     """
-    if environment.startswith("-"):
-        raise ConfigError(f"settings come after the environment: palaestra env check ENV {environment} …")
+    environment, others = first_word([environment, *settings], "ENV")
     from palaestra.envs.cheats.proof import check_environment
 
-    proof = check_environment(environment, settings, tasks=tasks, only=only, quiet=as_json)
+    proof = check_environment(environment, others, tasks=tasks, only=only, quiet=as_json)
     if as_json:
         click.echo(json.dumps(proof.to_json(), indent=2))
     else:

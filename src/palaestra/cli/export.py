@@ -14,6 +14,8 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
+from palaestra.cli.completion import complete_formats, complete_runs
+
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import Exporter, ExportReport
     from palaestra.rollouts.journal.reader import Recording
@@ -48,8 +50,16 @@ class _Help(click.Command):
     to stdout; what is not in the file, and why, to stderr.
     """,
 )
-@click.argument("run")
-@click.option("--to", "name", metavar="FORMAT", default="", help="One of the formats, or package.module:Class.")
+@click.argument("run", shell_complete=complete_runs)
+@click.option(
+    "--to",
+    "--format",
+    "name",
+    metavar="FORMAT",
+    default="",
+    shell_complete=complete_formats,
+    help="One of the formats, or package.module:Class.",
+)
 @click.option(
     "--out", type=click.Path(path_type=Path, allow_dash=True), help="The file, or a folder for it; - for stdout."
 )

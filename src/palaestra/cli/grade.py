@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.completion import complete_runs
+
 if TYPE_CHECKING:
     from palaestra.envs.run.grade import Regraded
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     code is 1 if a check failed.
     """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @click.option("--env", "environment", metavar="FILE.py:NAME", help="The environment, if its file has moved.")
 @click.option("--network", is_flag=True, help="Give the checks the network that their tasks ask for.")
 @click.option("--json", "as_json", is_flag=True, help="Print every rollout as one line of JSON.")

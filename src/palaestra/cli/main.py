@@ -17,9 +17,8 @@ import click
 
 from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.exits import report_failure
+from palaestra.core.exits import run_program
 from palaestra.core.io import plugins
-from palaestra.core.printable import guard_terminals
 
 COMMANDS = {
     "run": "Roll out an environment.",
@@ -42,6 +41,7 @@ COMMANDS = {
     "serve": "Run servers for trainers, slots, tools and models.",
     "slots": "List and clean up slots and workspaces on this machine.",
     "doctor": "Report what this machine can isolate, or check a model server.",
+    "completion": "Print the completion script of a shell.",
 }
 """Each subcommand is `palaestra.cli.<name>.command`."""
 
@@ -52,6 +52,10 @@ _EXAMPLES = """\b
 """
 
 _EXIT_CODES = """\b
+Every command takes -q (only errors on stderr) and -v (the log, and tracebacks of errors); commands with --json
+print an error as JSON, too.
+
+\b
 Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than allowed, or paused,
 4 model server unreachable or refused, 5 isolation unavailable, 130 interrupted or drained."""
 
@@ -147,21 +151,25 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Reports failures and returns an exit code of `palaestra.core.exits`."""
-    guard_terminals()
+    return run_program(sys.argv[1:] if argv is None else argv, _invoke)
+
+
+def _invoke(words: list[str]) -> int:
+    """Run the command of these words. Raises the errors of this package for those of click and of a full disk."""
     try:
-        return cli.main(argv, standalone_mode=False) or 0
+        return cli.main(words, prog_name="palaestra", standalone_mode=False) or 0
+    except click.UsageError as error:
+        place = f". See `{error.ctx.command_path} --help`" if error.ctx is not None else ""
+        raise ConfigError(f"{error.format_message().rstrip('.')}{place}") from None
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        raise ConfigError(error.format_message()) from None
     except click.Abort:
-        return report_failure(KeyboardInterrupt())
+        raise KeyboardInterrupt from None
     except OSError as error:
         if error.errno not in _NO_ROOM or error.filename is not None:
-            return report_failure(error)
+            raise
         _silence()
-        return report_failure(DiskError(f"cannot write the output: {error.strerror}"))
-    except BaseException as error:
-        return report_failure(error)
+        raise DiskError(f"cannot write the output: {error.strerror}") from None
 
 
 def _silence() -> None:

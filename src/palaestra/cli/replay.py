@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.completion import complete_runs
 from palaestra.core.exits import FAILED
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _SHOWN = 20
     played; 2 when the run cannot be.
     """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @click.option("--environment", metavar="FILE.py:NAME", help="The file of the environment.")
 @click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
 @click.option("--tasks", type=click.IntRange(min=1), help="Only the first so many tasks.")

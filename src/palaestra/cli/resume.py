@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import click
 
+from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
+from palaestra.cli.run import first_word
+
 
 @click.command(
     "resume",
+    cls=SettingsCommand,
     context_settings={
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
@@ -18,14 +22,15 @@ import click
       palaestra resume last
       palaestra resume 20260101T000000Z-0a1b --max-cost 20
       palaestra resume last --tasks 200            # a finished run can be extended
+      palaestra resume last --dry-run              # only show what is kept and what would be run
 
     RUN is a run's folder, an id or the beginning of one, or `last`. Settings come from the run's record; those that
     follow RUN replace them. Keys and tokens are not recorded: they come from variables, `.env` or flags again. Finished
     groups are kept, and rollouts continue after their last finished turn.
     """,
 )
-@click.argument("run")
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+@click.argument("run", shell_complete=complete_runs)
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
 @click.pass_context
 def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None:
     from palaestra.envs.run.command import run_command
@@ -34,6 +39,7 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.status import RunReader
 
+    run, others = first_word([run, *settings], "RUN")
     recording = open_recording(run)
     recorded, folder = recording.meta.config, recording.path.parent.resolve()
     status = RunReader(recording.path).read()
@@ -48,5 +54,5 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
         env = {name: value for name, value in dict(recorded.get("env") or {}).items() if name not in HOST_SETTINGS}
         recorded = {**recorded, "env": env}
     with where_it_ran(recorded):
-        words = [verb, "--resume", str(folder), *settings]
+        words = [verb, "--resume", str(folder), *others]
         context.exit(run_command(form, words, prog=f"palaestra resume {run}", recorded=recorded))

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings
 from palaestra.core.errors import ConfigError
+
+
+def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
+    """The first word that is neither a flag nor the value of one, and the other words after it: settings may also come
+    before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a word."""
+    from palaestra.envs.config.command_line import SWITCHES
+
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        place += 1 if "=" in words[place] or words[place] in SWITCHES else 2
+    if place >= len(words):
+        raise ConfigError(f"Missing argument {name!r}")
+    before, after = list(words[:place]), list(words[place + 1 :])
+    return words[place], [*after, *before]
 
 
 def front_door(verb: str, help_text: str, *words: str) -> click.Command:
@@ -14,6 +30,7 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
 
     @click.command(
         verb,
+        cls=SettingsCommand,
         context_settings={
             "ignore_unknown_options": True,
             "allow_interspersed_args": False,
@@ -21,19 +38,18 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
         },
         help=help_text,
     )
-    @click.argument("environment", metavar="ENV")
-    @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+    @click.argument("environment", metavar="ENV", shell_complete=complete_environments)
+    @click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
     @click.pass_context
     def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
-        if environment.startswith("-"):
-            raise ConfigError(f"settings come after the environment: palaestra {verb} ENV {environment} …")
+        environment, others = first_word([environment, *settings], "ENV")
         from palaestra.envs.config.layers import exported, read_dotenv
         from palaestra.envs.discovery import load_environment
         from palaestra.envs.run.command import run_command
 
         with exported(read_dotenv(Path.cwd())):  # a script may read them when it is loaded
             form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"
-            code = run_command(form, [*words, *settings], prog=prog, command="process")
+            code = run_command(form, [*words, *others], prog=prog, command="process")
         context.exit(code)
 
     return command
@@ -62,7 +78,9 @@ command = front_door(
       --max-cost C       pause at this cost; needs --env.prompt_price and --env.completion_price
       --max-infra-rate R pause when infrastructure failures end more of the last 100 rollouts (default 0.2)
       --metrics-port P   Prometheus text on localhost
-      --resume RUN       continue a run that was killed or interrupted; repeat the rest of the line
+      --resume RUN       continue a run (`palaestra resume RUN` needs no further words)
+      --out FILE.jsonl   also write the groups there     --dry-run      only show what would be run
+      --json             print the result as JSON instead of the run's folder
       --env.FIELD V, --openai.FIELD V, --config FILE.yaml, --show-config
     """,
 )

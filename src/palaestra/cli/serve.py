@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.serve_tools import executor, read_token, token_file, tools
+from palaestra.cli.serve_tools import executor, json_option, print_url, read_token, token_file, tools
 from palaestra.core.exits import told_to_stop
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -46,9 +46,18 @@ def command() -> None:
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
 @click.option("--store", type=click.Path(path_type=Path, dir_okay=False), help="The file that keeps what was received.")
-@click.option("--max-groups", type=click.IntRange(min=1), default=10_000, show_default=True, help="That may wait.")
-@click.option("--max-mib", type=click.IntRange(min=1), default=2048, show_default=True, help="Of groups that may wait.")
+@click.option(
+    "--max-groups",
+    type=click.IntRange(min=1),
+    default=10_000,
+    show_default=True,
+    help="Most groups that may wait for the trainer.",
+)
+@click.option(
+    "--max-mib", type=click.IntRange(min=1), default=2048, show_default=True, help="Most MiB of groups that may wait."
+)
 @token_file
+@json_option
 def api(host: str, port: int, store: Path | None, max_groups: int, max_mib: int, token_file: Path | None) -> None:
     token = read_token(token_file, "TRAJECTORY_SERVER_TOKEN")
     asyncio.run(_serve(host, port, store, max_groups, max_mib << 20, token))
@@ -61,7 +70,7 @@ async def _serve(
 
     stop = told_to_stop()
     async with serving(host, port, store=store, most_groups=most_groups, most_bytes=most_bytes, token=token) as url:
-        click.echo(url)
+        print_url(url)
         click.echo(f"kept in {store}" if store else "kept in memory only; --store FILE survives a restart", err=True)
         await stop.wait()
 
@@ -88,6 +97,7 @@ async def _serve(
 @click.option("--device", help="cpu, cuda, …; the best there is when left out.")
 @click.option("--seed", type=int, help="Of requests that bring none; equal seeds sample equally.")
 @token_file
+@json_option
 @click.argument("model")
 def model(
     host: str, port: int, tool_parser: str, device: str | None, seed: int | None, token_file: Path | None, model: str
@@ -110,7 +120,7 @@ async def _serve_model(
     engine = TransformersEngine(config, device=device, seed=seed)
     await engine.start()
     try:
-        await serve_model(engine, host, port, click.echo, stop, token)
+        await serve_model(engine, host, port, print_url, stop, token)
     finally:
         await engine.aclose()
 

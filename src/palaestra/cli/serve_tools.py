@@ -38,6 +38,20 @@ token_file = click.option(
 )
 
 
+def _remember(context: click.Context, parameter: click.Parameter, as_json: bool) -> None:
+    context.meta[__name__] = as_json
+
+
+json_option = click.option(
+    "--json", is_flag=True, expose_value=False, callback=_remember, help="Print the address as JSON."
+)
+
+
+def print_url(url: str) -> None:
+    """Print the address of a server that is ready, as `--json` says."""
+    click.echo(json.dumps({"url": url}) if click.get_current_context().meta[__name__] else url)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToolsOptions:
     """The flags of `serve tools`."""
@@ -75,6 +89,7 @@ class _ToolsOptions:
 @click.option("--mcp", "mcp_files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers.")
 @click.option("--lease-s", type=click.FloatRange(min=1), default=3600.0, show_default=True)
 @token_file
+@json_option
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 def tools(**options: JSON) -> None:
     asyncio.run(_serve_tools(_ToolsOptions(**options)))
@@ -101,7 +116,7 @@ async def _serve_tools(options: _ToolsOptions) -> None:
         for name, reason in registry.missing.items():
             click.echo(f"note: {name} is left out: {reason}", err=True)
         async with server.serving(options.host, options.port) as url:
-            click.echo(url)
+            print_url(url)
             click.echo(f"serves {' '.join(server.tools.list_tools())}", err=True)
             await stop.wait()
 
@@ -215,6 +230,7 @@ class _ExecutorOptions:
 @click.option("--lease-s", type=click.FloatRange(min=1), default=1800.0, show_default=True)
 @click.option("--drain-s", type=click.FloatRange(min=0), default=60.0, show_default=True)
 @token_file
+@json_option
 def executor(**given: JSON) -> None:
     options = _ExecutorOptions(**given)
     settings = executor_settings(os.environ)
@@ -250,7 +266,7 @@ async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings)
         ):
             service = ExecutorService(running, pool, token=settings.token, lease_s=options.lease_s)
             async with service.serving(options.host, options.port) as url:
-                click.echo(url)
+                print_url(url)
                 click.echo(f"slots: {pool.limit}; isolation {pool.rung.label}", err=True)
                 if weak := WARNINGS.get(pool.rung):
                     click.echo(f"WARNING: isolation {pool.rung.label}: {weak}", err=True)

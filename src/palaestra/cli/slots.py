@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from palaestra.core.errors import ConfigError
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
@@ -19,7 +21,11 @@ _directory = click.option(
     "--directory", type=click.Path(path_type=Path), help="Where the services are. Default: the user's own under /run."
 )
 _store = click.option(
-    "--store", type=click.Path(path_type=Path), help="The store of prepared workspaces. Default: the user's own."
+    "--workspace-store",
+    "--store",
+    "store",
+    type=click.Path(path_type=Path),
+    help="The store of prepared workspaces. Default: the user's own.",
 )
 _as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 
@@ -80,24 +86,49 @@ def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> Non
       palaestra slots clean                  only what nobody owns
       palaestra slots clean --services       also end services that no process is attached to
       palaestra slots clean --workspaces     also remove prepared workspaces that are not in use
-      palaestra slots clean --all            both
+      palaestra slots clean --all --dry-run  both; only list what would be removed
+
+    It lists what it would remove and asks. --yes removes without a question, for scripts.
     """,
 )
 @click.option("--services", is_flag=True, help="End services that no process is attached to, with their slots.")
 @click.option("--workspaces", is_flag=True, help="Remove prepared workspaces that are not in use.")
 @click.option("--all", "everything", is_flag=True, help="Both.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @_directory
 @_store
 @_as_json
 def clean(
-    services: bool, workspaces: bool, everything: bool, directory: Path | None, store: Path | None, as_json: bool
+    services: bool,
+    workspaces: bool,
+    everything: bool,
+    yes: bool,
+    dry_run: bool,
+    directory: Path | None,
+    store: Path | None,
+    as_json: bool,
 ) -> None:
-    gone = asyncio.run(_clean(services or everything, workspaces or everything, directory, store))
+    def swept(*, only_list: bool) -> dict[str, list[str]]:
+        return asyncio.run(_clean(services or everything, workspaces or everything, directory, store, only_list))
+
+    if not (yes or dry_run):
+        if not sys.stdin.isatty():
+            raise ConfigError("nobody can be asked here: repeat it with --yes, or with --dry-run to see what would go")
+        listed = swept(only_list=True)
+        _show_swept(listed, err=True)
+        if not any(listed.values()) or not click.confirm("Remove them?", err=True):
+            return
+    gone = swept(only_list=dry_run)
     if as_json:
         click.echo(json.dumps(gone, indent=2))
-        return
-    for what, names in gone.items():
-        click.echo(f"{what}: {', '.join(names) if names else 'nothing to remove'}")
+    else:
+        _show_swept(gone)
+
+
+def _show_swept(found: dict[str, list[str]], *, err: bool = False) -> None:
+    for what, names in found.items():
+        click.echo(printable(f"{what}: {', '.join(names) if names else 'nothing to remove'}"), err=err)
 
 
 async def _found(directory: Path | None, store: Path | None) -> dict[str, list[JSON]]:
@@ -123,22 +154,29 @@ async def _found(directory: Path | None, store: Path | None) -> dict[str, list[J
     }
 
 
-async def _clean(services: bool, workspaces: bool, directory: Path | None, store: Path | None) -> dict[str, list[str]]:
+async def _clean(
+    services: bool, workspaces: bool, directory: Path | None, store: Path | None, only_list: bool
+) -> dict[str, list[str]]:
+    """Remove what nobody needs, or only list it; the names."""
     from palaestra.sandbox.host_tools import find_control_groups, sweep_control_groups
     from palaestra.sandbox.service import service_client
 
-    swept = sweep_control_groups(find_control_groups())
+    swept = sweep_control_groups(find_control_groups(), only_list)
     gone: dict[str, list[str]] = {"control groups": swept, "services": [], "workspaces": []}
     for path in _sockets(directory) if services else ():
         seen = await service_client.look(path)
         if seen is not None and not seen.attached:
-            await service_client.end(path)
+            if not only_list:
+                await service_client.end(path)
             gone["services"].append(seen.name)
-    gone["services"] += await service_client.sweep(directory or service_client.default_directory())
+    folder = directory or service_client.default_directory()
+    gone["services"] += await service_client.sweep(folder, only_list=only_list)
     kept = _open(store)
     if kept is not None:
-        gone["workspaces"] = [f"{kept.sweep()} half-made"] if kept.halves() else []
-        gone["workspaces"] += [entry.key[:12] for entry in kept.entries() if workspaces and kept.remove(entry.key)]
+        halves = kept.halves()
+        gone["workspaces"] = [f"{len(halves) if only_list else kept.sweep()} half-made"] if halves else []
+        entries = kept.entries() if workspaces else []
+        gone["workspaces"] += [entry.key[:12] for entry in entries if only_list or kept.remove(entry.key)]
     return gone
 
 

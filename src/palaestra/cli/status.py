@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.completion import complete_runs
+
 if TYPE_CHECKING:
     from palaestra.rollouts.observe.status import RunStatus
 
@@ -30,7 +32,7 @@ _SHOWN = 5
     (with 95 % intervals), the time of each stage, tokens, cost and disk. --watch repeats it until the run has ended.
     """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @click.option("--watch", is_flag=True, help="Repeat until the run has ended.")
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between two readings."

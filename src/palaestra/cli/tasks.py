@@ -20,7 +20,7 @@ def command() -> None:
     \b
       palaestra tasks build swe --out tasks.jsonl
       palaestra tasks build swe --package iniconfig==2.1.0 --out tasks.jsonl
-      palaestra tasks build terminal --n 1000 --seed 7 --out tasks.jsonl
+      palaestra tasks build terminal --tasks 1000 --seed 7 --out tasks.jsonl
     """
 
 
@@ -30,5 +30,5 @@ def build_group() -> None:
 
     \b
       palaestra tasks build swe --out tasks.jsonl
-      palaestra tasks build terminal --n 1000 --seed 7 --out tasks.jsonl
+      palaestra tasks build terminal --tasks 1000 --seed 7 --out tasks.jsonl
     """

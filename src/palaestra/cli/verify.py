@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from palaestra.cli.completion import complete_runs
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import FAILED, report
 
@@ -29,7 +30,7 @@ from palaestra.core.exits import FAILED, report
     named with its place, and the exit code is 1. A run whose server only chatted has nothing to prove: exit code 2.
     """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @click.option("--groups", type=click.Path(path_type=Path), help="Another file of the groups than the one in RUN.")
 @click.option("--rows", "exported", type=click.Path(path_type=Path, exists=True), help="A file of exported rows.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")

@@ -8,11 +8,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
+import json
+import logging
 import signal
 import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from palaestra.core.errors import PalaestraError
+from palaestra.core.printable import guard_terminals
 from palaestra.core.redaction import redacted
 from palaestra.core.user_code import leaves
 
@@ -29,32 +37,96 @@ class ProcessFailure:
 
     exit_code: int
     message: str
+    kind: str = ""
+    """The name of the error's class."""
+
+
+JSON_FLAG = "--json"
+_QUIET, _VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
+
+
+def run_program(argv: Sequence[str], body: Callable[[list[str]], int]) -> int:
+    """Run a command line, report its failures, and return its exit code.
+
+    Two flags count in every place of `argv`, which `body` gets without them: -q drops everything on stderr but the
+    error that ends the program, -v adds the log and the traceback of that error. With --json, that error is one line of
+    JSON.
+    """
+    guard_terminals()
+    words = [word for word in argv if word not in (*_QUIET, *_VERBOSE)]
+    verbose = any(word in _VERBOSE for word in argv)
+    with contextlib.ExitStack() as stack:
+        if verbose:
+            stack.enter_context(_logged())
+        if any(word in _QUIET for word in argv):
+            stack.enter_context(contextlib.redirect_stderr(_OnlyErrors(sys.stderr)))
+        try:
+            return body(words)
+        except BaseException as error:
+            if verbose and read_failure(error) is not None:
+                traceback.print_exception(error)
+            return report_failure(error, as_json=JSON_FLAG in words)
+
+
+class _OnlyErrors(io.TextIOBase):
+    """Standard error that drops every text. `errors_to` is where `report` writes."""
+
+    def __init__(self, errors_to: TextIO) -> None:
+        self.errors_to = errors_to
+
+    def write(self, text: str) -> int:
+        """Drop the text."""
+        return len(text)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Write the package's log to stderr."""
+    log, handler = logging.getLogger("palaestra"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def read_failure(error: BaseException) -> ProcessFailure | None:
     """The failure that `error` means to a user, or None for a bug. In a group of errors, one bug makes it a bug."""
     found = list(leaves(error))
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
-        return ProcessFailure(INTERRUPTED, "interrupted; what was finished is kept")
+        return ProcessFailure(INTERRUPTED, "interrupted; what was finished is kept", "KeyboardInterrupt")
     known = [leaf for leaf in found if isinstance(leaf, PalaestraError)]
     others = [leaf for leaf in found if not isinstance(leaf, (PalaestraError, asyncio.CancelledError))]
     if others or not known:
         return None
     messages = dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in known)
-    return ProcessFailure(known[0].exit_code, "\n".join(messages))
+    return ProcessFailure(known[0].exit_code, "\n".join(messages), type(known[0]).__name__)
 
 
-def report_failure(error: BaseException) -> int:
+def report_failure(error: BaseException, *, as_json: bool = False) -> int:
     """Report a failure on stderr and return its exit code. Raises a bug as it is."""
     failure = read_failure(error)
     if failure is None:
         raise error
-    report(failure.message)
+    if as_json:
+        facts = {"kind": failure.kind, "message": redacted(failure.message), "exit_code": failure.exit_code}
+        _write_error(json.dumps({"error": facts}))
+    else:
+        report(failure.message)
     return failure.exit_code
 
 
 def report(message: str) -> None:
-    sys.stderr.write(f"error: {redacted(message)}\n")
+    _write_error(f"error: {redacted(message)}")
+
+
+def _write_error(line: str) -> None:
+    stream: TextIO = getattr(sys.stderr, "errors_to", sys.stderr)
+    stream.write(f"{line}\n")
 
 
 def told_to_stop() -> asyncio.Event:

@@ -51,6 +51,9 @@ class FunctionEnvironment(EvaluatedEnvironment):
         metrics = pass_at_k.figures(trajectories, attempts, tasks=len(done))
         return {"task": self.name, "metrics": metrics, "samples": list(map(pass_at_k.sample, trajectories))}
 
+    def evaluated_tasks(self) -> AsyncIterator[Task]:
+        return self.evaluating().tasks()
+
     def evaluating(self) -> Self:
         other = copy(self)
         other._evaluating = True

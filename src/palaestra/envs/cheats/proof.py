@@ -222,8 +222,8 @@ def parse_settings(
         env_values=env_values or {},
         command="process",
     ).parse(["process", "--policy", "noop", *settings], shell_variables(dotenv), dotenv)
-    if not isinstance(parsed, Parsed):
-        raise ConfigError("only settings are accepted here: use --help and --show-config with palaestra run")
+    if not isinstance(parsed, Parsed) or parsed.dry_run:
+        raise ConfigError("only settings are accepted here: use --help, --show-config and --dry-run with palaestra run")
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
         parsed.env_config.take_variables({**dotenv, **os.environ})
     return parsed

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from palaestra.core.config import DEFAULT, ConfigLayer, Merged, has_effect, is_secret, merge, nearest
@@ -28,6 +29,7 @@ from palaestra.envs.config.layers import (
     DOTENV,
     Annotation,
     FileSettings,
+    choices,
     describe,
     holds_texts,
     read_environ,
@@ -55,6 +57,8 @@ SHORT_FORMS = {
     "--samples": "env.group_size",
     "--to": "env.rollout_server_url",
     "--out": "env.data_path_to_save_groups",
+    "--tool-parser": "openai.tool_parser",
+    "--workspace-store": "env.workspace_store",
     "--concurrency": "env.max_num_workers",
     "--slots": "env.slots",
     "--backend": "env.tool_pool_mode",
@@ -62,6 +66,8 @@ SHORT_FORMS = {
     "--max-infra-rate": "env.max_infra_rate",
     "--metrics-port": "env.metrics_port",
     "--keep-workspaces": "env.save_workspaces",
+    "-m": "openai.model_name",
+    "-o": "env.data_path_to_save_groups",
 }
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
@@ -77,7 +83,10 @@ _ON_COMMAND_LINE = (
     "%s was on the command line, where other users of this machine could read it until now: put it in a --config file "
     "that only you can read, or in an environment variable"
 )
-_OWN = ("--policy", "--resume", "--config", "--mcp", "--slurm", "--testing", "--show-config", "--help", "--help-all")
+SWITCHES = ("--slurm", "--testing", "--show-config", "--dry-run", "--json", "--help", "--help-all", "--keep-workspaces")
+"""Flags that stand alone."""
+
+_OWN = ("--policy", "--resume", "--config", "--mcp", *SWITCHES)
 RECORDED = "the recorded run"
 """The source of a setting that a resumed run was given when it began."""
 
@@ -125,6 +134,8 @@ class Parsed(Generic[EnvT_co, ServerT_co]):
     resume: Path | None = None
     slurm: bool = False
     testing: bool = False
+    dry_run: bool = False
+    as_json: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
@@ -237,7 +248,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         match written:
             case "--show-config":
                 given.show_config = bool(self._read(bool, written, words))
-            case "--slurm" | "--testing":
+            case "--slurm" | "--testing" | "--dry-run" | "--json":
                 given.switches[written[2:]] = bool(self._read(bool, written, words))
             case "--config":
                 given.files += [read_file(Path(word)) for word in words or [self._read(str, written, words)]]
@@ -283,6 +294,21 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield from (*_OWN, *SHORT_FORMS)
         yield from (f"--env.{name}" for name in self.env_type.model_fields)
         yield from (f"--openai.{name}" for name in self.server_type.model_fields)
+
+    def about_flag(self, written: str) -> str:
+        """The description of the setting that a flag sets; empty for other flags."""
+        found = self._field(written)
+        return found.description or "" if found is not None else ""
+
+    def choices(self, written: str) -> list[str]:
+        """The values of a flag whose setting takes one of a list; empty for other flags."""
+        found = self._field(written)
+        return choices(found.annotation) if found is not None else []
+
+    def _field(self, written: str) -> FieldInfo | None:
+        group, _, name = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
+        model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
+        return model_type.model_fields.get(name.replace("-", "_")) if model_type is not None else None
 
     def _env_layers(self, command: str, given: _Given, variables: Variables) -> Iterator[ConfigLayer]:
         fields = self.env_type.model_fields
@@ -339,6 +365,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             resume=given.resume,
             slurm=switches.get("slurm", False),
             testing=switches.get("testing", False),
+            dry_run=switches.get("dry-run", False),
+            as_json=switches.get("json", False),
             sources=sources,
             notices=(
                 *replaced,
@@ -418,8 +446,8 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
 
 
 def _is_flag(word: str) -> bool:
-    """`--name…` or `-h`; `-1` and `- text` are values."""
-    return word == "-h" or re.match(r"--[A-Za-z]", word) is not None
+    """`--name…`, `-h`, `-m` or `-o`; `-1` and `- text` are values."""
+    return word in ("-h", "-m", "-o") or re.match(r"--[A-Za-z]", word) is not None
 
 
 def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
@@ -442,14 +470,15 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         f"  {run} --policy oracle --tasks 2 --group 4          # play the reference solutions",
         f"  {run} --base-url http://localhost:8000/v1 --model NAME   # ask a model server",
         f"  {run} --config run.yaml --show-config              # what would run, and why",
-        f"  {run} … --resume runs/NAME/ID                       # go on with a run that was killed",
+        f"  {run} … --dry-run                                  # what would be run; nothing is made",
         "",
         "  process writes groups of rollouts; evaluate scores once and reports; serve feeds a trainer.",
         "  Short: --policy oracle|noop|patch:FILE|replay:FILE  --model  --base-url  --tasks (env.total_steps)",
         "         --group (env.group_size)  --concurrency (env.max_num_workers)  --slots (env.slots)",
         "         --backend (env.tool_pool_mode)",
         "         --max-cost (env.max_cost)  --max-infra-rate (env.max_infra_rate)  --metrics-port (env.metrics_port)",
-        "         --mcp FILE (env.mcp_servers)  --config FILE",
+        "         --mcp FILE (env.mcp_servers)  --config FILE  --out FILE.jsonl (env.data_path_to_save_groups)",
+        "         --resume RUN  --json (the result as JSON)  -q  -v",
         "  Lists: `a b`, `a,b` or JSON. Mappings: `k=v`, JSON or --env.field.key V. A boolean alone means true.",
     ]
     for title, fields in _sections(line, everything):

@@ -342,6 +342,19 @@ def describe(annotation: Annotation) -> str:
     return "|".join(dict.fromkeys(names))
 
 
+def choices(annotation: Annotation) -> list[str]:
+    """The words that a field of this type takes, if it takes one of a list."""
+    found: list[str] = []
+    for kind in members(annotation):
+        if _origin(kind) is Literal:
+            found.extend(str(choice) for choice in get_args(kind))
+        elif isinstance(kind, type) and issubclass(kind, Enum):
+            found.extend(str(member.value) for member in kind)
+        elif kind is bool:
+            found += ["true", "false"]
+    return found
+
+
 def read_json(word: str) -> JSON:
     """The word as JSON if it is JSON (Python's None, True, False too), else the word itself."""
     if word in ("None", "True", "False"):

@@ -7,13 +7,14 @@ path of the run's folder goes to stdout, everything else to stderr.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from palaestra.core.exits import report_failure
-from palaestra.core.printable import guard_terminals
+from palaestra.core.exits import run_program
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -24,11 +25,7 @@ from palaestra.inference.config import APIServerConfig, ServerBaseline
 
 def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Run an environment as the command line of its script says. Reports failures and returns the exit code."""
-    guard_terminals()
-    try:
-        return run_command(form, sys.argv[1:] if argv is None else argv, prog=prog)
-    except BaseException as error:
-        return report_failure(error)
+    return run_program(sys.argv[1:] if argv is None else argv, lambda words: run_command(form, words, prog=prog))
 
 
 def run_command(
@@ -51,10 +48,16 @@ def run_command(
         take_variables(parsed, dotenv)
         for notice in parsed.notices:
             sys.stderr.write(f"note: {notice}\n")
+        if parsed.dry_run:
+            from palaestra.envs.run.dry_run import plan_run
+
+            plan = asyncio.run(plan_run(form, parsed))
+            sys.stdout.write(f"{json.dumps(asdict(plan)) if parsed.as_json else plan}\n")
+            return 0
         from palaestra.envs.run.run import run
 
         report = asyncio.run(run(form, parsed))
-    sys.stdout.write(f"{report.folder}\n")
+    sys.stdout.write(f"{json.dumps(report.to_json()) if parsed.as_json else report.folder}\n")
     return report.exit_code
 
 

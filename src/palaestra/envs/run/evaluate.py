@@ -7,14 +7,14 @@ none are held out, `group_size` times each. A stopped evaluation has no metrics.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from palaestra.core.io.durable_files import private, writing
-from palaestra.core.types import JSON, numbers
+from palaestra.core.types import JSON, Task, numbers
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
@@ -42,6 +42,10 @@ class EvaluatedEnvironment(Environment):
     async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
         """Roll out for a command, `process` or `serve`. An environment may surround it with code of its own."""
         return await roll_out()
+
+    def evaluated_tasks(self) -> AsyncIterator[Task] | None:
+        """The tasks of an evaluation; None if only the environment's own `evaluate` knows them."""
+        return None
 
     @abstractmethod
     async def evaluate(self, evaluation: Evaluation) -> Logged:

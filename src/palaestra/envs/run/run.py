@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES
-from palaestra.core.types import numbers
+from palaestra.core.types import JSON, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig
@@ -64,6 +64,25 @@ class RunReport:
     journal: Path
     groups: Path
     report: Path
+    reason: str
+    """`done`, or why the run stopped."""
+
+    def to_json(self) -> dict[str, JSON]:
+        """The result for `--json`: how the run ended, its files, and its metrics."""
+        from palaestra.rollouts.finished_run import Run  # here, because most runs print their path alone
+
+        metrics = Run(self.folder).metrics
+        return {
+            "run": str(self.folder),
+            "id": self.folder.name,
+            "state": self.reason,
+            "exit_code": self.exit_code,
+            **{name: int(metrics.get(name, 0)) for name in ("groups", "groups_failed", "rollouts", "scored")},
+            "mean_reward": metrics.get("reward/mean"),
+            "metrics": metrics,
+            "groups_file": str(self.groups) if self.groups.is_file() else None,
+            "report": str(self.report),
+        }
 
 
 async def run(
@@ -153,6 +172,7 @@ async def run(
         journal=output.folder.journal,
         groups=output.groups.path,
         report=output.folder.report,
+        reason=limits.reason or "done",
     )
 
 
@@ -183,6 +203,16 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
         spent=spent,
         counted=counted,
     )
+
+
+def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
+    """The most tasks of a command; None if the environment or the trainer decides."""
+    total_steps = parsed.env_config.total_steps
+    if parsed.command == "serve":
+        return serve_limit(total_steps, parsed.sources.get("env.total_steps", DEFAULT))
+    if total_steps < 0 or (parsed.command == "evaluate" and environment.chooses_evaluation):
+        return None
+    return total_steps
 
 
 def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
@@ -306,11 +336,7 @@ class CommandRun:
             self.parsed.command,
             self.context,
         )
-        limit = config.total_steps if config.total_steps >= 0 else None
-        if command == "serve":
-            limit = serve_limit(config.total_steps, self.parsed.sources.get("env.total_steps", DEFAULT))
-        elif command == "evaluate" and environment.chooses_evaluation:
-            limit = None
+        limit = task_limit(self.parsed, environment)
         context.events.announce(GroupsPlanned(limit, config.group_size))
         try:
             if command == "evaluate":

@@ -98,7 +98,7 @@ class RunFolder:
 
 def claim_folder(root: Path, env: str, model: str) -> RunFolder:
     """Make a new, empty folder `root/env--model/<UTC time>-<id>`. Raises `ConfigError` if that fails."""
-    above = root / f"{_plain(env)}--{_plain(model)}"
+    above = run_place(root, env, model)
     made = tuple(path for path in (above, root) if not path.exists())
     while True:
         run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
@@ -113,6 +113,11 @@ def claim_folder(root: Path, env: str, model: str) -> RunFolder:
                 f"cannot make the run folder {path}: {error.strerror}; run in a directory that you can write to"
             ) from error
         return RunFolder(path, run_id, made)
+
+
+def run_place(root: Path, env: str, model: str) -> Path:
+    """The folder of the runs of an environment with a model."""
+    return root / f"{_plain(env)}--{_plain(model)}"
 
 
 def _plain(name: str) -> str:

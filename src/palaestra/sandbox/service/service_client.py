@@ -108,13 +108,14 @@ async def end(path: Path) -> None:
         writer.close()
 
 
-async def sweep(directory: Path) -> list[str]:
+async def sweep(directory: Path, *, only_list: bool = False) -> list[str]:
     """Remove the sockets of services that were killed; their names."""
     gone = []
     for path in sorted(directory.glob("*.sock")) if directory.is_dir() else ():
         async with _turn(path):
             if not _listens(path):
-                path.unlink(missing_ok=True)
+                if not only_list:
+                    path.unlink(missing_ok=True)
                 gone.append(path.stem)
     return gone
 

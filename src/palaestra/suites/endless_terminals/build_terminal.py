@@ -8,6 +8,7 @@ of their numbers.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -103,15 +104,24 @@ def write_tasks(out: Path, tasks: Iterable[GeneratedTask]) -> None:
 
 
 @click.command("terminal", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--n", "count", type=click.IntRange(min=1), default=100, show_default=True, help="Tasks to generate.")
+@click.option(
+    "--tasks", "--n", "count", type=click.IntRange(min=1), default=100, show_default=True, help="Tasks to generate."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal tasks.")
 @click.option("--level", "levels", type=int, multiple=True, help="Only this level, 1 to 5; repeatable. [default: all]")
 @click.option("--area", "areas", multiple=True, metavar="NAME", help="Only this area of work; repeatable.")
 @click.option("--family", "families", multiple=True, metavar="NAME", help="Only this kind of work; repeatable.")
 @out_option
 @click.option("--image", metavar="ROOT", help="A root file system for the slots instead of the host's.")
-@click.option("--parallel", type=click.IntRange(min=1), help="Tasks to check at a time. [default: two per processor]")
+@click.option(
+    "--concurrency",
+    "--parallel",
+    "parallel",
+    type=click.IntRange(min=1),
+    help="Tasks to check at a time. [default: two per processor]",
+)
 @click.option("--check/--no-check", default=True, show_default=True, help="Whether to check each task in slots.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     count: int,
     seed: int,
@@ -122,12 +132,13 @@ def command(
     image: str | None,
     parallel: int | None,
     check: bool,
+    as_json: bool,
 ) -> None:
     """Generate terminal tasks from a seed.
 
     \b
-      palaestra tasks build terminal --n 1000 --seed 7 --out tasks.jsonl
-      palaestra tasks build terminal --n 50 --level 3 --area git --area text --out git.jsonl
+      palaestra tasks build terminal --tasks 1000 --seed 7 --out tasks.jsonl
+      palaestra tasks build terminal --tasks 50 --level 3 --area git --area text --out git.jsonl
 
     Areas: files, text, logs, tables, formats, archives, permissions, processes, git, databases and scripts. A task of
     level k combines k kinds of work. Equal seeds give equal bytes. Each task is checked in slots before it is written:
@@ -151,3 +162,5 @@ def command(
     state = "checked" if check else "unchecked"
     dropped = len(report.problems)
     click.echo(f"{len(report.tasks)} {state} tasks in {out}: {report.counts()}; {dropped} dropped", err=True)
+    facts = {"path": str(out), "tasks": len(report.tasks), "checked": check, "dropped": dropped}
+    click.echo(json.dumps(facts) if as_json else out)

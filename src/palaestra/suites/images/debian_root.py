@@ -136,8 +136,11 @@ _folder = click.option("--dir", "folder", default=ROOTS, show_default=True, help
 @click.option("--include", multiple=True, metavar="PACKAGE", help="A further package. May be given again.")
 @click.option("--mirror", default="", metavar="URL", help="Where the packages come from. Default: the release's own.")
 @click.option("--insecure", is_flag=True, help="Do not verify signatures.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("release", metavar="RELEASE")
-def make_command(folder: str, include: tuple[str, ...], mirror: str, insecure: bool, release: str) -> None:
+def make_command(
+    folder: str, include: tuple[str, ...], mirror: str, insecure: bool, as_json: bool, release: str
+) -> None:
     """Make a root file system of Debian or Ubuntu without docker, and print its path.
 
     \b
@@ -149,7 +152,8 @@ def make_command(folder: str, include: tuple[str, ...], mirror: str, insecure: b
     installed; mmdebstrap needs no root. The packages come from the network, and their signatures are verified with
     the distribution's keyring (debian-archive-keyring or ubuntu-archive-keyring).
     """
-    click.echo(asyncio.run(make_root(release, local_path(folder), include=include, mirror=mirror, verify=not insecure)))
+    path = asyncio.run(make_root(release, local_path(folder), include=include, mirror=mirror, verify=not insecure))
+    click.echo(json.dumps({"release": release, "path": str(path)}) if as_json else path)
 
 
 @click.command("list", context_settings=_CONTEXT)

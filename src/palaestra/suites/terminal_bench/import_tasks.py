@@ -18,7 +18,9 @@ import click
 from palaestra.core.types import JSON, Task
 from palaestra.envs.cheats.proof import FULL, PolicyRuns, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
+from palaestra.envs.run.feed_trainer import serve_limit
 from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Policy
+from palaestra.rollouts.schedule import numbered
 from palaestra.sandbox.pool import SlotPool
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
@@ -78,9 +80,10 @@ async def try_tasks(
     pool: SlotPool,
     left_out: Sequence[LeftOut],
     progress: Callable[[TriedTask], None] = lambda line: None,
+    limit: int | None = None,
 ) -> ImportReport:
-    """Try every task of an open environment; `left_out` are the tasks that it could not read."""
-    tasks = [task async for task in environment.tasks()]
+    """Try the tasks of an open environment, at most `limit`; `left_out` are the tasks that it could not read."""
+    tasks = [task async for _, task in numbered(environment.tasks(), 0, limit)]
     width = asyncio.Semaphore(os.cpu_count() or 1)
 
     async def one(task: Task, runs: PolicyRuns) -> TriedTask:
@@ -137,6 +140,7 @@ def import_tasks(
     """Try every task of a source. Raises `ConfigError` for an unknown setting or a source without tasks."""
     parsed = parse_settings(f"palaestra env import {source}", settings, env_type=TerminalBench2EvalConfig)
     assert isinstance(parsed.env_config, TerminalBench2EvalConfig)
+    limit = serve_limit(parsed.env_config.total_steps, parsed.sources["env.total_steps"])
     config = parsed.env_config.model_copy(update={"dataset_name": source, "total_steps": -1})
 
     async def main() -> ImportReport:
@@ -148,7 +152,7 @@ def import_tasks(
                 return ImportReport(
                     tuple(TriedTask(each.name, Finding.REFUSED, reason=each.reason) for each in refused)
                 )
-            return await try_tasks(inner.as_environment(), pool, refused, progress)
+            return await try_tasks(inner.as_environment(), pool, refused, progress, limit)
 
     return asyncio.run(main())
 
@@ -158,7 +162,6 @@ def import_tasks(
     context_settings={
         "help_option_names": ["-h", "--help"],
         "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
     },
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -171,7 +174,8 @@ def command(context: click.Context, as_json: bool, source: str, settings: tuple[
     \b
       palaestra env import tasks/
       palaestra env import tasks/ --env.image_dir roots/
-      palaestra env import --json tasks.parquet --env.base_image debian-root/ --env.allow_network true
+      palaestra env import tasks/ --tasks 5 --json
+      palaestra env import tasks.parquet --env.base_image debian-root/ --env.allow_network true
 
     A task is good if doing nothing fails and its reference solution passes. DIR contains task directories of Harbor or
     Terminal-Bench 1; a JSONL or Parquet file of packed tasks works, too. Settings of the environment terminalbench_2

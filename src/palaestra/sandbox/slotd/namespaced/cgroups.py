@@ -115,17 +115,19 @@ class ServerCgroup:
         return gone
 
 
-def sweep(hierarchies: list[Hierarchy]) -> list[str]:
+def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
     """Remove the directories of killed servers; their names."""
     gone: set[str] = set()
     for hierarchy in hierarchies:
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(hierarchy.parent):
                 directory = f"{hierarchy.parent}/{name}"
-                if os.path.isdir(directory) and abandoned(directory) and _remove_tree(directory):
+                left = os.path.isdir(directory) and abandoned(directory)
+                if left and (only_list or _remove_tree(directory)):
                     gone.add(name)
         with contextlib.suppress(OSError):
-            os.rmdir(hierarchy.parent)
+            if not only_list:
+                os.rmdir(hierarchy.parent)
     return sorted(gone)
 
 

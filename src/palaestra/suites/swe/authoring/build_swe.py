@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import click
@@ -23,10 +24,19 @@ from palaestra.suites.swe.authoring.manifest import dump_manifest
 @click.option("--save-manifest", type=click.Path(path_type=Path), help="Write the bugs that were found to this file.")
 @click.option("--select", multiple=True, metavar="NAME", help="Only this package or bug; repeatable.")
 @out_option
-@click.option("--limit", type=click.IntRange(min=1), help="At most this many tasks.")
-@click.option("--parallel", type=click.IntRange(min=1), default=2, show_default=True, help="Test runs at a time.")
+@click.option("--tasks", "--limit", "limit", type=click.IntRange(min=1), help="At most this many tasks.")
+@click.option(
+    "--concurrency",
+    "--parallel",
+    "parallel",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Test runs at a time.",
+)
 @click.option("--cache", type=click.Path(path_type=Path), default=CACHE_DIR, show_default=True, help="Downloads.")
 @click.option("--index-url", metavar="URL", help="A package index other than pip's.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     packages: tuple[str, ...],
     manifest: Path | None,
@@ -37,12 +47,13 @@ def command(
     parallel: int,
     cache: Path,
     index_url: str | None,
+    as_json: bool,
 ) -> None:
     """Make bug-fixing tasks: inject bugs into real packages.
 
     \b
       palaestra tasks build swe --out tasks.jsonl                       # the tasks of the manifest
-      palaestra tasks build swe --out ten.jsonl --limit 10
+      palaestra tasks build swe --out ten.jsonl --tasks 10
       palaestra tasks build swe --package NAME==VERSION --out own.jsonl # search another package for bugs
 
     A bug becomes a task if the package's tests detect it. Source distributions come from the package index, and their
@@ -67,3 +78,5 @@ def command(
     click.echo(f"{len(report.rows)} tasks in {out}, {len(report.problems)} problems", err=True)
     if not report.rows:
         raise ConfigError("no task was built; the reasons are above")
+    facts = {"path": str(out), "tasks": len(report.rows), "problems": len(report.problems)}
+    click.echo(json.dumps(facts) if as_json else out)

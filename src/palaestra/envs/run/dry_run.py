@@ -1,0 +1,93 @@
+"""`--dry-run`: what a command line would run. It starts no slot, asks no model server and writes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from palaestra.envs.config.build import server_settings
+from palaestra.envs.form import Form
+from palaestra.envs.run.evaluate import EvaluatedEnvironment
+from palaestra.envs.run.run import concurrency, opened, task_limit
+from palaestra.envs.run.run_folder import RunLine, resumed_folder, run_place
+from palaestra.inference.server_group import ServerGroup
+from palaestra.rollouts.journal.reader import RUNS
+from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.schedule import numbered
+
+_SHOWN = 3
+"""How many tasks are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run would do. `tasks` is None where only the trainer or the environment's own code decides."""
+
+    command: str
+    environment: str
+    tasks: int | None
+    first_tasks: tuple[str, ...]
+    group_size: int
+    groups_in_flight: int
+    slots: int | None
+    isolation: str
+    model: str
+    servers: tuple[str, ...]
+    folder: str
+    kept_groups: int = 0
+
+    def __str__(self) -> str:
+        tasks = "as many as the environment or the trainer takes"
+        if self.tasks is not None:
+            named = ", ".join(self.first_tasks) + (", …" if self.tasks > len(self.first_tasks) else "")
+            tasks = f"{self.tasks} ({named})" if self.tasks else "none"
+            tasks += f", {self.tasks * self.group_size} rollouts"
+        kept = f"; {self.kept_groups} of its groups are kept" if self.kept_groups else ""
+        return "\n".join([
+            f"{self.command} {self.environment} (dry run: nothing was made)",
+            f"  tasks   {tasks}",
+            f"  groups  of {self.group_size}, {self.groups_in_flight} in flight",
+            f"  slots   {self.slots or 'as memory and open files allow'}, isolation {self.isolation}",
+            f"  model   {self.model}{' at ' + ', '.join(self.servers) if self.servers else ''}",
+            f"  folder  {self.folder}{kept}",
+        ])  # fmt: skip
+
+
+async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
+    """The plan of a run. The environment is set up, so that its tasks can be counted. Raises `ConfigError`."""
+    config = parsed.env_config
+    config.check_runnable(parsed.sources)
+    servers = server_settings(config, parsed.server_configs)
+    engine = ServerGroup(servers)
+    async with contextlib.aclosing(engine):
+        environment = form.build(config, servers, engine)
+        limit = task_limit(parsed, environment)
+        async with opened(environment):
+            tasks = None if (found := _tasks(parsed, environment, limit)) is None else [each async for each in found]
+        folder, kept = run_place(RUNS, form.name, engine.name), 0
+        if parsed.resume is not None:
+            resumed = resumed_folder(parsed.resume)
+            folder, kept = resumed.path, RunReader(resumed.journal).read().groups_ended
+        return RunPlan(
+            command=parsed.command,
+            environment=form.name,
+            tasks=None if tasks is None else len(tasks),
+            first_tasks=tuple((tasks or [])[:_SHOWN]),
+            group_size=config.group_size,
+            groups_in_flight=concurrency(config, len(servers)),
+            slots=config.slots,
+            isolation=str(config.isolation),
+            model=engine.name,
+            servers=tuple(each.base_url for each in servers if each.server_type != "scripted" and each.base_url),
+            folder=str(folder) if parsed.resume is not None else f"{folder}/<new>",
+            kept_groups=kept,
+        )
+
+
+def _tasks(parsed: RunLine, environment: EvaluatedEnvironment, limit: int | None) -> AsyncIterator[str] | None:
+    """The ids of the tasks; None where they are not known before the run."""
+    found = environment.evaluated_tasks() if parsed.command == "evaluate" else environment.tasks()
+    if found is None or (parsed.command == "serve" and limit is None):
+        return None
+    return (task.id async for _, task in numbered(found, 0, limit))

@@ -1,0 +1,236 @@
+"""Flags that every command has, in every place: --json, -q, -v, --dry-run, --yes, and one name for each idea."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import pytest
+
+from palaestra import open_run
+from palaestra.cli.main import COMMANDS, cli, main
+from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.inference.config import APIServerConfig
+
+ENV = """
+import logging
+from palaestra import Task, environment
+
+@environment(toolsets=[])
+def words(n: int = 2):
+    logging.getLogger("palaestra.words").debug("drawn")
+    for i in range(n):
+        yield Task(id=f"w{i}", prompt="p", solution="true")
+
+@words.score
+def right(task): return 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_env.py").write_text(ENV)
+
+
+def leaves(group: click.Group, *path: str) -> list[tuple[str, ...]]:
+    """The names of all commands that do something."""
+    context, found = click.Context(group), []
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        found += leaves(command, *path, name) if isinstance(command, click.Group) else [(*path, name)]
+    return found
+
+
+def command_of(path: Sequence[str]) -> click.Command:
+    command: click.Command = cli
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None
+        command = found
+    return command
+
+
+RUNS = [("run",), ("eval",), ("feed",), ("resume",)]
+"""Their flags are those of the environment's command line."""
+
+
+@pytest.mark.parametrize("path", [each for each in leaves(cli) if each not in (*RUNS, ("completion",))], ids=" ".join)
+def test_every_command_prints_its_result_as_json(path: tuple[str, ...]) -> None:
+    flags = {flag for each in command_of(path).params for flag in each.opts}
+    assert "--json" in flags
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "my_env.py", "--policy", "noop"],
+        ["run", "--policy", "noop", "my_env.py"],
+        ["run", "--json", "--policy=noop", "--env.n", "2", "my_env.py", "process"],
+        ["run", "--keep-workspaces", "my_env.py", "--policy", "noop", "--env.save_workspaces", "false"],
+        ["eval", "--samples", "1", "my_env.py", "--policy", "noop"],
+    ],
+)
+def test_settings_may_come_before_the_environment(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert len(open_run().groups) == 2
+
+
+def test_the_result_of_a_run_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "my_env.py", "--policy", "noop", "--json"]) == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    run = open_run()
+    assert (Path(result["run"]).resolve(), result["id"], result["state"]) == (run.path, run.path.name, "done")
+    assert (result["rollouts"], result["mean_reward"], result["exit_code"]) == (2, 1.0, 0)
+    assert result["metrics"] == run.metrics
+    assert Path(result["groups_file"]).is_file()
+    assert "2 groups" in shown.err
+    assert main(["resume", "last", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == run.path.name
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "code"),
+    [
+        (["run", "my_env.py", "--polcy", "x", "--json"], "ConfigError", 2),
+        (["run", "--json"], "ConfigError", 2),
+        (["runs", "--jso"], None, 2),
+        (["status", "nothing", "--json"], "ConfigError", 2),
+        (["run", "my_env.py", "--model", "m", "--base-url", "http://127.0.0.1:1/v1", "--json"], "EngineUnavailable", 4),
+    ],
+)
+def test_an_error_is_json_too(
+    words: list[str], kind: str | None, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "-q"]) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    if kind is None:
+        assert shown.err.startswith("error: ")
+        return
+    error = json.loads(shown.err)["error"]
+    assert (error["kind"], error["exit_code"]) == (kind, code)
+    assert error["message"]
+
+
+def test_quiet_leaves_the_path_and_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["-q", "run", "my_env.py", "--policy", "noop"], ["run", "my_env.py", "--policy", "noop", "--quiet"]):
+        assert main(words) == 0
+        assert capsys.readouterr() == (f"{open_run().path.relative_to(Path.cwd())}\n", "")
+    assert main(["run", "my_env.py", "--policy", "orcale", "-q"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_verbose_adds_the_log_and_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "my_env.py", "--policy", "noop"]) == 0
+    assert "drawn" not in capsys.readouterr().err
+    assert main(["-v", "run", "my_env.py", "--policy", "noop"]) == 0
+    assert "DEBUG palaestra.words: drawn" in capsys.readouterr().err
+    assert main(["status", "nothing", "-v"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert said.splitlines()[-1].startswith("error: ")
+
+
+def test_a_script_has_these_flags_too() -> None:
+    Path("class_env.py").write_text(
+        "from palaestra import TerminalTestEnv\n\nif __name__ == '__main__':\n    TerminalTestEnv.cli()\n"
+    )
+    argv = [sys.executable, "class_env.py", "process", "--policy", "nonsense", "-q", "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, json.loads(done.stderr)["error"]["kind"]) == (2, "ConfigError")
+
+
+@pytest.mark.parametrize("command", ["process", "evaluate", "serve"])
+def test_a_dry_run_makes_nothing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "m", "--base-url", "http://127.0.0.1:1/v1", "--env.n", "5", "--group", "3", "--slots", "7"]
+    before = sorted(Path().rglob("*"))
+    assert main(["run", "my_env.py", command, *flags, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert sorted(Path().rglob("*")) == before
+    assert (plan["command"], plan["model"], plan["servers"]) == (command, "m", ["http://127.0.0.1:1/v1"])
+    assert (plan["tasks"], plan["group_size"], plan["slots"]) == (None if command == "serve" else 5, 3, 7)
+    assert plan["folder"] == "runs/words--m/<new>"
+
+
+def test_a_dry_run_of_a_resumed_run_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "my_env.py", "--policy", "noop"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    capsys.readouterr()
+    assert main(["resume", "last", "--env.n", "6", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    assert "6 (w0, w1, w2, …)" in shown
+    assert f"{open_run().path}; 2 of its groups are kept" in shown
+
+
+def test_a_check_refuses_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "check", "my_env.py", "--dry-run"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "alias"),
+    [
+        (["doctor"], "--tool-parser", "--parser"),
+        (["tasks", "build", "swe"], "--tasks", "--limit"),
+        (["tasks", "build", "swe"], "--concurrency", "--parallel"),
+        (["tasks", "build", "terminal"], "--tasks", "--n"),
+        (["tasks", "build", "terminal"], "--concurrency", "--parallel"),
+        (["slots", "list"], "--workspace-store", "--store"),
+        (["export"], "--to", "--format"),
+    ],
+)
+def test_one_idea_has_one_name_and_the_old_one_still_works(path: list[str], name: str, alias: str) -> None:
+    (option,) = [each for each in command_of(path).params if name in each.opts]
+    assert alias in option.opts
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("--tool-parser", "--openai.tool_parser"),
+        ("-m", "--openai.model_name"),
+        ("-o", "--env.data_path_to_save_groups"),
+        ("--env.group-size", "--env.group_size"),
+    ],
+)
+def test_a_short_name_sets_the_same_setting(short: str, name: str) -> None:
+    line = CommandLine("x", BaseEnvConfig, APIServerConfig, command="process")
+    value = "7" if "size" in name else "qwen"
+    found = [line.parse([flag, value], {}) for flag in (short, name)]
+    first, second = [(each.env_config, each.server_configs) for each in found if isinstance(each, Parsed)]
+    assert first == second
+
+
+def test_cleaning_asks_or_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    half = tmp_path / "store" / "new-dead"
+    half.mkdir(parents=True)
+    places = ["--directory", str(tmp_path / "services"), "--workspace-store", str(tmp_path / "store")]
+    assert main(["slots", "clean", "--dry-run", "--json", *places]) == 0
+    assert json.loads(capsys.readouterr().out)["workspaces"] == ["1 half-made"]
+    argv = [sys.executable, "-m", "palaestra", "slots", "clean", *places]
+    refused = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "--yes" in refused.stderr, half.exists()) == (2, True, True)
+    for answer, left in (("n", True), ("y", False)):
+        terminal, end = pty.openpty()
+        os.write(terminal, f"{answer}\n".encode())
+        done = subprocess.run(argv, stdin=end, capture_output=True, text=True, check=False)
+        os.close(end)
+        os.close(terminal)
+        assert (done.returncode, half.exists()) == (0, left), done.stderr
+        assert "1 half-made" in done.stderr
+
+
+def test_all_commands_are_listed() -> None:
+    assert {path[0] for path in leaves(cli)} == set(COMMANDS)
