@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -23,7 +24,8 @@ import click
 )
 @click.argument("run")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file. [default: RUN/report.html]")
-def command(run: str, out: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the path, the run and its state as JSON.")
+def command(run: str, out: Path | None, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.rollouts.export.html import write_report
     from palaestra.rollouts.finished_run import open_run
@@ -52,4 +54,5 @@ def command(run: str, out: Path | None) -> None:
         )
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
-    click.echo(path)
+    facts = {"path": str(path), "run": str(found.path), "state": found.status.state}
+    click.echo(json.dumps(facts) if as_json else path)
