@@ -122,7 +122,7 @@ def test_a_run_that_never_began_leaves_no_folder(capsys: pytest.CaptureFixture[s
     ("words", "named", "unnamed"),
     [
         (["--env.bogus", "1"], "unknown flag --env.bogus", "Did you mean"),
-        (["--json"], "unknown flag --json", "Did you mean"),
+        (["--jasper"], "unknown flag --jasper", "Did you mean"),
         (["--env.grp", "2"], "--group", "--env.n"),
         (["--policy", "oracle", "-n", "3"], "unknown flag -n", "--policy"),
         (["--policy", "orcale"], "Did you mean oracle?", "--"),
