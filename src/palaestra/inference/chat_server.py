@@ -131,6 +131,9 @@ class ServerEngine(ChatServer):
     async def start(self) -> None:
         raise NotImplementedError
 
+    async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
+        """Send one request with these tools, if a server may refuse them. Raises `EngineRefused` with the fix."""
+
     async def aclose(self) -> None:
         raise NotImplementedError
 

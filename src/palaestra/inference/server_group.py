@@ -72,6 +72,11 @@ class ServerGroup(ChatServer):
             await self.aclose()
             raise failures.exceptions[0] from None
 
+    async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
+        """Send every server that may refuse tools one request with them. Raises `EngineRefused`."""
+        for server in self.servers:
+            await server.probe(tools)
+
     async def aclose(self) -> None:
         for server in self.servers:
             await server.aclose()

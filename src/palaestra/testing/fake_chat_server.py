@@ -16,6 +16,7 @@ from aiohttp import web
 
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
+from palaestra.inference.engines.openai import PROBE
 
 
 @dataclass
@@ -45,12 +46,15 @@ class Seen:
 class LoopbackServer:
     """Gives its answers in turn, the last one repeatedly. An async context manager; `url` is its address.
 
-    `models` answers every GET. `seen` holds the requests. While `gate` is an event that is not set, requests wait for
+    `models` answers every GET, and `probe` the request that is sent before a run, which is in `probes`. `seen` holds
+    the other requests. While `gate` is an event that is not set, requests wait for
     it; `at_once` and `most_at_once` count those in progress.
     """
 
-    def __init__(self, *answers: FakeAnswer, models: FakeAnswer | None = None) -> None:
+    def __init__(self, *answers: FakeAnswer, models: FakeAnswer | None = None, probe: FakeAnswer | None = None) -> None:
         self.answers = list(answers)
+        self.probe = probe or FakeAnswer(completion("ready"))
+        self.probes: list[JSON] = []
         self.models = models or FakeAnswer({"object": "list", "data": [{"id": "m", "object": "model"}]})
         self.seen: list[Seen] = []
         self.at_once = self.most_at_once = 0
@@ -70,9 +74,11 @@ class LoopbackServer:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        self.seen.append(
-            Seen(request.method, request.path_qs, request.headers.copy(), json.loads(raw) if raw else None)
-        )
+        body = json.loads(raw) if raw else None
+        if isinstance(body, dict) and body.get("messages") == [PROBE]:
+            self.probes.append(body)
+            return await self._reply(request, self.probe)
+        self.seen.append(Seen(request.method, request.path_qs, request.headers.copy(), body))
         await self._count(1)
         try:
             if self.gate is not None:
@@ -98,6 +104,9 @@ class LoopbackServer:
         else:
             answer = self.answers[min(self._answered, len(self.answers) - 1)]
             self._answered += 1
+        return await self._reply(request, answer)
+
+    async def _reply(self, request: web.Request, answer: FakeAnswer) -> web.StreamResponse:
         if isinstance(answer.body, list) and answer.body and all(isinstance(piece, bytes) for piece in answer.body):
             return await _in_pieces(request, answer)
         if answer.cut:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from palaestra.cli.main import main
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots
 
@@ -67,3 +71,60 @@ def test_the_figures_of_an_own_evaluation_are_in_the_verdict_and_the_report(caps
     page = report.read_text()
     assert "eval/pct" in page
     assert "0.25" in page
+
+
+def served(server: LoopbackServer, *flags: str) -> tuple[int, str]:
+    """The exit code and stderr of a run against a server."""
+
+    async def run() -> tuple[int, str]:
+        async with server:
+            environ = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
+            words = ["run", "my_env.py", "--base-url", f"{server.url}/v1", "--concurrency", "1", *flags]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "palaestra", *words, env=environ, stderr=asyncio.subprocess.PIPE
+            )
+            _, said = await process.communicate()
+            return process.returncode or 0, said.decode()
+
+    return asyncio.run(run())
+
+
+def error(status: int, message: str) -> FakeAnswer:
+    return FakeAnswer({"error": {"message": message}}, status=status)
+
+
+def test_a_server_that_refuses_tools_is_known_before_any_slot_is_made() -> None:
+    refusal = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    server = LoopbackServer(FakeAnswer(completion()), probe=error(400, refusal))
+    code, said = served(server, "--model", "m")
+    assert code == 4
+    assert said.count("--enable-auto-tool-choice") == 1, "once, and not rollout by rollout"
+    assert "--openai.server_type vllm" in said, "the setting that fixes it"
+    assert (len(server.probes), server.seen[1:]) == (1, [])
+    assert [tool["function"]["name"] for tool in server.probes[0]["tools"]][:1] == ["terminal"]
+    assert not Path("runs").exists()
+
+
+def test_a_wrong_key_is_refused_with_the_variable_that_holds_it() -> None:
+    code, said = served(LoopbackServer(FakeAnswer(completion()), models=error(401, "Incorrect API key")))
+    assert code == 4
+    assert "Set the variable OPENAI_API_KEY" in said
+
+
+def test_a_server_with_one_model_is_asked_for_it() -> None:
+    server = LoopbackServer(FakeAnswer(completion()), models=FakeAnswer({"object": "list", "data": [{"id": "only"}]}))
+    served(server, "--env.n", "1", "--group", "1")
+    assert {seen.body["model"] for seen in server.seen if seen.body} == {"only"}
+    assert server.probes[0]["model"] == "only"
+    assert list(Path("runs").glob("words--only/*"))
+
+
+def test_retries_report_what_they_wait_for_and_not_each_time() -> None:
+    server = LoopbackServer(error(500, "out of memory"), error(500, "out of memory"), FakeAnswer(completion()))
+    code, said = served(server, "--model", "m", "--env.n", "1", "--group", "1")
+    assert code == 0, said
+    lines = [line for line in said.splitlines() if line.startswith("retry ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("retry 1 of 7 in ")
+    assert "HTTP 500" in lines[0]
+    assert "out of memory" in lines[0]

@@ -87,8 +87,8 @@ def test_a_cut_connection_is_tried_again() -> None:
     ("status", "says"),
     [
         (400, "bad"),
-        (401, "Set the variable PALAESTRA_OPENAI_API_KEY"),
-        (403, "check PALAESTRA_OPENAI_API_KEY"),
+        (401, "Set the variable OPENAI_API_KEY"),
+        (403, "check OPENAI_API_KEY"),
         (404, "--openai.model_name"),
         (422, "bad"),
     ],

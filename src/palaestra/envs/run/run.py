@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES
-from palaestra.core.types import JSON, numbers
+from palaestra.core.types import JSON, Task, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig
@@ -110,6 +111,7 @@ async def run(
         prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
         await stack.enter_async_context(opened(environment))
+        await engine.probe(_offered_tools(environment, config.seed))
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
         output = open_output(form.name, parsed, engine.name, root, form.reference)
@@ -186,6 +188,14 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
             await environment.aclose()
         finally:
             await environment.shared.aclose()
+
+
+def _offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, JSON]]:
+    """The tools of a task that asks for none of its own; empty if they cannot be chosen without a task."""
+    try:
+        return environment.kit(Task(id="", prompt=""), random.Random(seed)).definitions
+    except Exception:  # user code that expects a real task
+        return ()
 
 
 def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
@@ -411,7 +421,7 @@ class CommandRun:
         if evaluation.logged:
             folder, copy = self.output.folder.path / "evaluation", self.parsed.env_config.data_dir_to_save_evals
             for each in (folder, *([Path(copy)] if copy else [])):
-                save_evaluation(evaluation.logged, each, self.parsed.server_configs[0].model_name)
+                save_evaluation(evaluation.logged, each, self.context.engine.name)
             found = numbers(evaluation.logged["metrics"])
             self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
             note(f"evaluation in {folder}")

@@ -16,8 +16,8 @@ from typing import TypeVar
 from yarl import URL
 
 from palaestra.core.clock import Clock
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused
-from palaestra.core.retry import RetryPolicy
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra.core.retry import AT_START, RetryPolicy
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
@@ -30,9 +30,14 @@ from palaestra.inference.http.chat_completions import (
     server_kind,
 )
 from palaestra.inference.http.sse import Delta, DeltaHook, EventStreamReader
-from palaestra.inference.http.transport import Transport, shown
+from palaestra.inference.http.transport import Transport, encode_json, server_says, shown
 
 logger = logging.getLogger(__name__)
+
+PROBE: Message = {"role": "user", "content": "Reply with the word: ready"}
+"""The message of the request that is sent before a run."""
+
+PROBE_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
 R = TypeVar("R", ChatCompletion, TextCompletion)
@@ -67,6 +72,8 @@ class OpenAIEngine(ServerEngine):
         response = await self.transport.list_models(url)
         models = listed_models(response.body) if response.status == 200 else []
         names = [model.id for model in models]
+        if len(names) == 1 and "model_name" not in self.config.model_fields_set:
+            self._use_model(names[0])
         if names and self.name not in names:
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
         if (kind := server_kind(models)) != "other":
@@ -75,6 +82,32 @@ class OpenAIEngine(ServerEngine):
                 "set --openai.server_type %s; palaestra doctor %s checks the server",
                 *(shown(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, shown(self.base_url)),
             )
+
+    def _use_model(self, name: str) -> None:
+        """Ask for the only model that the server lists, because the settings name none."""
+        self.config = self.config.model_copy(update={"model_name": name})
+        self.transport.model = name
+        self._source = f"The model server at {shown(self._url)} (model '{name}')"
+
+    async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
+        """Send one request with `tools`, so that a server that refuses them is known before any slot is made.
+
+        Only a refusal of the key, the model, the address or the tools counts: other complaints may be about this
+        request alone, and a server that is slow or overloaded gets its retries in the run. Raises `EngineRefused`.
+        """
+        if not self.config.health_check or not tools:
+            return
+        body = {"model": self.name, "messages": [PROBE], "tools": list(tools), "max_tokens": 16}
+        try:
+            response = await self.transport.request(
+                "POST", self._url, lambda: encode_json(body), retry=AT_START, timeout_s=PROBE_TIMEOUT_S
+            )
+        except EngineUnavailable as error:
+            logger.warning("the first request failed, and the run begins nevertheless: %s", error)
+            return
+        about_tools = 400 <= response.status < 500 and "tool" in server_says(response.body).lower()
+        if about_tools or response.status in (401, 403, 404, 405):
+            raise self.transport.refusal(self._url, response.status, response.body)
 
     async def aclose(self) -> None:
         await self.transport.aclose()

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 LOOK_TIMEOUT_S = 10.0
+RETRY_LINE_EVERY_S = 5.0
 KEEP_ALIVE_S = 4.0
 """Shorter than the 5 s after which uvicorn, under most model servers, closes an idle connection: no races with it."""
 
@@ -94,6 +95,7 @@ class Transport:
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
         self._session: aiohttp.ClientSession | None = None
+        self._reported_at, self._unreported = float("-inf"), 0
 
     @classmethod
     def to(
@@ -158,9 +160,11 @@ class Transport:
         read: Reader | None = None,
     ) -> Response:
         """Send until there is a reply that a retry would not change. Raises `EngineUnavailable`."""
-        whole_s = timeout_s or self.timeout_s
+        whole_s, policy, tried = timeout_s or self.timeout_s, retry or self.retry, 0
 
         async def send(tries: int, left_s: float) -> Response:
+            nonlocal tried
+            tried = tries
             waited_s = await self._take_turn(lane)
             try:
                 response = await self._send(method, url, body, left_s, read)
@@ -179,15 +183,23 @@ class Transport:
 
         def again(wait_s: float, problem: Exception) -> None:
             self.retries += 1
-            logger.info("Trying %s again in %.1f s: %s", shown(url), wait_s, problem)
+            self._report_retry(f"retry {tried} of {policy.attempts - 1} in {wait_s:.1f} s: {problem}")
 
         try:
-            return await persist(
-                send, retry=retry or self.retry, timeout_s=whole_s, clock=self._clock, rng=self._rng, again=again
-            )
+            return await persist(send, retry=policy, timeout_s=whole_s, clock=self._clock, rng=self._rng, again=again)
         except EngineUnavailable:
             self.failures += 1
             raise
+
+    def _report_retry(self, line: str) -> None:
+        """Log what a retry waits for, at most one line in `RETRY_LINE_EVERY_S`."""
+        now = self._clock.monotonic()
+        if now - self._reported_at < RETRY_LINE_EVERY_S:
+            self._unreported += 1
+            return
+        more = f" (and {self._unreported} more retries since the last line)" if self._unreported else ""
+        logger.warning("%s%s", line, more)
+        self._reported_at, self._unreported = now, 0
 
     async def _take_turn(self, lane: str) -> float:
         """Take a place in the lane, to be released; return the seconds waited. Raises `ConfigError`."""
@@ -276,9 +288,9 @@ _TOO_LONG = re.compile(
 GLM, Qwen) report that a conversation does not fit."""
 
 _WAYS_OUT = {
-    401: "Set the variable PALAESTRA_OPENAI_API_KEY to the key, or --openai.api_key.",
+    401: "Set the variable OPENAI_API_KEY (or PALAESTRA_OPENAI_API_KEY) to the key, or --openai.api_key.",
     402: "The account is out of credit.",
-    403: "The key has no right to this model; check PALAESTRA_OPENAI_API_KEY (or --openai.api_key) and the model name.",
+    403: "The key has no right to this model; check OPENAI_API_KEY (or --openai.api_key) and the model name.",
     404: "Check --openai.model_name, and that --openai.base_url is the address before /chat/completions.",
     405: "Check --openai.base_url: this address does not take chat completions.",
     413: "The request is too large for the server.",
