@@ -72,6 +72,19 @@ def test_a_test_without_assertions_gets_a_false_one() -> None:
         assert not eval(after.rpartition("assert ")[2])
 
 
+@pytest.mark.parametrize("body", ["f(lambda: ...)", "x = ...", "assert f() == ...", "assert f() == 1e999"])
+def test_a_constant_without_another_value_is_no_site(body: str) -> None:
+    (function,) = ast.parse(f"def test_a():\n    {body}").body
+    assert isinstance(function, ast.FunctionDef)
+    assert all(site.alternatives for site in find_sites(function, Random(1)))
+    assert "assert f() == inf" not in [text for site in changed_bodies(body) for text in site]
+
+
+def test_a_large_number_is_changed() -> None:
+    ((first, *_),) = changed_bodies("assert f() == 1e20")
+    assert first != "assert f() == 1e+20"
+
+
 def test_each_assertion_is_a_site_and_so_is_an_expected_exception() -> None:
     assert [len(site) for site in changed_bodies("assert f() == 1\nassert g() == 'x'\nassert h()")] == [3, 3, 3]
     for body in ("with pytest.raises(E):\n    f()", "with self.assertRaises(E):\n    f()"):

@@ -120,7 +120,7 @@ def roll_out(
     folder: Path,
     packages: DependencyCache,
     *flags: str,
-    baseline: bool = True,
+    kind: type[SweEnvironment] = SweEnvironment,
 ) -> list[Group]:
     """Run the environment over these rows, one rollout each."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,6 +133,6 @@ def roll_out(
     line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig)
     parsed = line.parse(["process", "--policy", policy, *words])
     assert isinstance(parsed, Parsed)
-    kind = type("Rows", (Rows,), {"packages": packages, "kind": SweEnvironment if baseline else WithoutBaseline})
-    report = asyncio.run(run(form_of(kind), parsed, root=folder / "runs", stream=io.StringIO()))
+    environment = type("Rows", (Rows,), {"packages": packages, "kind": kind})
+    report = asyncio.run(run(form_of(environment), parsed, root=folder / "runs", stream=io.StringIO()))
     return list(Recording(report.journal))

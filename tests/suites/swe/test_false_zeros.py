@@ -14,7 +14,8 @@ import pytest
 from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.grading.toolchain import DependencyCache
-from suites.swe.published import F2P, P2P, TESTS, Source, roll_out
+from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
+from suites.swe.published import F2P, P2P, TESTS, Source, WithoutBaseline, roll_out
 
 pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -121,7 +122,7 @@ def played(
     rows = [make(Source.make(folder / make.__name__)) for make in makes]
     found: dict[str, Mapping[str, Trajectory]] = {}
     for policy in ("oracle", "noop"):
-        groups = roll_out(rows, policy, folder / policy, installed_pytest, baseline=False)
+        groups = roll_out(rows, policy, folder / policy, installed_pytest, kind=WithoutBaseline)
         names = {row["instance_id"]: make.__name__ for row, make in zip(rows, makes, strict=True)}
         found[policy] = {names[group.task_id]: group.trajectories[0] for group in groups}
     return found
@@ -159,6 +160,21 @@ def test_work_that_breaks_its_tests_is_scored_zero(
     patch = tmp_path / "broken.patch"
     patch.write_text(source.diff(BREAKS[name]))
     flags = "--env.controls=false"
-    (group,) = roll_out([source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, flags, baseline=False)
+    (group,) = roll_out(
+        [source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, flags, kind=WithoutBaseline
+    )
     (trajectory,) = group.trajectories
     assert trajectory.reward == 0.0, (trajectory.detail, trajectory.error)
+
+
+class BrokenControls(SweEnvironment):
+    async def _make_controls(self, row, work, view):  # type: ignore[no-untyped-def]
+        raise IndexError("no such control")
+
+
+def test_controls_that_fail_do_not_score_right_work_zero(tmp_path: Path, installed_pytest: DependencyCache) -> None:
+    row = Source.make(tmp_path / "source").row()
+    (group,) = roll_out([row], "oracle", tmp_path / "run", installed_pytest, kind=BrokenControls)
+    (trajectory,) = group.trajectories
+    assert (trajectory.reward, trajectory.blame) == (None, Blame.GRADER), trajectory.detail
+    assert "no such control" in trajectory.error

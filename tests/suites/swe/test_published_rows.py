@@ -220,6 +220,41 @@ def test_work_that_tampers_with_its_tests(
     assert (trajectory.reward, bool(trajectory.detail["tampering"])) == (0.0, True)
 
 
+SCM = """
+[build-system]
+requires = ["setuptools>=64", "setuptools_scm>=8"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "versioned"
+dynamic = ["version"]
+[tool.setuptools]
+packages = ["pkg"]
+[tool.setuptools_scm]
+"""
+VERSION = """
+from importlib.metadata import version
+
+def test_version():
+    assert version("versioned") == "2.5.1"
+"""
+
+
+@pytest.mark.network
+def test_a_package_that_takes_its_version_from_git(tmp_path: Path, installed_pytest: DependencyCache) -> None:
+    source = Source.make(tmp_path / "source", {**BASE, "pyproject.toml": SCM, "tests/test_version.py": VERSION})
+    git(source.path, "tag", "versioned-2.5.1")
+    git(source.path, "tag", "v2.6rc1")
+    row = source.row(PASS_TO_PASS=[*P2P, "tests/test_version.py::test_version"])
+    del row["install"]
+    source.commit({"pkg/more.py": ""})
+    git(source.path, "tag", "v3.0.0")
+    (group,) = roll_out([row], "oracle", tmp_path / "run", installed_pytest, "--env.controls=false")
+    assert not group.error, group.error
+    (trajectory,) = group.trajectories
+    assert trajectory.reward == 1.0, (trajectory.detail, trajectory.error)
+    assert trajectory.detail["patch"].count("diff --git") == 1
+
+
 def test_a_patch_that_does_not_apply_has_no_score(tmp_path: Path, installed_pytest: DependencyCache) -> None:
     source, work = Source.make(tmp_path / "source"), tmp_path / "work.patch"
     work.write_text(source.diff({"pkg/calc.py": RIGHT}).replace("a - b", "a * b"))

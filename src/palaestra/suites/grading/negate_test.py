@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from random import Random
 from typing import TypeGuard
 
@@ -156,8 +157,10 @@ def _other_values(node: ast.AST, random: Random) -> list[Falsification]:
 
 def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
     """Whether the node is a constant that has another value of its type."""
-    if not isinstance(node, ast.Constant) or node.value is None or isinstance(node.value, bytes | complex):
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, bool | int | float | str):
         return False
+    if isinstance(node.value, float):
+        return isfinite(node.value)
     return not isinstance(node.value, str) or any(each.isascii() and each.isalnum() for each in node.value)
 
 
@@ -170,7 +173,7 @@ def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
         elif isinstance(value, int):
             found.add(value + random.choice((1, 2, 3, 4) if value < 3 else (-2, -1, 1, 2)))
         elif isinstance(value, float):
-            found.add(value + random.choice((1.0, 2.0, 3.0)))
+            found.add(value + random.choice((1.0, 2.0, 3.0)) * max(1.0, abs(value)))
         elif isinstance(value, str):
             found.add(_shifted(value, random))
     return [Falsification(node, "value", each) for each in sorted(found, key=repr)]

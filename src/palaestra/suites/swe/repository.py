@@ -17,6 +17,7 @@ from palaestra.suites.build_once import build_once
 from palaestra.suites.swe.swe_row import SweRow
 
 _LOCAL_TIMEOUT_S = 120.0
+_RELEASE = re.compile(r"(?:[A-Za-z][\w.-]*?[-_]?)?\d+(?:\.\d+)+(?:\.?post\d+)?")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SETTINGS = ("-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "protocol.ext.allow=never", "-c", "core.hooksPath=/")
 
@@ -92,6 +93,19 @@ class RepositoryCache:
         if result.returncode:
             raise TaskError(f"{row.instance_id}: commit {row.base_commit} has no file {path}")
         return result.stdout
+
+    async def newest_tag(self, row: SweRow) -> str | None:
+        """The tag of the newest release before the row's commit, or of the source if the cache has no history."""
+        path, commit = await self.ensure(row), await self.commit(row)
+        tags = ("refs/tags", "refs/fetched/tags")
+        listed = await self._git(path, "for-each-ref", f"--merged={commit}", "--sort=-creatordate", *tags)
+        if not listed:
+            argv = ["git", *_SETTINGS, "ls-remote", "--tags", "--refs", "--sort=-version:refname", self.source(row)]
+            listed = (await run_process(argv, timeout_s=_LOCAL_TIMEOUT_S)).stdout
+        names = (
+            line.split("/tags/", 1)[1] for line in listed.decode(errors="replace").splitlines() if "/tags/" in line
+        )
+        return next((name for name in names if _RELEASE.fullmatch(name)), None)
 
     async def list_files(self, row: SweRow) -> tuple[str, ...]:
         """Every file of the row's commit, relative to the repository's root."""

@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
+from palaestra.core.errors import ConfigError, GraderError, PalaestraError, PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import Item
@@ -55,6 +55,7 @@ from palaestra.suites.swe.workspace import (
     prepare_repository,
     replace_work,
     restore_files,
+    start_history,
     unpack,
     write_texts,
 )
@@ -153,6 +154,12 @@ class Shown(Enum):
     BROKEN = auto()
 
 
+class ControlsFailed(GraderError):
+    """The controls of passing work failed. As its tests pass, that is no fault of the work."""
+
+    certain = True
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedRow:
     """A row and the toolchain of its tests. `image`: both are in the root of its slots."""
@@ -228,9 +235,11 @@ class SweEnvironment(ContractEnvironment):
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
         row = task.data.row
         await unpack(sandbox, await self.repositories.export_tree(row), REPOSITORY)
+        await start_history(sandbox, REPOSITORY, tag=await self.repositories.newest_tag(row))
         await install_editable(
             sandbox, REPOSITORY, row.install, timeout_s=self.settings.install_timeout_s, env=self.settings.install_env
         )
+        await sandbox.remove(f"{REPOSITORY}/.git")
 
     def prepares(self, task: Task) -> bool:
         return True
@@ -368,7 +377,18 @@ class SweEnvironment(ContractEnvironment):
             yield fork
 
     async def _control(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
-        """Whether passing work passes because of its tests. The controls of a task are made by its first such work.
+        """Whether passing work passes because of its tests. Raises `ControlsFailed`, `GraderError`."""
+        try:
+            return await self._find_tampering(row, work, view, run)
+        except PalaestraError:
+            raise
+        except Exception as error:
+            raise ControlsFailed(
+                f"{row.instance_id}: the controls failed with {type(error).__name__}: {error}"
+            ) from error
+
+    async def _find_tampering(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
+        """The controls of a task are made by its first passing work.
 
         Names that are not node ids need a reference solution: only its run shows which node ids they stand for. Without
         one, only the audit hook's alarms count.

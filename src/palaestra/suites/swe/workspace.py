@@ -55,8 +55,11 @@ async def unpack(slot: Slot, tree: bytes, repo_dir: str) -> None:
         await check_execute(slot, argv, f"cannot unpack the repository: {argv[0]}", stdin=stdin)
 
 
-async def start_history(slot: Slot, repo_dir: str) -> None:
-    """Commit everything as the only commit of a new repository. Without git in the slot there is no history."""
+async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None) -> None:
+    """Commit everything as the only commit of a new repository. Without git in the slot there is no history.
+
+    `tag` is for the installation of packages that take their version from git.
+    """
     if not (await slot.execute(["git", "--version"], cwd="/")).success:
         return
     settings = ["-c", "core.logAllRefUpdates=false", "-c", "gc.auto=0", "-c", f"safe.directory={repo_dir}"]
@@ -64,6 +67,7 @@ async def start_history(slot: Slot, repo_dir: str) -> None:
         ["init", "--quiet", "--initial-branch=main", "--template="],
         ["add", "--all", "--force"],
         ["commit", "--quiet", "--no-verify", "--allow-empty", "--message=Start"],
+        *([["tag", tag]] if tag else []),
     ):
         argv = ["git", *settings, *command]
         environment = {**_IDENTITY, "HOME": "/"}
