@@ -31,6 +31,8 @@ ELSEWHERE: Mapping[str, str] = {
     "ToolBackend": "palaestra.sandbox.pool",
     "EvalHandlingEnum": "palaestra.envs.config.fields",
     "ProcessSession": "palaestra.processes.session",
+    "ModalSandboxConfig": "palaestra.sandbox.backends.modal",
+    "ModalToolBackend": "palaestra.sandbox.modal_tool_backend",
     "SlotState": "palaestra.sandbox.slot",
 }
 """Names of the contract that are not public here, and their modules."""
@@ -42,7 +44,6 @@ NOT_NEEDED: Mapping[str, str] = {
     "registry": "write each tool as a typed function with @tool from palaestra, instead of registry.register",
     "ToolRegistryEntry": "write each tool as a typed function with @tool from palaestra",
     "DockerDirectBackend": "this version has only slots of this machine: delete the backend's settings",
-    "ModalToolBackend": "the setting tool_pool_mode='modal' makes it",
 }
 """Names without a counterpart, and what to do instead."""
 

@@ -298,9 +298,10 @@ class SlotPool:
     ) -> ExecutionResult:
         """Run `bash`, `bash_stateful`, `read_file` or `write_file` in a leased slot. Raises `InfraError`.
 
-        `timeout` in seconds, by default that of `args` or 60. Standard error is apart from standard output.
+        `timeout` in seconds, by default that of `args` or `default_timeout_s`. Standard error is apart from standard
+        output.
         """
-        return await run_slot_tool(slot, lambda: self._shell(slot), tool, args, timeout or USUAL_TIMEOUT_S)
+        return await run_slot_tool(slot, lambda: self._shell(slot), tool, args, timeout or self.default_timeout_s)
 
     async def execute_batch(
         self,

@@ -23,6 +23,7 @@ from palaestra.core.errors import AcquireTimeout, ConfigError, InfraError, Sandb
 from palaestra.core.types import Blame, Network
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.backends.modal import ModalBackend, ModalSandboxConfig
+from palaestra.sandbox.modal_tool_backend import ModalToolBackend
 from palaestra.sandbox.slot import Backend, Mount, Rung, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
 from palaestra.testing.fake_modal import FakeModal, Fault
@@ -402,6 +403,34 @@ def test_profiles_come_from_variables_and_files(tmp_path: Path) -> None:
     (tmp_path / "profiles.yaml").write_text("profiles:\n  small: {cpu: 0.5, env_vars: {A: 1}}\n")
     small = ModalSandboxConfig.load_profiles(tmp_path / "profiles.yaml", environ={})["small"]
     assert (small.name, small.cpu, small.env_vars) == ("small", 0.5, {"A": "1"})
+
+
+def test_a_pool_has_several_profiles(fake: FakeModal) -> None:
+    profiles = {
+        "default": ModalSandboxConfig(execution_timeout_s=7),
+        "small": ModalSandboxConfig("small", cpu=0.5, max_sandboxes=1, slots_per_sandbox=1, acquire_timeout_s=0.3),
+    }
+
+    async def main() -> None:
+        async with ModalToolBackend.with_profiles(profiles) as pool:
+            assert pool.default_timeout_s == 7
+            assert len(fake.running) == 1  # a profile that nobody uses costs nothing
+            one, two = await pool.acquire("one"), await pool.acquire("two", "small")
+            assert [sandbox.definition.resources.milli_cpu for sandbox in fake.running] == [1000, 500]
+            with pytest.raises(AcquireTimeout):
+                await pool.acquire("three", profile="small")
+            with pytest.raises(ConfigError, match="unknown"):
+                await pool.acquire("four", "unknown")
+            calls = [(slot, "bash_stateful", {"command": "echo $((X+=1))"}) for slot in (one, two, two)]
+            for expected in ("1 1 2", "2 3 4"):
+                results = await pool.execute_batch(calls)
+                assert " ".join(sorted(result.output.strip() for result in results)) == expected
+            await pool.release(two, reset_workspace=True)
+            await pool.release(one)
+            await pool.release(await pool.acquire("three", "small"))
+
+    asyncio.run(main())
+    assert not fake.running
 
 
 @pytest.mark.parametrize(

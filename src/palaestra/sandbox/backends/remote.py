@@ -31,7 +31,10 @@ _LEFT_OUT_S = 30.0
 """How long a host is left out after a failure."""
 
 _EPOCHS = 1 << 32
-"""Leases of one place; epochs are unique in a pool."""
+"""Leases of one place."""
+
+_numbers = itertools.count()
+"""Of the places of all backends of this process, so that no two slots have the same epoch."""
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +127,6 @@ class RemoteBackend(StartedBackend):
         self._hosts, self._image, self._most, self._per_place = tuple(hosts), image, places, slots_per_place
         self._wanted, self._required = rung, require
         self._places: dict[int, Place] = {}
-        self._numbers = itertools.count()
         self._failed_at: dict[str, float] = {}
         self._rung: Rung | None = None
         self._lost = 0
@@ -291,7 +293,7 @@ class RemoteBackend(StartedBackend):
         for place in self._places.values():
             if place.spec.host in loads:
                 loads[place.spec.host] += self._per_place
-        number = next(self._numbers)
+        number = next(_numbers)
         rung = self._wanted if self._rung is None else self._rung
         place = self.make_place(replace(wanted, host=min(usable, key=loads.__getitem__)), number, rung)
         self._places[number] = place

@@ -1,0 +1,97 @@
+"""`ModalToolBackend`: the contract's pool of slots in Modal, with one profile of sandboxes or several.
+
+A pool of one profile is what `create_tool_backend` makes for `tool_pool_mode="modal"`. With several, each profile has
+sandboxes and a limit of its own, and starts with its first slot; the default one starts with the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.sandbox.backends.modal import ModalBackend, ModalSandboxConfig
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
+
+
+class ModalToolBackend(SlotPool):
+    """Slots in sandboxes of `config`. Use it as a `SlotPool`, or as `backend` of a `ToolExecutor`."""
+
+    def __init__(self, config: ModalSandboxConfig | None = None) -> None:
+        self.profile = config = config or ModalSandboxConfig()
+        wait_s = config.acquire_timeout_s
+        super().__init__(SlotPoolConfig(max_slots=None, acquire_timeout=wait_s), ModalBackend(config))
+        self._others: dict[str, ModalToolBackend] = {}
+        self._pools: dict[int, SlotPool] = {}  # of slots of other profiles, by epoch
+
+    @classmethod
+    def with_profiles(cls, profiles: Mapping[str, ModalSandboxConfig] | None = None, default: str = "default") -> Self:
+        """Slots of several profiles; without any, those of `ModalSandboxConfig.load_profiles`. Raises `ConfigError`."""
+        found = ModalSandboxConfig.load_profiles() if profiles is None else dict(profiles)
+        if default not in found:
+            raise ConfigError(f"there is no Modal profile {default!r}; known are {', '.join(found)}")
+        made = cls(found.pop(default))
+        made._others = {name: ModalToolBackend(config) for name, config in found.items()}
+        return made
+
+    @property
+    def default_timeout_s(self) -> float:
+        """Seconds of a call that sets no timeout."""
+        return self.profile.execution_timeout_s
+
+    async def acquire(
+        self,
+        trajectory_id: str,
+        profile: str | None = None,
+        *,
+        spec: SlotSpec | None = None,
+        snapshot: Snapshot | None = None,
+        timeout_s: float | None = None,
+        admitted: Callable[[], None] | None = None,
+    ) -> Slot:
+        """As `SlotPool.acquire`, from the sandboxes of a profile. Raises `ConfigError` for an unknown one."""
+        if profile is None or profile == self.profile.name:
+            return await super().acquire(
+                trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted
+            )
+        if profile not in self._others:
+            known = ", ".join((self.profile.name, *self._others))
+            raise ConfigError(f"there is no Modal profile {profile!r}; known are {known}")
+        pool = self._others[profile]
+        await pool.start()
+        slot = await pool.acquire(trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted)
+        self._pools[slot.epoch] = pool
+        return slot
+
+    async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
+        pool = self._pools.pop(slot.epoch, None)
+        if pool is None:
+            await super().release(slot, reset_workspace)
+        else:
+            self._shells.pop(slot.epoch, None)
+            await pool.release(slot, reset_workspace)
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        self._refuse_other_profiles(slot)
+        return await super().seal(slot, view)
+
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        self._refuse_other_profiles(slot)
+        return await super().checkpoint(slot)
+
+    def _refuse_other_profiles(self, slot: Slot) -> None:
+        if slot.epoch in self._pools:
+            raise ConfigError(f"{slot.slot_id} has another profile than {self.profile.name}, and so cannot be kept")
+
+    async def aclose(self) -> None:
+        for pool in self._others.values():
+            await pool.aclose()
+        self._pools.clear()
+        await super().aclose()
+
+    def get_status(self) -> Mapping[str, JSON]:
+        """The pool's status, with that of each other profile under `profiles`."""
+        others = {name: pool.get_status() for name, pool in self._others.items()}
+        return {**super().get_status(), **({"profiles": others} if others else {})}
