@@ -279,7 +279,10 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if dot and not takes_mapping(annotation):
             raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
         key, entry = name + dot + rest, str if holds_texts(annotation) else JSON
-        given.add(group, key, self._read(entry if dot else annotation, written, words), written, annotation)
+        value = self._read(entry if dot else annotation, written, words)
+        if written == "--backend" and written in given.spelled["env"].values():
+            value = f"{given.values['env'][key]} {value}"  # one more backend
+        given.add(group, key, value, written, annotation)
 
     def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
         try:

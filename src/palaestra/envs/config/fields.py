@@ -18,7 +18,7 @@ from palaestra.core.config import Settings, later, nearest, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
-from palaestra.sandbox.backends.registry import BUILTIN, backend_names
+from palaestra.sandbox.backends.registry import BUILTIN, backend_names, backend_words
 from palaestra.sandbox.slot import DEFAULT_STORE_BYTES
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
@@ -284,6 +284,15 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         "terminal_backend.",
     )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
+    creates_per_s: float | None = setting(
+        None, "Containers or sandboxes that all runs of this user on this machine start in a second, at most.", gt=0
+    )
+    max_starting: int | None = setting(
+        None, "Containers or sandboxes that all runs of this user on this machine start at a time, at most.", ge=1
+    )
+    drain_file: str | None = setting(
+        None, "A file with hosts that get no new slots, separated by white space. It may change during the run."
+    )
     backend_options: dict[str, JSON] = setting({}, "Settings of a backend from another package, NAME: VALUE.")
     docker_image: str | None = setting(None, "Docker: the image of tasks that name none. It needs Python 3.11.")
     docker_hosts: list[str] = setting([], "Docker: addresses of daemons; none means the one that `docker` reaches.")
@@ -414,10 +423,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raises `ConfigError` for a source of slots that this version does not have. `sources` says who set it."""
         super().check_runnable(sources)
-        name, value = self._slot_setting, self.slot_backend
-        if value in BUILTIN or value in backend_names():
+        name = self._slot_setting
+        unknown = [each for each in backend_words(self.slot_backend) if each not in BUILTIN]
+        known = backend_names() if unknown else tuple(BUILTIN)
+        value = next((each for each in unknown if each not in known), None)
+        if value is None:
             return
-        known = backend_names()
         source = (sources or {}).get(f"env.{name}")
         what = "is not available in this version" if value in LATER_BACKENDS else "is unknown"
         raise ConfigError(

@@ -404,7 +404,7 @@ class ModalBackend(RemoteBackend):
                 pause = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2**number)
                 if time.monotonic() + pause > deadline:
                     raise SandboxError(f"Modal gives no more sandboxes: {_text(error)}") from None
-                await asyncio.sleep(pause)
+                await asyncio.sleep(max(pause, min(await self.gate.throttled(), deadline - time.monotonic())))
             except (sdk.exception.Error, OSError) as error:
                 raise SandboxError(f"Modal does not create a sandbox of {spec.image}: {_text(error)}") from None
         raise AssertionError

@@ -506,7 +506,7 @@ class NomadBackend(RemoteBackend):
             require=require,
         )
         self.owner = secrets.token_hex(16)
-        self._api = NomadAPI(self.config.nomad_address, self.config.token)
+        self._api = NomadAPI(self.config.nomad_address, self.config.token, throttled=self.gate.throttled)
         self._jobs: dict[str | None, asyncio.Task[NomadJob]] = {}
 
     @classmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 
 import aiohttp
@@ -19,7 +19,8 @@ from palaestra.core.types import JSON
 
 _TIMEOUT_S = 20.0
 _RETRY = RetryPolicy(attempts=5, first_s=0.2, longest_s=5.0)
-_TRANSIENT = frozenset({429, 502, 503, 504})
+_TOO_MANY = 429
+_TRANSIENT = frozenset({_TOO_MANY, 502, 503, 504})
 _NEVER_RUNS = ("Driver Failure", "Setup Failure", "Failed Validation", "Failed Artifact Download")
 """Types of task events after which Nomad may try again, but which rarely pass by themselves."""
 
@@ -33,9 +34,13 @@ class NomadRefused(SandboxError):
 
 
 class NomadAPI:
-    """One Nomad agent. Requests are repeated when it is unreachable or overloaded for a moment."""
+    """One Nomad agent. Requests are repeated when it is unreachable or overloaded for a moment; `throttled` gets the
+    seconds that it asks for when there are too many."""
 
-    def __init__(self, address: str, token: str | None = None) -> None:
+    def __init__(
+        self, address: str, token: str | None = None, *, throttled: Callable[[float | None], Awaitable[object]]
+    ) -> None:
+        self._throttled = throttled
         self.address = address.rstrip("/")
         self._headers = {} if token is None else {"X-Nomad-Token": token}
         self._session: aiohttp.ClientSession | None = None
@@ -90,7 +95,12 @@ class NomadAPI:
         self, method: str, path: str, body: JSON, query: Mapping[str, str], timeout_s: float = _TIMEOUT_S
     ) -> tuple[JSON, int]:
         async def send(tries: int, left_s: float) -> tuple[JSON, int]:
-            return await self._send(method, path, body, query, min(left_s, timeout_s))
+            try:
+                return await self._send(method, path, body, query, min(left_s, timeout_s))
+            except TransientFailure as failure:
+                if isinstance(failure.problem, NomadRefused) and failure.problem.status == _TOO_MANY:
+                    await self._throttled(failure.asked_s)
+                raise
 
         return await persist(send, retry=_RETRY, timeout_s=2 * timeout_s, clock=SystemClock(), rng=self._rng)
 

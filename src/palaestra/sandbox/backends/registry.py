@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from palaestra.core.config import nearest
+from palaestra.core.config import local_path, nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import plugins
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Backend
+
+if TYPE_CHECKING:
+    from palaestra.sandbox.backends.spread import BackendName
 
 GROUP = "palaestra.backends"
 """The entry-point group of other packages' backends."""
@@ -41,9 +44,48 @@ def backend_names() -> tuple[str, ...]:
     return (*BUILTIN, *(name for name in plugins.installed(GROUP) if name not in BUILTIN))
 
 
-def make_backend(name: str, config: JSON) -> Backend:
-    """The backend of that name for a configuration. Raises `ConfigError` for an unknown name, a package that cannot be
-    loaded, and settings that the backend refuses."""
+def backend_words(names: str) -> list[str]:
+    """The names of backends in a setting, without hosts."""
+    return [word.partition("=")[0] for word in names.split()] or [names]
+
+
+_HOSTS = {"docker": "docker_hosts", "ssh": "ssh_hosts"}
+"""The settings that hold the hosts of a backend."""
+
+
+def make_backend(names: str, config: JSON) -> Backend:
+    """The backend of that name for a configuration, or one that spreads slots over several (`spread.py`).
+
+    Raises `ConfigError` for an unknown name, a package that cannot be loaded, and settings that the backend refuses.
+    """
+    if names == "local":
+        return _load(names, config)
+    from palaestra.sandbox.backends import spread  # local runs need neither it nor what it imports
+
+    wanted = spread.parse_names(names)
+    if len(wanted) == 1:
+        return _make(wanted[0], config)
+    own = [_make(each, config) for each in wanted if not each.overflow]
+    return spread.SpreadBackend(own, [_make(each, config) for each in wanted if each.overflow])
+
+
+def _make(wanted: BackendName, config: JSON) -> Backend:
+    from palaestra.sandbox.backends.remote import RemoteBackend
+    from palaestra.sandbox.creation_gate import CreationGate
+
+    name = wanted.name
+    if wanted.hosts:
+        if name not in _HOSTS:
+            raise ConfigError(f"the backend {name} takes no hosts; {' and '.join(_HOSTS)} do")
+        config = config.model_copy(update={_HOSTS[name]: list(wanted.hosts)})
+    backend = _load(name, config)
+    if isinstance(backend, RemoteBackend):
+        backend.gate = CreationGate(name, per_s=config.creates_per_s, most=config.max_starting)
+        backend.drain_file = None if config.drain_file is None else local_path(config.drain_file)
+    return backend
+
+
+def _load(name: str, config: JSON) -> Backend:
     if name in BUILTIN:
         entry = EntryPoint(name, BUILTIN[name], GROUP)
     elif name in plugins.installed(GROUP):
@@ -51,5 +93,4 @@ def make_backend(name: str, config: JSON) -> Backend:
     else:
         known = backend_names()
         raise ConfigError(f"there is no backend {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
-    make = cast("Callable[[JSON], Backend]", plugins.load(entry))
-    return make(config)
+    return cast("Callable[[JSON], Backend]", plugins.load(entry))(config)

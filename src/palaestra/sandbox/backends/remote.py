@@ -17,13 +17,15 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from palaestra.core.errors import ConfigError, SandboxError, SlotLost
 from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.backends.server_backend import ServerBackend, StartedBackend, allowed_hosts, environment
+from palaestra.sandbox.creation_gate import CreationGate
 from palaestra.sandbox.remote.client import RemoteClient
 from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 
@@ -64,6 +66,7 @@ class Place(ServerBackend):
         """How many slots are being made."""
         self._backend = backend
         self._last_epoch = number * _EPOCHS
+        self.opening = asyncio.Lock()
         self._starting = asyncio.Lock()
 
     @property
@@ -127,10 +130,19 @@ class RemoteBackend(StartedBackend):
         self._hosts, self._image, self._most, self._per_place = tuple(hosts), image, places, slots_per_place
         self._wanted, self._required = rung, require
         self._places: dict[int, Place] = {}
+        self._numbers: Iterator[int] = _numbers
+        self.gate = CreationGate(self.name)
+        """Limits how fast places are started."""
+        self.drain_file: Path | None = None
+        """A file with the hosts that get no new slots, if it exists; it may change at any time."""
         self._failed_at: dict[str, float] = {}
         self._rung: Rung | None = None
         self._lost = 0
         self._started = False
+
+    def begin_at(self, epoch: int) -> None:
+        """Number leases from here on, before the first one."""
+        self._numbers = itertools.count(epoch // _EPOCHS)
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         """The local command that starts a place, runs `call` there, and ends the place with its standard input."""
@@ -158,14 +170,15 @@ class RemoteBackend(StartedBackend):
         if self._started:
             return
         try:
-            await self._check_hosts()
+            await self.check_hosts()
             await self.destroy(await self.create(SlotSpec(), "start"))
         except BaseException:
             await self.aclose()
             raise
         self._started = True
 
-    async def _check_hosts(self) -> None:
+    async def check_hosts(self) -> None:
+        """Check every host, and leave out those that fail. Raises `ConfigError` if all do."""
         errors = []
         for host in self._hosts:
             try:
@@ -200,7 +213,7 @@ class RemoteBackend(StartedBackend):
             place = await self._choose(spec, tried) if snapshot is None else self._place_of(snapshot)
             place.starting += 1
             try:
-                await place.start()
+                await self._started_place(place)
                 slot = await place.create(spec, trajectory_id, snapshot)
             except (SandboxError, ConfigError) as error:
                 if place.is_up:
@@ -216,6 +229,12 @@ class RemoteBackend(StartedBackend):
             finally:
                 place.starting -= 1
                 await self._tidy()
+
+    async def _started_place(self, place: Place) -> None:
+        async with place.opening:
+            if not place.is_up:
+                async with self.gate.entered():
+                    await place.start()
 
     async def destroy(self, slot: Slot) -> None:
         """End the slot and drop its files. Does nothing if it is gone already."""
@@ -274,6 +293,7 @@ class RemoteBackend(StartedBackend):
 
     def _with_room(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place | None:
         """The fullest place of that kind with room, so that others become idle."""
+        drained = self.drained_hosts()
         fitting = [
             place
             for place in self._places.values()
@@ -281,19 +301,23 @@ class RemoteBackend(StartedBackend):
             and place.spec.host not in without
             and place.load < self._per_place
             and place.takes_slots
+            and place.spec.host not in drained
         ]
         return max(fitting, key=lambda place: place.load, default=None)
 
     def _add_place(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place:
         """A new place, not started, on the host with the fewest slots."""
-        hosts = [host for host in self._hosts if host not in without]
+        drained = self.drained_hosts()
+        hosts = [host for host in self._hosts if host not in without and host not in drained]
+        if not hosts:
+            raise SandboxError(f"{self.name}: every host is drained ({self.drain_file}) or fails")
         now = time.monotonic()
         usable = [host for host in hosts if now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S] or hosts
         loads = dict.fromkeys(usable, 0)
         for place in self._places.values():
             if place.spec.host in loads:
                 loads[place.spec.host] += self._per_place
-        number = next(_numbers)
+        number = next(self._numbers)
         rung = self._wanted if self._rung is None else self._rung
         place = self.make_place(replace(wanted, host=min(usable, key=loads.__getitem__)), number, rung)
         self._places[number] = place
@@ -328,7 +352,16 @@ class RemoteBackend(StartedBackend):
 
     def _is_spare(self, place: Place) -> bool:
         """Whether an idle place should end."""
-        return len(self._places) > self._most or not place.is_up
+        return len(self._places) > self._most or not place.is_up or place.spec.host in self.drained_hosts()
+
+    def drained_hosts(self) -> frozenset[str]:
+        """The hosts that get no new slots: the words of `drain_file`."""
+        if self.drain_file is None:
+            return frozenset()
+        try:
+            return frozenset(self.drain_file.read_text().split())
+        except FileNotFoundError:
+            return frozenset()
 
     def _leave_out(self, host: str, error: Exception) -> None:
         if len(self._hosts) > 1:

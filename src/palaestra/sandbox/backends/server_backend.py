@@ -70,6 +70,10 @@ class ServerBackend(StartedBackend):
         self._last_epoch = 0
         self._restarting = asyncio.Lock()
 
+    def begin_at(self, epoch: int) -> None:
+        """Number leases from here on, before the first one."""
+        self._last_epoch = epoch
+
     @abstractmethod
     async def _start_server(self, rung: Rung) -> None:
         """Start the server at an isolation level. Raises `SandboxError` or `OSError`."""

@@ -1,0 +1,236 @@
+"""Slots of several backends in one pool.
+
+`docker=host1,host2 modal=overflow` names two backends: the first with two hosts, the second for what the first has no
+room for. A slot is made by the backend that has the largest share of its room free. One that fails is left out for a
+while and its slots are made by the others; slots that start from a snapshot are made by the backend that has it.
+
+An overflow backend is checked at the start of the run, and started when it is first needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.types import JSON
+from palaestra.sandbox.backends.remote import RemoteBackend
+from palaestra.sandbox.backends.server_backend import ServerBackend, StartedBackend
+from palaestra.sandbox.slot import Backend, Change, Rung, Slot, SlotSpec, Snapshot, View
+
+OVERFLOW = "overflow"
+_LEFT_OUT_S = 30.0
+_EPOCHS = 1 << 48
+"""Leases of one backend; epochs are unique in a pool."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendName:
+    """One word of a setting that names backends: `NAME`, `NAME=HOST,HOST` or `NAME=overflow`."""
+
+    name: str
+    hosts: tuple[str, ...] = ()
+    overflow: bool = False
+
+
+def parse_names(text: str) -> list[BackendName]:
+    """The backends that a setting names. Raises `ConfigError`."""
+    found = []
+    for word in text.split():
+        name, _, rest = word.partition("=")
+        words = [each for each in rest.split(",") if each]
+        found.append(BackendName(name, tuple(each for each in words if each != OVERFLOW), OVERFLOW in words))
+    if not any(not each.overflow for each in found):
+        raise ConfigError(f"the backends {text!r} are all for overflow: name one that has slots from the start")
+    return found
+
+
+@dataclass
+class Part:
+    """One backend, and what it holds."""
+
+    backend: Backend
+    overflow: bool
+    started: bool = False
+    failed_at: float = -math.inf
+    slots: set[int] = field(default_factory=set)
+    snapshots: set[str] = field(default_factory=set)
+    making: int = 0
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def share(self) -> float:
+        """The used share of its room."""
+        capacity = self.backend.capacity
+        used = len(self.slots) + self.making
+        return used / capacity if capacity else used / 1e6
+
+    @property
+    def is_left_out(self) -> bool:
+        return time.monotonic() - self.failed_at < _LEFT_OUT_S
+
+    async def start(self) -> None:
+        async with self.starting:
+            if not self.started:
+                await self.backend.start()
+                self.started = True
+
+
+class SpreadBackend(StartedBackend):
+    """Slots of several backends. Each of `overflow` gets a slot only when no other has room."""
+
+    name = "spread"
+
+    def __init__(self, backends: Sequence[Backend], overflow: Sequence[Backend] = ()) -> None:
+        self._parts = [Part(each, overflow=False) for each in backends]
+        self._parts += [Part(each, overflow=True) for each in overflow]
+        for number, part in enumerate(self._parts, 1):
+            backend = part.backend
+            if not isinstance(backend, RemoteBackend | ServerBackend):
+                raise ConfigError(f"the backend {backend.name} cannot share a pool with others")
+            backend.begin_at(number * _EPOCHS)
+
+    async def start(self) -> None:
+        """Start every backend that is not for overflow, and check the others. Idempotent.
+
+        Raises the first error if none of them starts; otherwise one that fails is left out.
+        """
+        own = [part for part in self._parts if not part.overflow]
+        try:
+            found = await asyncio.gather(*(part.start() for part in own), return_exceptions=True)
+            errors = [each for each in found if isinstance(each, BaseException)]
+            for part, error in zip(own, found, strict=True):
+                if isinstance(error, ConfigError | SandboxError):
+                    self._leave_out(part, error)
+                elif isinstance(error, BaseException):
+                    raise error
+            if len(errors) == len(own):
+                raise errors[0]
+            for part in self._parts:
+                if part.overflow and isinstance(part.backend, RemoteBackend):
+                    await part.backend.check_hosts()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """End every backend. Idempotent."""
+        await asyncio.gather(*(part.backend.aclose() for part in self._parts))
+        for part in self._parts:
+            part.started = False
+            part.slots.clear()
+            part.snapshots.clear()
+
+    @property
+    def rung(self) -> Rung:
+        """The lowest isolation level of those that have started."""
+        started = [part.backend.rung for part in self._parts if part.started]
+        return min(started or [part.backend.rung for part in self._parts])
+
+    @property
+    def capacity(self) -> int | None:
+        """The number of slots there can be; None if one of them has no limit of its own."""
+        known = [part.backend.capacity for part in self._parts]
+        return None if None in known else sum(each for each in known if each is not None)
+
+    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
+        """A new slot where there is most room, or where the snapshot is."""
+        if snapshot is not None:
+            return await self._make(self._keeper(snapshot), spec, trajectory_id, snapshot)
+        tried: list[Part] = []
+        errors: list[Exception] = []
+        while True:
+            part = self._choose(tried)
+            if part is None:
+                raise errors[0] if errors else SandboxError("no backend has room for a slot")
+            try:
+                return await self._make(part, spec, trajectory_id, None)
+            except (SandboxError, ConfigError) as error:
+                tried.append(part)
+                errors.append(error)
+                if not isinstance(error, ConfigError):  # which says that the backend does not offer what is asked for
+                    self._leave_out(part, error)
+
+    def _choose(self, tried: Sequence[Part]) -> Part | None:
+        """The next backend to ask; one that is left out only when there is no other."""
+        left = [part for part in self._parts if part not in tried and part.share < 1]
+        for overflow in (False, True):
+            usable = [part for part in left if part.overflow is overflow and not part.is_left_out]
+            if usable:
+                return min(usable, key=lambda part: part.share)
+        return min(left, key=lambda part: part.failed_at, default=None)
+
+    async def _make(self, part: Part, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
+        part.making += 1
+        try:
+            await part.start()
+            slot = await part.backend.create(spec, trajectory_id, snapshot)
+            part.slots.add(slot.epoch)
+            return slot
+        finally:
+            part.making -= 1
+
+    async def destroy(self, slot: Slot) -> None:
+        """End the slot and drop its files. Does nothing if it is gone already."""
+        part = self._holder(slot)
+        await part.backend.destroy(slot)
+        part.slots.discard(slot.epoch)
+
+    async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
+        """End the slot; its change, cut to `view`, becomes an immutable layer."""
+        part = self._holder(slot)
+        try:
+            return _kept(part, await part.backend.seal(slot, view))
+        finally:
+            part.slots.discard(slot.epoch)
+
+    async def checkpoint(self, slot: Slot) -> Snapshot:
+        """The slot's present files. Raises `SandboxError` at levels without layers."""
+        part = self._holder(slot)
+        return _kept(part, await part.backend.checkpoint(slot))
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        """A second, cut snapshot of the same files."""
+        part = self._keeper(snapshot)
+        return _kept(part, await part.backend.view(snapshot, view))
+
+    async def changes(self, snapshot: Snapshot) -> list[Change]:
+        """The changes in the topmost layer, sorted by path."""
+        return await self._keeper(snapshot).backend.changes(snapshot)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is gone already."""
+        for part in self._parts:
+            if snapshot.snapshot_id in part.snapshots:
+                part.snapshots.discard(snapshot.snapshot_id)
+                await part.backend.forget(snapshot)
+
+    def stats(self) -> Mapping[str, JSON]:
+        """The present counts, together and of each backend."""
+        parts = [dict(part.backend.stats()) for part in self._parts]
+        sums = {name: sum(int(each.get(name, 0)) for each in parts) for name in ("slots", "lost", "containers")}
+        return {"backend": self.name, "rung": self.rung.label, **sums, "backends": parts}
+
+    def _holder(self, slot: Slot) -> Part:
+        return self._parts[slot.epoch // _EPOCHS]
+
+    def _keeper(self, snapshot: Snapshot) -> Part:
+        for part in self._parts:
+            if snapshot.snapshot_id in part.snapshots:
+                return part
+        raise SandboxError(f"the snapshot {snapshot.snapshot_id} is gone, with the backend that had it")
+
+    def _leave_out(self, part: Part, error: Exception) -> None:
+        _log.warning("the backend %s is left out for %g s: %s", part.backend.name, _LEFT_OUT_S, error)
+        part.failed_at = time.monotonic()
+
+
+def _kept(part: Part, snapshot: Snapshot) -> Snapshot:
+    part.snapshots.add(snapshot.snapshot_id)
+    return snapshot

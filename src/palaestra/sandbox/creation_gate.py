@@ -1,0 +1,115 @@
+"""Limits how fast all processes of a user on this host start containers and sandboxes.
+
+The state is in files of a folder that they share: one that holds when the next start may begin, and one lock for each
+start at a time, which the kernel releases when its holder dies. A provider that says "too many requests" slows the
+starts of all of them down, until some have succeeded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from palaestra.core.errors import InfraError
+from palaestra.core.io.file_lock import file_lock
+
+_SLOWEST_S, _FIRST_S = 60.0, 1.0
+_POLL_S = 0.02
+
+
+class CreationGate:
+    """The gate of one backend. `per_s` starts a second and `most` at a time; None is no limit until the provider sets
+    one."""
+
+    def __init__(
+        self, name: str, *, per_s: float | None = None, most: int | None = None, folder: Path | None = None
+    ) -> None:
+        self._per_s, self._most = per_s, most
+        self._folder = folder or Path(tempfile.gettempdir(), f"palaestra-gates-{getpass.getuser()}")
+        self._name = name
+
+    @contextlib.asynccontextmanager
+    async def entered(self) -> AsyncIterator[None]:
+        """Wait for a turn; the block starts one place."""
+        async with contextlib.AsyncExitStack() as held:
+            if self._most is not None:
+                await held.enter_async_context(self._place(self._most))
+            await self._turn()
+            yield
+        await self._change(lambda gap_s: 0.0 if gap_s <= _FIRST_S else gap_s / 2)
+
+    async def throttled(self, asked_s: float | None = None) -> float:
+        """The provider wants fewer requests, and none for `asked_s` seconds. Returns how long all starts now pause."""
+        found = 0.0
+
+        def slower(gap_s: float) -> float:
+            nonlocal found
+            found = min(_SLOWEST_S, max(_FIRST_S, 2 * gap_s, asked_s or 0.0))
+            return found
+
+        await self._change(slower, pause=True)
+        return found
+
+    async def _turn(self) -> None:
+        """Wait until the next start may begin."""
+        while True:
+            async with self._locked() as state:
+                now = time.monotonic()
+                wait_s = state["next"] - now
+                # Later than any gap: the state is from before this host's last start.
+                if wait_s <= 0 or wait_s > 2 * _SLOWEST_S:
+                    own = 0.0 if self._per_s is None else 1 / self._per_s
+                    state["next"] = now + max(own, state["gap"])
+                    return
+            await asyncio.sleep(min(wait_s, 1.0))
+
+    async def _change(self, gap: Callable[[float], float], *, pause: bool = False) -> None:
+        if not pause and not self._file.exists():
+            return
+        async with self._locked() as state:
+            state["gap"] = gap(state["gap"])
+            if pause:
+                state["next"] = max(state["next"], time.monotonic() + state["gap"])
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / f"{self._name}.json"
+
+    @contextlib.asynccontextmanager
+    async def _locked(self) -> AsyncIterator[dict[str, float]]:
+        """The shared state, written back at the end of the block."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        async with file_lock(self._folder / f"{self._name}.lock", poll_s=_POLL_S):
+            try:
+                state = json.loads(self._file.read_text())
+            except (OSError, ValueError):
+                state = {"next": 0.0, "gap": 0.0}
+            yield state
+            temporary = self._file.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(state))
+            temporary.replace(self._file)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, most: int) -> AsyncIterator[None]:
+        """One of the places for starts at a time."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        while True:
+            for number in range(most):
+                lock = file_lock(self._folder / f"{self._name}-{number}.lock", timeout_s=0.0)
+                try:
+                    await lock.__aenter__()
+                except InfraError:
+                    continue
+                try:
+                    yield
+                finally:
+                    await lock.__aexit__(None, None, None)
+                return
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,236 @@
+"""Slots spread over several backends and hosts, an overflow, drained hosts, and the limit on starts."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.envs.config.command_line import CommandLine, Parsed
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.inference.config import APIServerConfig
+from palaestra.sandbox.backends.registry import make_backend
+from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
+from palaestra.sandbox.backends.spread import SpreadBackend, parse_names
+from palaestra.sandbox.creation_gate import CreationGate
+from palaestra.sandbox.slot import Backend, Rung, SlotSpec
+from palaestra.testing.backend_conformance import BackendConformance
+
+pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
+
+
+class Here(RemoteBackend):
+    """Places are processes of this machine; hosts are names, and those in `broken` start nothing."""
+
+    name = "here"
+
+    def __init__(self, *hosts: str, slots: int = 2) -> None:
+        super().__init__(hosts=hosts or ("",), places=len(hosts) or 1, slots_per_place=slots)
+        self.broken: set[str] = set()
+        self.started: list[str] = []
+
+    async def check(self, host: str) -> None:
+        if host in self.broken:
+            raise ConfigError(f"{host} is broken")
+
+    def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
+        self.started.append(place.host)
+        return ["false"] if place.host in self.broken else call
+
+    def hosts(self) -> Counter[str]:
+        """How many slots each host has."""
+        return Counter({place.spec.host: len(place.slots) for place in self._places.values() if place.slots})
+
+    def kill(self, host: str) -> None:
+        self.broken.add(host)
+        for place in self._places.values():
+            if place.spec.host == host:
+                kill(place)
+
+
+def kill(place: Place) -> None:
+    assert place._server is not None
+    os.killpg(place._server.pid, signal.SIGKILL)
+
+
+class TestSpread(BackendConformance):
+    @classmethod
+    def make_backend(cls) -> Backend:
+        return SpreadBackend([Here("a", slots=4)], overflow=[Here("b", slots=4)])
+
+
+def test_slots_go_where_there_is_most_room_and_over_the_rest_last() -> None:
+    async def main() -> None:
+        own, small, over = Here("a", "b", slots=2), Here("c", slots=1), Here("d", slots=4)
+        async with SpreadBackend([own, small], [over]) as backend:
+            assert backend.capacity == 9
+            slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(5)]
+            assert (own.hosts(), small.hosts(), over.hosts()) == ({"a": 2, "b": 2}, {"c": 1}, {})
+            assert over.started == []
+            slots += [await backend.create(SlotSpec(), "more")]
+            assert over.hosts() == {"d": 1}
+            assert len({slot.epoch for slot in slots}) == 6
+            await backend.destroy(slots[0])
+            await backend.create(SlotSpec(), "again")
+            assert over.hosts() == {"d": 1}
+            assert backend.stats()["slots"] == 6
+
+    asyncio.run(main())
+
+
+def test_a_backend_or_host_that_fails_is_left_out() -> None:
+    async def main() -> None:
+        one, two = Here("a", "b"), Here("c", slots=4)
+        async with SpreadBackend([one, two]) as backend:
+            first = await backend.create(SlotSpec(), "t")
+            one.kill("a")
+            one.kill("b")
+            for number in range(3):
+                slot = await backend.create(SlotSpec(), f"t{number}")
+                assert (await slot.execute("true")).exit_code == 0
+            assert two.hosts()["c"] >= 3
+            await backend.destroy(first)
+
+    asyncio.run(main())
+
+
+def test_without_any_backend_the_start_fails() -> None:
+    async def main() -> None:
+        one, two = Here("a"), Here("b")
+        one.broken, two.broken = {"a"}, {"b"}
+        with pytest.raises(ConfigError, match="a is broken"):
+            await SpreadBackend([one, two]).start()
+        async with SpreadBackend([one, Here("c")]) as backend:
+            await backend.create(SlotSpec(), "t")
+        with pytest.raises(ConfigError, match="b is broken"):
+            await SpreadBackend([Here("c")], [two]).start()
+
+    asyncio.run(main())
+
+
+def test_a_drained_host_gets_no_new_slots_and_ends_when_it_is_idle(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = Here("a", "b")
+        backend.drain_file = tmp_path / "drained"
+        async with backend:
+            slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(4)]
+            assert backend.hosts() == {"a": 2, "b": 2}
+            backend.drain_file.write_text("a\n")
+            for slot in slots:
+                assert (await slot.execute("true")).exit_code == 0
+                await backend.destroy(slot)
+            assert {place.spec.host for place in backend._places.values()} == {"b"}
+            again = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
+            assert backend.hosts() == {"b": 2}
+            backend.drain_file.write_text("a b")
+            with pytest.raises(SandboxError, match="drained"):
+                await backend.create(SlotSpec(), "none left")
+            assert len(again) == 2
+
+    asyncio.run(main())
+
+
+def test_slots_that_share_a_place_without_isolation_are_refused() -> None:
+    class Bare(Here):
+        def __init__(self, slots: int) -> None:
+            RemoteBackend.__init__(self, slots_per_place=slots, rung=Rung.NONE)
+
+    assert Bare(1).capacity == 1
+    with pytest.raises(ConfigError, match="isolation"):
+        Bare(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("docker", [("docker", (), False)]),
+        ("docker=a,b modal=overflow", [("docker", ("a", "b"), False), ("modal", (), True)]),
+        ("ssh=a,overflow local", [("ssh", ("a",), True), ("local", (), False)]),
+    ],
+)
+def test_names_of_backends(text: str, shown: Any) -> None:
+    assert [(each.name, each.hosts, each.overflow) for each in parse_names(text)] == shown
+
+
+def test_the_flag_may_be_repeated() -> None:
+    line = CommandLine("x", HermesAgentEnvConfig, APIServerConfig, command="process")
+    words = "--backend docker=unix:///a,unix:///b --backend ssh=me@c,overflow --env.docker_image i:1 --policy oracle"
+    parsed = line.parse(words.split(), {})
+    assert isinstance(parsed, Parsed)
+    config = parsed.env_config
+    backend = make_backend(config.slot_backend, config)
+    assert isinstance(backend, SpreadBackend)
+    assert [(part.backend.name, part.overflow) for part in backend._parts] == [("docker", False), ("ssh", True)]
+    config.check_runnable()
+    for wrong in ("modal=overflow", "nomad=a local", "docker nothing"):
+        with pytest.raises(ConfigError):
+            make_backend(wrong, config)
+
+
+# The gate
+
+
+def enter(folder: str, times: Any, per_s: float | None, most: int | None, hold_s: float) -> None:
+    async def main() -> None:
+        gate = CreationGate("g", per_s=per_s, most=most, folder=Path(folder))
+        for _ in range(3):
+            async with gate.entered():
+                begun = time.monotonic()
+                await asyncio.sleep(hold_s)
+                times.append((begun, time.monotonic()))
+
+    asyncio.run(main())
+
+
+def entered(folder: Path, per_s: float | None = None, most: int | None = None, hold_s: float = 0.0) -> list[Any]:
+    """When three processes were in the gate, three times each."""
+    with multiprocessing.Manager() as manager:
+        times = manager.list()
+        workers = [
+            multiprocessing.Process(target=enter, args=(str(folder), times, per_s, most, hold_s)) for _ in range(3)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return sorted(times)
+
+
+def test_starts_a_second_are_counted_over_all_processes(tmp_path: Path) -> None:
+    begun = [begin for begin, _ in entered(tmp_path, per_s=10)]
+    assert len(begun) == 9
+    assert begun[-1] - begun[0] >= 0.75
+
+
+def test_starts_at_a_time_are_counted_over_all_processes(tmp_path: Path) -> None:
+    times = entered(tmp_path, most=2, hold_s=0.1)
+    assert len(times) == 9
+    assert all(sum(other[0] <= begin < other[1] for other in times) <= 2 for begin, _ in times)
+
+
+def test_a_provider_that_says_too_many_slows_all_starts_until_they_succeed(tmp_path: Path) -> None:
+    async def main() -> None:
+        one, two = (CreationGate("g", folder=tmp_path) for _ in range(2))
+        async with two.entered():
+            pass
+        assert await one.throttled(0.5) == 1.0
+        begun = time.monotonic()
+        async with two.entered():
+            assert 0.9 < time.monotonic() - begun < 5
+        begun = time.monotonic()
+        async with two.entered():
+            pass
+        async with two.entered():
+            assert time.monotonic() - begun < 4
+        assert await one.throttled() >= 1.0
+
+    asyncio.run(main())
