@@ -213,7 +213,7 @@ def sample(run: str, url: str) -> Traced:
             except SystemExit as ended:
                 code = ended.code
         assert not code, f"{sys.argv} ended with {code}:\n{log.getvalue()}"
-        (groups,) = Path("data").glob("*.jsonl")
+        (groups,) = Path("runs").rglob("groups.jsonl")
         assert json.loads(groups.read_text())["scores"] == [1.0], log.getvalue()
     assert not tracer.missing(), f"never called, or renamed: {tracer.missing()}"
     return Traced(tracer.depth, {part: sorted(files) for part, files in tracer.files.items()})

@@ -61,7 +61,7 @@ def test_a_run_has_its_slots_there(site: Path) -> None:
     words = ["--backend", "nice", "--env.backend_options.level", "5", "--policy", "oracle", "--group", "2"]
     found = run(site, "palaestra", "run", "there_env.py", *words)
     assert found.returncode == 0, found.stderr[-4000:]
-    (groups,) = (site / "data").glob("*.jsonl")
+    (groups,) = (site / "runs").rglob("groups.jsonl")
     assert json.loads(groups.read_text())["scores"] == [1.0, 1.0]
 
 

@@ -335,7 +335,7 @@ def test_a_run_has_its_slots_in_nomad(way: str, tmp_path: Path, monkeypatch: pyt
                 monkeypatch.setenv(f"TERMINAL_NOMAD_{name}", value)
         for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
             assert palaestra(["run", "there_env.py", "--policy", policy, *words, "--group", "2"]) == 0
-            (group,) = Path("data").glob("*.jsonl")
+            (group,) = Path("runs").rglob("groups.jsonl")
             assert json.loads(group.read_text())["scores"] == [reward, reward]
             group.unlink()
         assert nomad.jobs == {}
