@@ -218,7 +218,7 @@ class SpreadBackend(StartedBackend):
         return {"backend": self.name, "rung": self.rung.label, **sums, "backends": parts}
 
     def _holder(self, slot: Slot) -> Part:
-        return self._parts[slot.epoch // _EPOCHS]
+        return self._parts[slot.epoch // _EPOCHS - 1]
 
     def _keeper(self, snapshot: Snapshot) -> Part:
         for part in self._parts:
