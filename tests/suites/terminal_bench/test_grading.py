@@ -20,6 +20,7 @@ from palaestra.suites.terminal_bench.import_tasks import Finding, import_tasks
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+from palaestra.suites.terminal_bench.verifier import VerifierVerdict
 from suites.terminal_bench.conftest import Try
 from suites.terminal_bench.mini import HARBOR, TASKS, copied
 from suites.terminal_bench.roots import make_root
@@ -64,6 +65,18 @@ def test_a_verifier_that_said_nothing_is_at_fault(try_tasks: Try, wanted: dict[s
         line = lines[name]
         assert (line.finding, line.noop, line.solution) == (Finding.VERIFIER_FAILS, None, None), line
         assert message in line.reason
+
+
+def test_the_last_output_and_exit_status_of_a_verifier_are_in_the_error_and_the_record(
+    try_tasks: Try, tmp_path: Path
+) -> None:
+    silent = "#!/bin/bash\necho the compiler is missing\nexit 3\n"
+    copied(HARBOR / "greeting", tmp_path, {"tests/test.sh": silent})
+    (line,) = try_tasks(tmp_path).values()
+    assert "(exit status 3)" in line.reason
+    assert "the compiler is missing" in line.reason
+    verdict = VerifierVerdict(0.0, {"reward": 0.0}, None, "the compiler is missing\n", 3)
+    assert (verdict.detail()["exit_status"], verdict.detail()["output"]) == (3, "the compiler is missing\n")
 
 
 def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> None:

@@ -134,3 +134,11 @@ def test_without_a_builder_a_task_is_refused_with_the_reason(tmp_path: Path) -> 
     assert broken is not None
     with pytest.raises(TaskError, match="false does not answer"):
         asyncio.run(ImageBuilder(tmp_path, tool=broken).root(task.recipe))
+    quiet = tmp_path / "docker"
+    facts = "Client:\\n Version: 28.2.2\\n Context: default\\nServer:"
+    quiet.write_text(f"#!/bin/sh\nprintf '{facts}\\n'; echo 'ERROR: Cannot connect to the Docker daemon' >&2; exit 1\n")
+    quiet.chmod(0o755)
+    with pytest.raises(TaskError, match="docker does not answer: ERROR: Cannot connect") as caught:
+        asyncio.run(ImageBuilder(tmp_path, tool=str(quiet)).root(task.recipe))
+    assert "--env.base_image host" in str(caught.value)
+    assert "Cannot connect" in str(caught.value)[:120], "not behind the facts that the tool prints"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -71,11 +72,11 @@ class ImageBuilder:
             if answer.returncode == 0:
                 self._tool = command
                 return command
-            silent.append(f"{shlex.join(command)} does not answer ({answer.text.strip()[-200:]})")
+            silent.append(f"{shlex.join(command)} does not answer: {_reason(answer.text)}")
         reason = "; ".join(silent) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
         raise TaskError(
-            f"its image cannot be built: {reason}. Start one, or give a ready root file system with --env.image_dir "
-            f"or a base for its Dockerfile with --env.base_image"
+            f"{reason.rstrip('.')}. Its image needs it: start one, build its Dockerfile in a slot with "
+            f"--env.base_image host, or give a ready root file system with --env.image_dir"
         )
 
     async def _make(self, tool: list[str], recipe: ImageRecipe, tag: str, archive: Path) -> None:
@@ -140,6 +141,13 @@ async def _export(tool: list[str], image: str, archive: Path) -> ImageConfig:
     finally:
         await run_process([*tool, "rm", "-f", container], timeout_s=_ASK_S)
     return _config(json.loads(shown.stdout))
+
+
+def _reason(text: str) -> str:
+    """The line of a tool's output that names the error: `docker info` prints its own facts around it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search("cannot|error|denied|refused|failed", line, re.IGNORECASE)]
+    return (errors or lines or ["it printed nothing"])[0][:200]
 
 
 async def _export_step(command: Sequence[str]) -> ProcessResult:

@@ -62,6 +62,7 @@ def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
         "rewards": rewards,
         "steps": steps,
         "output": scores[-1].detail.get("output", ""),
+        "exit_status": scores[-1].detail.get("exit_status"),
         "tampering": next((score.detail["tampering"] for score in scores if score.detail.get("tampering")), None),
         "category": task.category,
     }

@@ -89,11 +89,12 @@ class VerifierVerdict:
     rewards: Mapping[str, float]
     run: TestRun | None
     output: str
+    exit_status: int
     doubt: str | None = None
 
     def detail(self) -> dict[str, JSON]:
         """The part of the result to record."""
-        found: dict[str, JSON] = {"rewards": dict(self.rewards), "output": self.output}
+        found: dict[str, JSON] = {"rewards": dict(self.rewards), "output": self.output, "exit_status": self.exit_status}
         if self.run is not None:
             statuses = self.run.statuses
             found |= {
@@ -206,7 +207,10 @@ async def _once(
         passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
         rewards: Mapping[str, float] = {"reward": float(passed)}
     else:
-        rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
+        try:
+            rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
+        except GraderError as error:
+            raise GraderError(f"{error} (exit status {result.exit_code}){_tail(output)}") from None
     reward = single(rewards)
     if reward > 0 and run is not None and not has_started(records):
         raise _PaysWithoutTests(
@@ -214,7 +218,7 @@ async def _once(
         )
     if reward < 1 and needs_network(script.text, output):
         raise GraderError(f"the verifier of {task.name} needs the network, which it does not have:\n{output[-1500:]}")
-    return VerifierVerdict(reward, rewards, run, output, await _doubt(slot, reward, run, alone=alone))
+    return VerifierVerdict(reward, rewards, run, output, result.exit_code, await _doubt(slot, reward, run, alone=alone))
 
 
 async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
@@ -245,7 +249,7 @@ def _check_ran(
     out_of_reach: Collection[str],
 ) -> None:
     """Raises `GraderError` for a verifier that did not judge the work."""
-    tail = f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
+    tail = _tail(output)
     if result.metadata.get("timeout"):
         raise _TimedOut(f"the verifier of {task.name} timed out{tail}")
     unmet = [str(record.get("what")) for record in records if record["kind"] == "unmet"]
@@ -259,6 +263,10 @@ def _check_ran(
         return
     why = next((_last_error(text) for text in run.collect_errors.values()), "")
     raise GraderError(f"the verifier of {task.name} ran no test{': ' + why if why else tail}")
+
+
+def _tail(output: str) -> str:
+    return f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
 
 
 def _last_error(text: str) -> str:
