@@ -1,33 +1,36 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long retest test-torch check spine snapshots interop constraints setup
+.PHONY: help demo test test-long retest test-torch check spine snapshots interop constraints setup venv
 WORKERS ?= 2
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-setup:
+setup: venv ## make .venv with everything, and print where the palaestra command is
+	@echo "ready: $(CURDIR)/.venv/bin/palaestra (by name after: source .venv/bin/activate)"
+
+venv:
 	@scripts/bootstrap
 	@.venv/bin/python hatch_build.py || true # it prints what to install; slots without namespaces work
 
-demo: setup ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
+demo: venv ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
 	@.venv/bin/python scripts/demo.py
 
-test: setup ## run the tests, but for the long suites
+test: venv ## run the tests, but for the long suites
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not interop"
 
-test-long: setup ## run the long suites: abuse, kills at random, containers, without root, real tasks, every cheat
+test-long: venv ## run the long suites: abuse, kills at random, containers, without root, real tasks, every cheat
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m long
 
-retest: setup ## run what failed last once more, alone
+retest: venv ## run what failed last once more, alone
 	@.venv/bin/python -m pytest -q --last-failed --last-failed-no-failures none
 
-test-torch: setup ## run the tests that need torch and transformers, in an environment of their own
+test-torch: venv ## run the tests that need torch and transformers, in an environment of their own
 	@scripts/torch_env
 	@OMP_NUM_THREADS=1 .venv-torch/bin/python -m pytest -q -m torch
 
-check: setup ## lint, format, types, layers, and what must not be committed
+check: venv ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
@@ -35,17 +38,17 @@ check: setup ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/python scripts/import_cycles.py
 	@.venv/bin/python scripts/guard.py
 
-spine: setup ## count the files and frames of one rollout; fails above the caps
+spine: venv ## count the files and frames of one rollout; fails above the caps
 	@.venv/bin/python benchmarks/spine.py --quick
 
-snapshots: setup ## write the snapshots of tool schemas, toolsets and distributions that the tests compare with
+snapshots: venv ## write the snapshots of tool schemas, toolsets and distributions that the tests compare with
 	@.venv/bin/python scripts/tool_snapshots.py
 
-interop: setup ## run the tests against the original runtime, in an environment of its own
+interop: venv ## run the tests against the original runtime, in an environment of its own
 	@scripts/interop_env
 	@.venv/bin/python -m pytest -q -n $(WORKERS) -m interop tests/interop
 
-constraints: setup ## pin the newest allowed versions again (needs uv)
+constraints: venv ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
 	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints.txt
 	@printf 'tokenizers>=0.22\ntransformers>=5\n' | uv pip compile - --universal --python-version 3.11 --generate-hashes \

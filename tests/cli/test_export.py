@@ -234,3 +234,33 @@ def test_a_pipe_is_written_to_and_nothing_made_beside_it(
         os.close(reader)
     assert capsys.readouterr().out == f"{pipe}\n"
     assert list(pipe.parent.iterdir()) == [pipe]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rewards", "left_out"),
+    [
+        (["--min-reward", "0.5"], [1.0], {"reward below 0.5, or none": 3}),
+        (["--max-reward", "0.5"], [0.25, 0.0], {"reward above 0.5, or none": 2}),
+        (["--outcome", "max_turns"], [0.0], {"another outcome": 3}),
+        (["--task", "no*", "--task", "other"], [], {"another task": 4}),
+    ],
+)
+def test_rollouts_are_chosen_by_reward_outcome_and_task(
+    flags: list[str],
+    rewards: list[float],
+    left_out: dict[str, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = write_run(tmp_path / "run", sky())
+    assert run(folder, "--to", "table", "--out", tmp_path / "out.csv", *flags, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    rows = [dict(zip(*(line.split(",") for line in (lines(tmp_path / "out.csv")[0], row)), strict=True))
+            for row in lines(tmp_path / "out.csv")[1:-1]]  # fmt: skip
+    found = [float(reward) for row in rows for reward in row["rewards"].split()]
+    assert (found, facts["left_out"]) == (rewards, left_out)
+
+
+def test_an_unknown_outcome_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--to", "atif", "--outcome", "naturl") == 2
+    assert "natural" in capsys.readouterr().err

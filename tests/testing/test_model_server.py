@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from manual_clock import ManualClock
-from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.doctor import LOGPROBS, TOKENS, CheckState, Target, diagnose
@@ -43,10 +43,16 @@ class Toy(TokenChat):
         super().__init__(APIServerConfig(server_type="transformers", model_name="toy"), tokenizer=tokenizer)
         self.toy = ToyEngine(tokenizer, texts, rate=0.2)
         self.asked: list[Mapping[str, JSON]] = []
+        self.loaded: list[tuple[str, str]] = []
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         self.asked.append(dict(sampling))
         return await self.toy.generate(input_ids, sampling)
+
+    async def load_weights(self, folder: str, version: str) -> None:
+        if not any(Path(folder).iterdir()):
+            raise ConfigError(f"No model could be loaded from '{folder}'")
+        self.loaded.append((folder, version))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,28 @@ def test_a_chat_with_tools_through_our_own_client(folder: Path) -> None:
 
     with_server(engine, scenario)
     assert (engine.asked[0]["temperature"], engine.asked[0]["max_tokens"]) == (0.5, 99)
+
+
+def test_weights_are_reloaded_on_request(folder: Path, tmp_path: Path) -> None:
+    engine = Toy(folder, itertools.repeat("hi"))
+
+    async def update(url: str, **body: JSON) -> tuple[int, JSON]:
+        address = f"{url}/update_weights_from_disk"
+        async with aiohttp.ClientSession() as session, session.post(address, json=body) as reply:
+            return reply.status, await reply.json()
+
+    async def scenario(url: str) -> None:
+        status, said = await update(url, model_path=str(folder), load_format="auto")
+        assert (status, said["success"], said["weight_version"]) == (200, True, "1")
+        assert (await update(url, model_path=str(folder), weight_version="step-7"))[1]["weight_version"] == "step-7"
+        for wrong, why in ((tmp_path / "absent", "is not a folder"), (tmp_path, "No model could be loaded")):
+            status, said = await update(url, model_path=str(wrong))
+            assert (status, said["success"]) == (400, False)
+            assert why in said["message"]
+        assert (await update(url))[0] == 400
+
+    with_server(engine, scenario)
+    assert engine.loaded == [(str(folder), "1"), (str(folder), "step-7")]
 
 
 def test_a_streamed_reply_adds_up_to_the_whole_one(folder: Path) -> None:

@@ -8,7 +8,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from palaestra.cli.completion import complete_formats, complete_runs
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import Exporter, ExportReport
     from palaestra.rollouts.journal.reader import Recording
-    from palaestra.rollouts.records import Group
+    from palaestra.rollouts.records import Group, Trajectory
 
 
 class _Help(click.Command):
@@ -43,6 +44,7 @@ class _Help(click.Command):
       palaestra export RUN --to openai
       palaestra export RUN --to rows --out rows.jsonl     # exact tokens, for a trainer
       palaestra export last --to openai --min-reward 1    # solved tasks only, for fine-tuning
+      palaestra export last --to table --task 'astropy-*' --outcome natural
       palaestra export RUN --to table --out - | column -ts,
 
     RUN is a run's folder, an id or `last`. Only its journal is read, also during the run. The file lies in
@@ -70,6 +72,9 @@ class _Help(click.Command):
     help="Rollouts with a reward, or also those without. [default: scored only where the format is for training]",
 )
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
+@click.option("--max-reward", type=float, help="Only rollouts with at most this reward.")
+@click.option("--task", "tasks", multiple=True, metavar="PATTERN", help="Only these tasks; may be repeated, * matches.")
+@click.option("--outcome", "outcomes", multiple=True, help="Only rollouts that ended so (natural, …); may be repeated.")
 @click.option("--placeholders", is_flag=True, help="rows: also tokens that no engine sampled; they train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Say what came of it as JSON.")
 def command(
@@ -78,12 +83,23 @@ def command(
     out: Path | None,
     scored_only: bool | None,
     min_reward: float | None,
+    max_reward: float | None,
+    tasks: tuple[str, ...],
+    outcomes: tuple[str, ...],
     placeholders: bool,
     as_json: bool,
 ) -> None:
+    from palaestra.core.config import nearest
+    from palaestra.core.errors import ConfigError
+    from palaestra.core.types import Outcome
     from palaestra.rollouts.export.exporter import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
 
+    known = [outcome.value for outcome in Outcome]
+    for outcome in outcomes:
+        if outcome not in known:
+            raise ConfigError(f"unknown outcome {outcome!r}; there are {', '.join(known)}.{nearest(outcome, known)}")
+    wanted = Filter(min_reward, max_reward, tasks, outcomes)
     exporter = exporter_named(name)
     recording = open_recording(run)
     everything = exporter.everything if scored_only is None else not scored_only
@@ -94,24 +110,45 @@ def command(
         path = path / f"{exporter.name}{exporter.ending}"
 
     def write(file: IO[bytes]) -> ExportReport:
-        below = Counter[str]()
         with _progress(recording) as groups:
-            report = exporter.export(_from(groups, min_reward, below), file, meta)
-        report.left_out += below
+            report = exporter.export(wanted.of(groups), file, meta)
+        report.left_out += wanted.left_out
         return report
 
     target, report = _written(path, write)
     _say(exporter, report, target, recording, as_json)
 
 
-def _from(groups: Iterable[Group], min_reward: float | None, below: Counter[str]) -> Iterator[Group]:
-    """The groups with the rollouts of at least this reward; the others are counted."""
-    for group in groups:
-        if min_reward is not None:
-            wanted = [each for each in group.trajectories if each.reward is not None and each.reward >= min_reward]
-            below[f"reward below {min_reward:g}, or none"] += len(group.trajectories) - len(wanted)
-            group.trajectories = wanted
-        yield group
+@dataclass(slots=True)
+class Filter:
+    """Which rollouts are exported. `left_out` counts the others by reason."""
+
+    min_reward: float | None
+    max_reward: float | None
+    tasks: tuple[str, ...]
+    outcomes: tuple[str, ...]
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def of(self, groups: Iterable[Group]) -> Iterator[Group]:
+        """The groups with the chosen rollouts; without groups of other tasks."""
+        for group in groups:
+            if self.tasks and not any(fnmatchcase(group.task_id, pattern) for pattern in self.tasks):
+                self.left_out["another task"] += len(group.trajectories)
+                continue
+            reasons = [self._reason(each) for each in group.trajectories]
+            self.left_out.update(filter(None, reasons))
+            group.trajectories = [each for each, reason in zip(group.trajectories, reasons, strict=True) if not reason]
+            yield group
+
+    def _reason(self, rollout: Trajectory) -> str:
+        """Why a rollout is left out; empty if it is not."""
+        if self.outcomes and rollout.outcome.value not in self.outcomes:
+            return "another outcome"
+        if self.min_reward is not None and (rollout.reward is None or rollout.reward < self.min_reward):
+            return f"reward below {self.min_reward:g}, or none"
+        if self.max_reward is not None and (rollout.reward is None or rollout.reward > self.max_reward):
+            return f"reward above {self.max_reward:g}, or none"
+        return ""
 
 
 def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path | None, ExportReport]:

@@ -87,6 +87,7 @@ async def _serve(
       palaestra run my_env.py --base-url http://127.0.0.1:8000 --openai.server_type vllm --model /tmp/tiny
 
     It speaks chat completions with tools, and the token wires of vLLM and SGLang; `palaestra doctor URL` checks it.
+    A POST of {"model_path": FOLDER} to /update_weights_from_disk reloads the weights, as SGLang does.
     MODEL is a folder, or a name, which is fetched. A token, in --token-file or in the variable MODEL_SERVER_TOKEN, is
     required to listen beyond the loopback; callers send it as their API key. Needs the extra 'train'.
     """,

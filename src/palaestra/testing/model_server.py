@@ -11,13 +11,16 @@ API reference; vLLM's OpenAI-compatible server; SGLang's native API.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from aiohttp import web
 
+from palaestra.core.errors import ConfigError, EngineError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion, TokenEngine
 from palaestra.inference.token_exact.managed_chat import ManagedChat
@@ -36,12 +39,15 @@ class ChattingEngine(TokenEngine, Protocol):
 
     def managed_server(self) -> ManagedChat: ...
 
+    async def load_weights(self, folder: str, version: str) -> None: ...
+
 
 class ModelServer(TokenLoopback):
     """Serves one started engine. An async context manager; `url` is its address. `kind` is the owner of its models.
 
     Routes: `/v1/chat/completions` (with tools; whole, or streamed in one chunk), `/v1/completions` and `/tokenize` as
-    stock vLLM, `/generate` as SGLang or as Atropos' vLLM, `/v1/models`, `/health`.
+    stock vLLM, `/generate` as SGLang or as Atropos' vLLM, `/v1/models`, `/health`. `/update_weights_from_disk` loads
+    the weights of a folder, as SGLang does, for trainers that save them after each step.
     """
 
     def __init__(
@@ -56,14 +62,31 @@ class ModelServer(TokenLoopback):
         super().__init__(engine, engine.tokenizer, kind=kind, token=token)
         self.host, self.port, self.keeps_requests = host, port, False
         self._chat_engine = engine
+        self._loads = itertools.count(1)
 
     def routes(self, app: web.Application) -> None:
         super().routes(app)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/update_weights_from_disk", self._load_weights)
         app.router.add_get("/health", self._health)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
+
+    async def _load_weights(self, request: web.Request) -> web.Response:
+        """SGLang's request and reply: `model_path`, and `weight_version` to record with the tokens that follow, by
+        default the number of the update. Only a folder of this machine is loaded; nothing is fetched."""
+        body = await request.json()
+        folder = Path(body["model_path"])
+        version = str(body.get("weight_version") or next(self._loads))
+        try:
+            if not folder.is_dir():
+                raise ConfigError(f"{folder} is not a folder on the server's machine")
+            await self._chat_engine.load_weights(str(folder), version)
+        except (ConfigError, EngineError) as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        reply = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        return web.json_response({**reply, "weight_version": version})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
