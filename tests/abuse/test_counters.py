@@ -10,6 +10,7 @@ import platform
 import pytest
 
 from abuse.arena import Arena, python
+from palaestra.core.types import Limits
 from palaestra.sandbox.slot import Slot, SlotSpec
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
@@ -173,3 +174,109 @@ time.sleep(60)
         assert await _while_hogged(arena, slot, hog, use) == "4096\n"
 
     arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_terminals(arena: Arena) -> None:
+    """The kernel has one number of terminals for the whole machine."""
+    hog = """
+import os, time
+for _ in range(40):
+    if os.fork() == 0:
+        held = []
+        try:
+            while True: held.append(os.open('/dev/ptmx', os.O_RDWR))
+        except OSError: pass
+        while True: time.sleep(60)
+time.sleep(2)
+print('full', flush=True)
+time.sleep(60)
+"""
+    use = "import os; print(len([os.openpty() for _ in range(16)]))"
+
+    async def case(slot: Slot) -> None:
+        hogs = [await arena.backend.create(SlotSpec(limits=Limits(open_files=256)), "hog") for _ in range(2)]
+        full = [asyncio.Event() for _ in hogs]
+        running = [
+            asyncio.ensure_future(each.execute(["python3", "-c", hog], on_output=lambda data, one=one: one.set()))
+            for each, one in zip(hogs, full, strict=True)
+        ]
+        try:
+            await asyncio.wait_for(asyncio.gather(*(one.wait() for one in full)), 20)
+            found = (await python(slot, use)).output
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            for each in hogs:
+                await arena.backend.destroy(each)
+        assert (found == "16\n") == arena.contained
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full")
+def test_watches(arena: Arena) -> None:
+    """Inotify watches: on `userns` without root, the user's are all slots'."""
+    hog = """
+import ctypes, os, time
+c = ctypes.CDLL(None)
+for n in range(4000): os.mkdir(f'/tmp/{n}')
+for _ in range(24):
+    if os.fork() == 0:
+        fd = c.inotify_init1(0)
+        for n in range(4000): c.inotify_add_watch(fd, b'/tmp/%d' % n, 2)
+        while True: time.sleep(60)
+time.sleep(3)
+print('full', flush=True)
+time.sleep(60)
+"""
+    use = """
+import ctypes, os
+c = ctypes.CDLL(None)
+fd = c.inotify_init1(0)
+for n in range(100): os.mkdir(f'/tmp/{n}')
+print(sum(c.inotify_add_watch(fd, b'/tmp/%d' % n, 2) >= 0 for n in range(100)))
+"""
+
+    async def case(slot: Slot) -> None:
+        if arena.contained:
+            assert await _while_hogged(arena, slot, hog, use) == "100\n"
+
+    arena.face(case, memory_bytes=1 << 30)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_locks_and_leases_and_descriptors_of_events(arena: Arena) -> None:
+    """Record locks, leases, dnotify, timers, epoll instances: all that a slot's processes may hold."""
+    hog = """
+import fcntl, os, select, struct, time
+for child in range(16):
+    if os.fork() == 0:
+        path = f"{os.environ.get('TMPDIR', '/tmp')}/{child}"
+        fd = os.open(path, os.O_CREAT | os.O_RDWR)
+        held = []
+        try:
+            for n in range(20000): fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 2 * n)
+        except OSError: pass
+        try:
+            while True: held.append(select.epoll())
+        except OSError: pass
+        while True: time.sleep(60)
+time.sleep(2)
+print('full', flush=True)
+time.sleep(60)
+"""
+    use = """
+import fcntl, os, select
+fd = os.open('mine', os.O_CREAT | os.O_RDWR)
+for n in range(1000): fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 2 * n)
+polls = [select.epoll() for _ in range(16)]
+for each in polls: each.register(0, select.EPOLLIN)
+print(len(polls))
+"""
+
+    async def case(slot: Slot) -> None:
+        assert await _while_hogged(arena, slot, hog, use.replace("register(0", "register(os.pipe()[0]")) == "16\n"
+
+    arena.face(case, memory_bytes=512 << 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 
 import pytest
 
@@ -205,5 +206,130 @@ print(count < 64)
     async def case(slot: Slot) -> None:
         assert (await python(slot, hog)).output == "24 True\n"
         assert (await python(slot, watches)).output == "True\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_netlink_carries_nothing_of_the_machine(arena: Arena) -> None:
+    """Events of devices, audit, generic and user-made protocols; and no socket of the host's is listed."""
+    name = f"abuse-netlink-{os.getpid()}"
+    program = f"""
+import socket, struct
+for protocol in range(1, 32):
+    for kind in (2, 3):
+        try: socket.socket(16, kind, protocol); made = protocol != 4
+        except OSError: made = False
+        if made: print('protocol', protocol)
+try:
+    diag = socket.socket(16, 3, 4)
+    diag.settimeout(1)
+    diag.send(struct.pack('=IHHIIBBHIIIII', 40, 20, 0x301, 1, 0, 1, 0, 0, 0xFFFFFFFF, 0, 0xFF, 0xFFFFFFFF, 0xFFFFFFFF))
+    while {name!r}.encode() not in (found := diag.recv(1 << 20)):
+        if struct.unpack_from('=IH', found)[1] in (2, 3): break
+    else: print('listed')
+except OSError: pass
+"""
+
+    async def case(slot: Slot) -> None:
+        with socket.socket(socket.AF_UNIX) as hosts:
+            hosts.bind(f"\0{name}")
+            assert (await python(slot, program)).output == ""
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_no_protocol_loads_a_module(arena: Arena) -> None:
+    program = """
+import socket
+for family in (2, 10):
+    for protocol in (33, 46, 50, 51, 103, 132, 136, 255, 262):
+        for kind in (1, 2, 3, 5, 6):
+            try: socket.socket(family, kind, protocol); print(family, kind, protocol)
+            except OSError: pass
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program)).output == ""
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_crash_starts_no_program_of_the_host(arena: Arena) -> None:
+    """`core_pattern` may name a program, which the kernel runs as the host's root unless the limit is 1 (core(5))."""
+
+    async def case(slot: Slot) -> None:
+        limit = "import resource; print(resource.getrlimit(resource.RLIMIT_CORE))"
+        assert (await python(slot, limit)).output == "(1, 1)\n"
+        crashed = await slot.execute("python3 -c 'import ctypes; ctypes.string_at(0)'; ls core* 2>/dev/null | wc -l")
+        assert crashed.output.endswith("\n0\n") or crashed.output == "0\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_priorities_of_others_stay(arena: Arena) -> None:
+    """Limits, niceness, processors and scheduling of every process that can be named, of its group and its user."""
+    program = """
+import ctypes, os, resource
+c = ctypes.CDLL(None, use_errno=True)
+own = {os.getpid(), os.getppid()}
+for pid in [1, *(int(name) for name in os.listdir('/proc') if name.isdigit())]:
+    if pid in own: continue
+    try:
+        if os.stat(f'/proc/{pid}').st_uid == os.getuid() and pid != 1: continue
+    except OSError: continue
+    try: resource.prlimit(pid, resource.RLIMIT_NOFILE, (16, 16)); print('limit', pid)
+    except OSError: pass
+    try: os.sched_setaffinity(pid, {0}); print('processors', pid)
+    except OSError: pass
+    try: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)); print('scheduler', pid)
+    except OSError: pass
+    try: os.setpriority(os.PRIO_PROCESS, pid, 19); print('nice', pid)
+    except OSError: pass
+for scheduler in (os.SCHED_FIFO, os.SCHED_RR):
+    try: os.sched_setscheduler(0, scheduler, os.sched_param(1)); print('real time')
+    except OSError: pass
+try: os.setpriority(os.PRIO_PROCESS, 0, -5); print('first')
+except OSError: pass
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program)).output == ""
+
+    arena.face(case)
+
+
+@X86_ONLY
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_no_descriptor_leads_out(arena: Arena) -> None:
+    """Every descriptor that a command has, opened again, followed, and used as the start of a path."""
+    program = """
+import os, stat
+for name in os.listdir('/proc/self/fd'):
+    link = f'/proc/self/fd/{name}'
+    try: target, kind = os.readlink(link), os.stat(link).st_mode
+    except OSError: continue
+    if stat.S_ISDIR(kind):
+        if int(name) == 199 and target.endswith('/workspace'): continue  # the slot's own
+        if target != '/proc/self/fd' and not target.startswith('/proc/'): print('directory', name, target)
+    elif int(name) > 2 and not stat.S_ISREG(kind): print('open', name, target)
+    for path in (f'{link}/..', f'{link}/../../etc/shadow', f'{link}/root'):
+        try: os.open(path, os.O_RDONLY); print('beyond', path)
+        except OSError: pass
+for place in ('/proc/1/root/etc/shadow', '/proc/1/cwd/etc/shadow', '/proc/1/ns/net', '/proc/1/ns/mnt',
+              '/proc/1/ns/user', '/proc/1/map_files', '/proc/1/task/1/mem', '/proc/1/net/unix', '/proc/1/fdinfo/3',
+              '/proc/1/mountinfo', '/proc/1/environ', '/proc/1/auxv'):
+    try: print(place, os.read(os.open(place, os.O_RDONLY), 16) if not os.path.isdir(place) else os.listdir(place))
+    except OSError: pass
+"""
+
+    async def case(slot: Slot) -> None:
+        found = (await python(slot, program)).output
+        allowed = ("/proc/1/mountinfo", "/proc/1/net/unix")  # of the slot itself, if it has namespaces
+        lines = [line for line in found.splitlines() if not line.startswith(allowed)]
+        assert lines == []
 
     arena.face(case)

@@ -169,3 +169,99 @@ def test_counters_of_the_machine_are_hidden(arena: Arena) -> None:
         assert (found.output == "") == arena.contained
 
     arena.face(case)
+
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev")
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_a_lock_on_a_device_is_the_slots_own(arena: Arena) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("without root, a slot's devices are the host's")
+    lock = f"""
+import fcntl, os, sys, time
+for path in {DEVICES!r}:
+    fd = os.open(path, os.O_RDONLY)
+    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError: print('locked', path)
+print('done', flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+    async def case(slot: Slot) -> None:
+        other = await arena.backend.create(SlotSpec(), "other")
+        locked = asyncio.Event()
+        holding = asyncio.ensure_future(slot.execute(["python3", "-c", lock, "2"], on_output=lambda data: locked.set()))
+        await asyncio.wait_for(locked.wait(), 10)
+        found = (await other.execute(["python3", "-c", lock, "0"])).output
+        await holding
+        await arena.backend.destroy(other)
+        assert (found == "done\n") == arena.contained
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_a_watch_on_a_device_sees_no_other_slot(arena: Arena) -> None:
+    """Every program opens /dev/null, so a watch on the host's would show when others work."""
+    if os.geteuid() != 0:
+        pytest.skip("without root, a slot's devices are the host's")
+    watch = f"""
+import ctypes, os, select
+c = ctypes.CDLL(None)
+fd = c.inotify_init1(0)
+for path in {DEVICES!r}: c.inotify_add_watch(fd, path.encode(), 0x3b)
+print('ready', flush=True)
+print(len(os.read(fd, 65536)) if select.select([fd], [], [], 1.5)[0] else 'nothing')
+"""
+
+    async def case(slot: Slot) -> None:
+        other = await arena.backend.create(SlotSpec(), "other")
+        ready = asyncio.Event()
+        watching = asyncio.ensure_future(slot.execute(["python3", "-c", watch], on_output=lambda data: ready.set()))
+        await asyncio.wait_for(ready.wait(), 10)
+        for _ in range(3):
+            Path("/dev/null").write_text("x")
+            await other.execute("head -c 9 /dev/urandom > /dev/null; ls -l /dev")
+        seen = (await watching).output
+        await arena.backend.destroy(other)
+        assert (seen == "ready\nnothing\n") == arena.contained
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
+def test_no_number_of_proc_counts_what_other_slots_do(arena: Arena) -> None:
+    """Open files, pipes, terminals, AIO, quota, allocations: read before and after a neighbour takes many."""
+    read = """
+import os
+for place, folders, files in os.walk('/proc/sys'):
+    if place.startswith('/proc/sys/net'): continue
+    for name in files:
+        try: print(place, name, open(f'{place}/{name}').read().split())
+        except (OSError, UnicodeDecodeError): pass
+for name in ('buddyinfo', 'softirqs', 'schedstat', 'locks', 'slabinfo', 'fs/jbd2', 'fs/ext4'):
+    try: print(name, os.listdir(f'/proc/{name}') if os.path.isdir(f'/proc/{name}') else open(f'/proc/{name}').read())
+    except OSError: pass
+"""
+    use = """
+import os, time
+kept = [os.openpty() for _ in range(20)], [os.open(f'/tmp/{n}', os.O_CREAT | os.O_RDWR) for n in range(500)]
+print('full', flush=True)
+time.sleep(10)
+"""
+
+    async def case(slot: Slot) -> None:
+        other = await arena.backend.create(SlotSpec(), "other")
+        before = set((await python(slot, read)).output.splitlines())
+        full = asyncio.Event()
+        using = asyncio.ensure_future(other.execute(["python3", "-c", use], on_output=lambda data: full.set()))
+        await asyncio.wait_for(full.wait(), 10)
+        after = set((await python(slot, read)).output.splitlines())
+        using.cancel()
+        await asyncio.gather(using, return_exceptions=True)
+        await arena.backend.destroy(other)
+        changed = {line.split()[1] for line in before ^ after} - {"uuid", "entropy_avail", "ns_last_pid", "hostname"}
+        assert (changed == set()) == arena.contained, changed
+
+    arena.face(case)

@@ -11,12 +11,12 @@ from palaestra.sandbox.slotd.namespaced import privileges
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
 
 
-def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None, **options: bool) -> int:
     """What the kernel would answer (classic BPF over struct seccomp_data)."""
     padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
     audit = privileges._AUDIT[machine] if architecture is None else architecture
     data = struct.pack("=IIQ6Q", number, audit, 0, *padded)
-    program = list(struct.iter_unpack("=HBBI", privileges.program(machine)))
+    program = list(struct.iter_unpack("=HBBI", privileges.program(machine, **options)))
     accumulator, counter = 0, 0
     while True:
         code, if_true, if_false, constant = program[counter]
@@ -25,6 +25,8 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
             (accumulator,) = struct.unpack_from("=I", data, constant)
         elif code == 0x06:
             return int(constant)
+        elif code == 0x05:
+            counter += constant
         else:
             tests = {0x15: accumulator == constant, 0x35: accumulator >= constant, 0x45: bool(accumulator & constant)}
             counter += if_true if tests[code] else if_false
@@ -50,7 +52,25 @@ def test_verdicts(machine: str, calls: dict[str, int]) -> None:
     assert verdict(machine, calls["ioctl"], 0, 0x5412) == EPERM
     for family, answer in ((1, ALLOW), (2, ALLOW), (10, ALLOW), (16, ALLOW), (40, 0x50061), (38, 0x50061)):
         assert verdict(machine, calls["socket"], family) == answer
+    for family in (2, 10):
+        for protocol, answer in ((0, ALLOW), (6, ALLOW), (17, ALLOW), (58, ALLOW), (132, 0x5005D), (262, 0x5005D)):
+            assert verdict(machine, calls["socket"], family, 1, protocol) == answer
+    for protocol, answer in ((0, ALLOW), (4, ALLOW), (2, 0x5005D), (15, 0x5005D), (16, 0x5005D)):
+        assert verdict(machine, calls["socket"], 16, 3, protocol) == answer
+    assert verdict(machine, calls["socket"], 16, 3, 4, unix=False) == 0x5005D
+    assert verdict(machine, calls["socket"], 1, 1, 0) == ALLOW
     assert verdict(machine, calls["read"], architecture=0x40000003) == KILL
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_limits_of_others_are_out_of_reach_if_the_user_may_be_theirs(machine: str) -> None:
+    for number, argument in privileges._ON_OTHERS[machine].items():
+        first = (argument - 16) // 8
+        for target, answer in ((0, ALLOW), (1, EPERM), (4000, EPERM)):
+            arguments = [0, 0]
+            arguments[first] = target
+            assert verdict(machine, number, *arguments, own_user=False) == answer
+            assert verdict(machine, number, *arguments) == ALLOW
 
 
 def test_the_second_abi_of_x86_64_is_absent() -> None:

@@ -71,6 +71,7 @@ class HostSetup:
     init: int  # a descriptor of the program that is pid 1 of each slot
     tunnel: bool  # whether slots with the network on have a device of their own
     prefix: Bind | None = None
+    own_devices: bool = False  # whether slots have files of their own for devices
 
     @property
     def marks(self) -> Marks:
@@ -178,7 +179,7 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     _build_network(_RESOLVER, ("resolv.conf",), own_network)
     if owner:
         _give("/skeleton", owner)
-    prepare_shared()  # afterwards, so that the host's devices keep their owner
+    world.own_devices = prepare_shared(privileged)  # afterwards, so that the host's devices keep their owner
     return world
 
 

@@ -133,7 +133,7 @@ class NamespaceDriver:
         overlays = [Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree)) for tree in files.trees]
         return NamespaceInit(
             program=host.init,
-            root=RootPlan(tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs),
+            root=RootPlan(tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs, host.own_devices),
             shared_network=shared_network,
             groups=groups,
             user_namespaces=host.user_namespaces,
@@ -298,7 +298,8 @@ class NamespaceInit:
                 # The change of user has closed the process's own /proc entries to it.
                 yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 1)
                 yield from _single_user_namespace()
-        yield BuildStep(Do.LIMIT, (), resource.RLIMIT_CORE, 0)
+        # 0 would not keep the kernel from starting the host's program for core dumps; 1 does (core(5)).
+        yield BuildStep(Do.LIMIT, (), resource.RLIMIT_CORE, 1)
         for limit, value in (
             (resource.RLIMIT_MSGQUEUE, 0),
             (resource.RLIMIT_NOFILE, self.open_files),

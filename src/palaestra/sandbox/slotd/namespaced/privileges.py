@@ -40,16 +40,21 @@ def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
     syscalls.capset(kept)
 
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ALWAYS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x05, 0x06
 _ALLOW, _KILL_PROCESS, _EPERM, _ENOSYS, _NO_FAMILY = 0x7FFF0000, 0x80000000, 0x50001, 0x50026, 0x50061
-_EINVAL, _EOPNOTSUPP = 0x50016, 0x5005F
+_EINVAL, _EOPNOTSUPP, _NO_PROTOCOL = 0x50016, 0x5005F, 0x5005D
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2, _ARGUMENT_5 = 0, 4, 16, 24, 32, 56
 
 _NAMESPACE_FLAGS = 0x7E020000
 # unix, inet, inet6, netlink. A network namespace does not contain the others (vsock, packet, alg, …), or nobody needs
 # them.
 _FAMILIES = (1, 2, 10, 16)
-_UNIX, _INET = 1, (2, 10)
+_UNIX, _INET, _NETLINK = 1, (2, 10), 16
+# Interfaces, addresses and routes; and sockets, which are those of the network namespace. The other protocols carry
+# messages between processes, configure the kernel, or report events of the whole machine.
+_NETLINK_ROUTE, _NETLINK_SOCK_DIAG = 0, 4
+# The default of the type, ICMP, TCP, UDP, ICMP of version 6. For others, the kernel may load a module.
+_INET_PROTOCOLS = (0, 1, 6, 17, 58)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 # The page cache of files that slots share outlives them: what reports or changes which pages are in it would be
@@ -94,6 +99,15 @@ _IPC = {
     "aarch64": {"shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180},
 }
 
+# Calls that change limits, priority or processors of a process, with the argument that is 0 for the caller: prlimit64,
+# setpriority, ioprio_set, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr.
+_ON_OTHERS = {
+    "x86_64": {302: _ARGUMENT_0, 141: _ARGUMENT_1, 251: _ARGUMENT_1, 142: _ARGUMENT_0, 144: _ARGUMENT_0,
+               203: _ARGUMENT_0, 314: _ARGUMENT_0},
+    "aarch64": {261: _ARGUMENT_0, 140: _ARGUMENT_1, 30: _ARGUMENT_1, 118: _ARGUMENT_0, 119: _ARGUMENT_0,
+                122: _ARGUMENT_0, 274: _ARGUMENT_0},
+}  # fmt: skip
+
 _CALLS = {
     "x86_64": {
         "clone": 56, "ioctl": 16, "socket": 41, "socketpair": 53, "fcntl": 72, "madvise": 28, "preadv2": 327,
@@ -116,10 +130,13 @@ def supported() -> bool:
     return syscalls.MACHINE in _AUDIT
 
 
-def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True, unix: bool = True) -> bytes:
+def program(
+    machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True, unix: bool = True, own_user: bool = True
+) -> bytes:
     """The filter for one architecture, as packed `struct sock_filter`s. For slots without namespaces, `inet` False
     removes internet sockets, `ipc` False System V objects and message queues, which would outlive the slot, and `unix`
-    False sockets with a path or a name, by which services of the host are reached (pairs of sockets stay)."""
+    False sockets with a path or a name, by which services of the host are reached (pairs of sockets stay). `own_user`
+    False keeps each process from changing the limits and priorities of others, which may be the user's."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -143,6 +160,11 @@ def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = T
     lines += _clause(calls["madvise"], _ARGUMENT_2, hints)
     lines += _clause(calls["preadv2"], _ARGUMENT_5, _when((_ANY_BIT, _RWF_NOWAIT), _EOPNOTSUPP))
     families = [family for family in _FAMILIES if inet or family not in _INET]
+    netlink = (_NETLINK_ROUTE, _NETLINK_SOCK_DIAG) if unix else (_NETLINK_ROUTE,)
+    lines += _protocols(calls["socket"], (_NETLINK,), netlink)
+    lines += _protocols(calls["socket"], _INET, _INET_PROTOCOLS)
+    for number, argument in () if own_user else _ON_OTHERS[machine].items():
+        lines += _clause(number, argument, _unless((0,), _EPERM))
     for call in ("socket", "socketpair"):
         allowed = [family for family in families if family != _UNIX or unix or call == "socketpair"]
         lines += _clause(calls[call], _ARGUMENT_0, _unless(allowed, _NO_FAMILY))
@@ -150,9 +172,18 @@ def program(machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = T
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def install(*, inet: bool = True, ipc: bool = True, unix: bool = True) -> None:
+def install(*, inet: bool = True, ipc: bool = True, unix: bool = True, own_user: bool = True) -> None:
     """Bind this process and all it starts to the filter. Needs `no new privileges`."""
-    syscalls.install_filter(program(inet=inet, ipc=ipc, unix=unix))
+    syscalls.install_filter(program(inet=inet, ipc=ipc, unix=unix, own_user=own_user))
+
+
+def _protocols(socket: int, families: Sequence[int], allowed: Sequence[int]) -> list[Instruction]:
+    """Refuse sockets of these families with other protocols, and go on with the next rule."""
+    refuse = [(_LOAD, 0, 0, _ARGUMENT_2), *_unless(allowed, _NO_PROTOCOL)]
+    count = len(families)
+    others = [(_EQUAL, count - index, 0, family) for index, family in enumerate(families)]
+    inner = [(_LOAD, 0, 0, _ARGUMENT_0), *others, (_ALWAYS, 0, 0, len(refuse)), *refuse]
+    return [(_EQUAL, 0, len(inner), socket), *inner, (_LOAD, 0, 0, _NUMBER)]
 
 
 def _when(test: tuple[int, int], verdict: int) -> list[Instruction]:

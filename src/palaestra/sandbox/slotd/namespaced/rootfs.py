@@ -15,8 +15,10 @@ Everything is mounted in the server's private mount namespace, so it is gone wit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,6 +35,7 @@ _SHM = "dev/shm"
 _OPEN_TO_ALL = 0o004
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_MOST_TERMINALS = 128
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 # Settings that the root of a namespace could write. What only the host's root may write or read needs no mount: nobody
 # in a slot is the host's root.
@@ -40,8 +43,9 @@ _PROC_READ_ONLY = ("sys", "sysrq-trigger")
 # Kernel memory, keys and devices; and counters of the whole machine, by which slots could signal to each other.
 _PROC_HIDDEN = (
     "kcore", "keys", "key-users", "timer_list", "kallsyms", "kmsg", "sched_debug", "latency_stats", "acpi", "scsi",
-    "asound", "interrupts", "slabinfo", "vmallocinfo", "diskstats", "locks", "pressure", "vmstat",
-    "sys/fs/dentry-state", "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/inode-state",
+    "asound", "interrupts", "slabinfo", "vmallocinfo", "diskstats", "locks", "pressure", "vmstat", "buddyinfo",
+    "softirqs", "schedstat", "fs", "sys/fs/aio-nr", "sys/fs/dentry-negative", "sys/fs/dentry-state", "sys/fs/file-nr",
+    "sys/fs/inode-nr", "sys/fs/inode-state", "sys/fs/quota", "sys/kernel/pty/nr",
 )  # fmt: skip
 
 
@@ -78,6 +82,7 @@ class RootPlan:
     tmp_bytes: int
     owner: int
     user_xattrs: bool
+    own_devices: bool
 
 
 class Lowers:
@@ -127,13 +132,14 @@ class Lowers:
         return target
 
 
-def prepare_shared() -> None:
-    """Mount the shared /dev and the empty directory that hides others, once and read-only. (Each file system per slot
-    costs memory in every control group of the machine.)"""
+def prepare_shared(own_devices: bool) -> bool:
+    """Make the shared /dev and the empty directory that hides others, once and read-only. Returns whether its devices
+    are files of its own (as wanted by `own_devices`), and not the host's, which must be mounted as they are."""
     read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC
     os.mkdir(_DEV, 0o755)
     syscalls.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
-    for name in _DEVICES:
+    own_devices = own_devices and _make_devices()
+    for name in () if own_devices else _DEVICES:
         os.close(os.open(f"{_DEV}/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
         syscalls.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND)
     for name in ("pts", "shm"):
@@ -145,6 +151,22 @@ def prepare_shared() -> None:
     os.mkdir(_EMPTY, 0o555)
     syscalls.mount(_EMPTY, _EMPTY, flags=MS_BIND)
     syscalls.mount("none", _EMPTY, flags=read_only | MS_NODEV)
+    return own_devices
+
+
+def _make_devices() -> bool:
+    """Make files for the devices; whether this process may, and they work."""
+    try:
+        for name in _DEVICES:
+            os.mknod(f"{_DEV}/{name}", 0o666 | stat.S_IFCHR, os.stat(f"{HOST}/dev/{name}").st_rdev)
+            os.chmod(f"{_DEV}/{name}", 0o666)  # noqa: S103 - as on every system
+        os.close(os.open(f"{_DEV}/null", os.O_WRONLY | os.O_CLOEXEC))
+    except OSError:  # a container's root may lack the capability, or the permission of its control group
+        for name in _DEVICES:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{_DEV}/{name}")
+        return False
+    return True
 
 
 def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
@@ -214,8 +236,13 @@ def _volatile(plan: RootPlan, tmp: str) -> Iterator[BuildStep]:
 
 
 def _dev(plan: RootPlan) -> Iterator[BuildStep]:
-    yield native_init.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
-    options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner}"
+    if plan.own_devices:  # through an overlay, so that each slot has inodes, and so locks and watches, of its own
+        flags = MS_RDONLY | MS_NOSUID | MS_NOEXEC
+        yield native_init.mount("overlay", "dev", "overlay", flags, f"lowerdir={_DEV}:{_EMPTY}")
+    else:
+        yield native_init.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
+    # The kernel has one number of terminals for all slots.
+    options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner},max={_MOST_TERMINALS}"
     yield native_init.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
 
 

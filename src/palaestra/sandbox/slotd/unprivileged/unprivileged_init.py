@@ -122,7 +122,7 @@ def _confine(plan: UnprivilegedPlan) -> None:
     if os.geteuid() == 0:
         privileges.drop(_BECOME_USERS if plan.user else 0, bounding=0)
     landlock.restrict(_rights(plan), tcp=plan.network)
-    privileges.install(inet=plan.network, ipc=False, unix=False)
+    privileges.install(inet=plan.network, ipc=False, unix=False, own_user=bool(plan.user))
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 

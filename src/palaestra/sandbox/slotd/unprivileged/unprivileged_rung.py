@@ -260,7 +260,7 @@ class UnprivilegedDriver:
 
 def _limits(limits: Fields, user: int) -> tuple[tuple[int, int | None], ...]:
     return (
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # so that the host's program for core dumps is not started (core(5))
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_NPROC, limits["pids"] if user else None),
