@@ -85,10 +85,13 @@ def play(policy: str) -> Run:
 
 
 def table(played: list[Played]) -> Table:
-    """One row per task. Preparing is once per group; seconds and the time to fork slots are a rollout's, the median."""
+    """One row per task. `uncontrolled` counts tests that a forger could report as passed.
+
+    Preparing is once per group; seconds and the time to fork slots are a rollout's, the median.
+    """
     shown = Table(title="Real bugs, fixed and left alone")
     shown.add_column("task", no_wrap=True)
-    for column in ("F2P", "P2P", "oracle", "noop", "seconds", "prepare ms", "fork ms"):
+    for column in ("F2P", "P2P", "uncontrolled", "oracle", "noop", "seconds", "prepare ms", "fork ms"):
         shown.add_column(column, justify="right")
     oracle, noop = played
     for task_id, group in oracle.groups.items():
@@ -97,6 +100,7 @@ def table(played: list[Played]) -> Table:
             task_id,
             _passed(first, "f2p"),
             _passed(first, "p2p"),
+            _uncontrolled(first),
             _rewards(group),
             _rewards(noop.groups.get(task_id)),
             f"{_median([t.beside.duration_s - t.beside.stages.get('admit', 0.0) for t in group.trajectories]):.2f}",
@@ -110,6 +114,10 @@ def _passed(trajectory: Trajectory | None, kind: str) -> str:
     if trajectory is None or trajectory.reward is None:
         return "-"
     return f"{trajectory.detail[f'{kind}_passed']}/{trajectory.detail[f'{kind}_total']}"
+
+
+def _uncontrolled(trajectory: Trajectory | None) -> str:
+    return "-" if trajectory is None else str(len(trajectory.detail.get("uncontrolled", ())))
 
 
 def _rewards(group: Group | None) -> str:

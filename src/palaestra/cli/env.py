@@ -286,6 +286,10 @@ def _show_proof(proof: Proof) -> None:
         shown.add_row(*map(printable, texts))
     terminal = getattr(sys.stdout, "raw", None)
     Console(file=terminal, width=None if sys.stdout.isatty() else 130).print(shown)
+    for kind, state in proof.classes.items():
+        click.echo(printable(f"{state:6} {kind}"))
+    for warning in proof.warnings:
+        click.echo(printable(f"warning: {warning}"))
     failed = [line.policy for line in proof.lines if not line.ok]
     click.echo(f"{len(proof.lines)} policies, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}")
     if not proof.proven:

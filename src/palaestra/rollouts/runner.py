@@ -40,6 +40,7 @@ class Totals:
     errors: list[str] = field(default_factory=list)
     tampered: list[str] = field(default_factory=list)
     cut_off: list[str] = field(default_factory=list)
+    uncontrolled: list[str] = field(default_factory=list)
 
     @property
     def failed(self) -> int:
@@ -61,6 +62,8 @@ class Totals:
         self.reward_sum += sum(trajectory.reward or 0.0 for trajectory in scored)
         self.tampered += [each.rollout_id for each in group.trajectories if each.detail.get("tampering")]
         self.cut_off += [each.rollout_id for each in scored if not each.reward and each.detail.get("processes_at_end")]
+        if any(each.detail.get("uncontrolled") for each in scored):
+            self.uncontrolled.append(group.task_id)
         for error in [group.error, *(t.error for t in group.trajectories if not t.scored)]:
             if error and error not in self.errors and len(self.errors) < 5:
                 self.errors.append(error)

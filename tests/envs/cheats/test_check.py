@@ -79,6 +79,31 @@ def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> No
     assert [(line.policy, line.ok) for line in proof.lines] == [("noop", False), ("stale-reward", False)]
 
 
+DEPENDING = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def depending():
+    yield Task(id="a", prompt="?", solution="mkdir /opt/made && echo yes > /opt/made/answer")
+    yield Task(id="b", prompt="?", solution="echo yes > answer", paths=["/"], programs=["nginx"])
+
+@depending.score
+async def right(task, sandbox):
+    return (await sandbox.read_text("answer" if task.id == "b" else "/opt/made/answer", missing="")).strip() == "yes"
+"""
+
+
+def test_an_author_is_warned_of_what_a_score_depends_on(tmp_path: Path) -> None:
+    path = tmp_path / "depending_env.py"
+    path.write_text(DEPENDING)
+    proof = check_environment(str(path), [], tasks=2, only=["stale-reward", "fake-git"], quiet=True)
+    assert [(line.policy, line.rewards) for line in proof.lines[:1]] == [("oracle", (0.0, 1.0))]
+    assert list(proof.classes.values()) == ["closed", "closed"]
+    assert [warning.partition(":")[0] for warning in proof.warnings] == ["b", "b", "a"]
+    assert "nginx" in proof.warnings[0]
+    assert "/opt/made" in proof.warnings[2]
+
+
 UNPLAYED = """
 from palaestra import Task, environment
 

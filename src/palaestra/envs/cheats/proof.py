@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,15 +35,24 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import Act, NoopPolicy, OraclePolicy, Policy, ScriptedEngine
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.grading.grader import LIVE
 from palaestra.rollouts.group import GroupRun
 from palaestra.rollouts.journal.journal import EventStream, Journal
-from palaestra.rollouts.records import Group
+from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import RunContext
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
 
-BANK: tuple[Cheat, ...] = (*PLANTS, *SHADOWS, *VERDICTS, *SOURCES, *LEAKS)
-"""All cheats, after public reports on agents and audits of benchmarks."""
+CLASSES: Mapping[str, tuple[Cheat, ...]] = {
+    "files that a test run loads": PLANTS,
+    "programs, libraries, settings": SHADOWS,
+    "changed tests, answers, verdicts": VERDICTS,
+    "code that attacks its tests": SOURCES,
+    "leaked answers, surviving processes": LEAKS,
+}
+"""All cheats by class of attack, after public reports on agents and audits of benchmarks."""
+
+BANK: tuple[Cheat, ...] = tuple(cheat for cheats in CLASSES.values() for cheat in cheats)
 
 FULL = 1.0
 """The reward that the oracle must get."""
@@ -105,12 +114,17 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result of a check. `proven` is False without a solution to play."""
+    """The result of a check. `proven` is False without a solution to play.
+
+    `classes` maps each class of attack that was played to `open` or `closed`. `warnings` name what a score depends on.
+    """
 
     environment: str
     tasks: tuple[str, ...]
     lines: tuple[PolicyResult, ...]
     proven: bool
+    classes: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -129,6 +143,7 @@ class EnvironmentProof:
     cheats: Sequence[Cheat] = BANK
     progress: Callable[[PolicyResult], None] = lambda line: None
     _lines: dict[str, PolicyResult] = field(default_factory=dict)
+    _solved: list[tuple[Task, Trajectory]] = field(default_factory=list)
 
     async def run(self, count: int) -> Proof:
         """Play `count` tasks with every policy. Raises `ConfigError` without tasks."""
@@ -141,6 +156,9 @@ class EnvironmentProof:
             async with width:
                 groups = [await runs.play(policy, task, n) for n, task in enumerate(tasks)]
             self._lines[name] = self._judge(name, list(zip(tasks, groups, strict=True)))
+            if name == "oracle":
+                played = zip(tasks, groups, strict=True)
+                self._solved = [(task, each) for task, group in played for each in group.trajectories]
             self.progress(self._lines[name])
 
         policies = self._policies(solved)
@@ -148,7 +166,34 @@ class EnvironmentProof:
             for name, policy in policies.items():
                 group.create_task(play_all(name, policy, runs))
         lines = tuple(self._lines[name] for name in policies)
-        return Proof(self.environment.name, tuple(task.id for task in tasks), lines, solved)
+        names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(resolved))
+        return Proof(self.environment.name, names, lines, solved, self._classes(), warnings)
+
+    def _classes(self) -> dict[str, str]:
+        played = {
+            kind: [self._lines[cheat.name].ok for cheat in cheats if cheat.name in self._lines]
+            for kind, cheats in CLASSES.items()
+        }
+        found = {kind: "closed" if all(ok) else "open" for kind, ok in played.items() if ok}
+        if any(each.detail.get("uncontrolled") for _, each in self._solved):
+            found["forged results of uncontrolled tests"] = "open"
+        return found
+
+    def _warnings(self, tasks: Sequence[Task]) -> Iterator[str]:
+        """What the scores of these tasks depend on, for their author."""
+        for task in tasks:
+            if task.grading == LIVE:
+                yield f"{task.id}: it is graded live, so its score uses programs that the agent may have changed"
+            if task.programs:
+                yield f"{task.id}: its score may use programs of the agent: {', '.join(task.programs)}"
+            if "/" in task.paths:
+                yield f"{task.id}: its score sees all of the agent's new libraries and packages (paths: /)"
+        for task, solved in self._solved:
+            if left_out := solved.detail.get("left_out"):
+                shown = ", ".join(left_out[:5])
+                yield f"{task.id}: the reference solution changes {shown}, which the score does not see; declare paths"
+            if names := solved.detail.get("uncontrolled"):
+                yield f"{task.id}: no control covers {len(names)} of its tests, {names[0]} first"
 
     def _policies(self, solved: bool) -> Mapping[str, Policy]:
         oracle: dict[str, Policy] = {"oracle": OraclePolicy()} if solved else {}

@@ -511,14 +511,19 @@ def _files(output: RunOutput) -> list[str]:
 
 
 def _suspects(totals: Totals) -> Iterator[str]:
-    """Name the rollouts whose work interfered with its check, and those that may need live grading."""
+    """Name the rollouts whose work interfered with its check, those that may need live grading, and the tasks whose
+    tests have no control."""
     for what, names in (
-        ("tampered with their check, scored 0", totals.tampered),
-        ('had processes when they ended and lost their reward; does the task need grading="live"?', totals.cut_off),
+        ("rollouts tampered with their check, scored 0", totals.tampered),
+        (
+            'rollouts had processes when they ended and lost their reward; does the task need grading="live"?',
+            totals.cut_off,
+        ),
+        ("tasks have uncontrolled tests, so forged results would earn their reward", totals.uncontrolled),
     ):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            yield f"{len(names)} rollouts {what}: {', '.join(names[:5])}{more}"
+            yield f"{len(names)} {what}: {', '.join(names[:5])}{more}"
 
 
 def _interval(figures: dict[str, float], name: str) -> str:
