@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import modal
 import pytest
 from grpclib import Status
 
+from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
 from palaestra.core.errors import AcquireTimeout, ConfigError, InfraError, SandboxError, SlotLost
 from palaestra.core.types import Blame, Network
@@ -28,6 +30,7 @@ from palaestra.sandbox.slot import Backend, Mount, Rung, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
 from palaestra.testing.fake_modal import FakeModal, Fault
 from sandbox.backends.test_conformance import ENVIRONMENT
+from sandbox.python_image import make_python_root
 
 pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
 
@@ -39,8 +42,10 @@ def reached(fake: FakeModal) -> Iterator[FakeModal]:
         patch.setenv("MODAL_CONFIG_PATH", os.devnull)
         for name, value in fake.variables.items():
             patch.setenv(name, value)
-        yield fake
-        modal.Client.from_env().close()  # the client is one for the process, and keeps the address
+        try:
+            yield fake
+        finally:
+            modal.Client.from_env().close()  # the client is one for the process, and keeps the address
 
 
 @pytest.fixture
@@ -85,9 +90,7 @@ def test_a_run_has_its_slots_in_sandboxes(fake: FakeModal, tmp_path: Path, monke
     Path("there_env.py").write_text(ENVIRONMENT)
     for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
         assert palaestra(["run", "there_env.py", "--policy", policy, "--backend", "modal", "--group", "2"]) == 0
-        (group,) = Path("data").glob("*.jsonl")
-        assert json.loads(group.read_text())["scores"] == [reward, reward]
-        group.unlink()
+        assert json.loads(groups_file().read_text())["scores"] == [reward, reward]
     assert fake.sandboxes
     assert not fake.running
 
@@ -170,6 +173,24 @@ def test_mounted_directories_are_copied(fake: FakeModal, tmp_path: Path) -> None
             await backend.destroy(slot)
 
     asyncio.run(main())
+
+
+def test_a_sandbox_has_the_files_of_its_image(tmp_path: Path) -> None:
+    root = make_python_root(tmp_path / "root")
+    (root / "usr/marker").write_text("of the image")
+    (tmp_path / "empty/tmp").mkdir(parents=True)
+
+    async def main() -> None:
+        async with ModalBackend(ModalSandboxConfig(image="python:here")) as backend:
+            slot = await backend.create(SlotSpec(), "one")
+            assert (await slot.execute("cat /usr/marker")).output == "of the image"
+            assert (await slot.execute("ls /work 2>&1")).exit_code != 0
+            await backend.destroy(slot)
+            with pytest.raises(InfraError, match="python3"):
+                await backend.create(SlotSpec(image="empty:here"), "two")
+
+    with reached(FakeModal(roots={"python:here": root, "empty:here": tmp_path / "empty"})):
+        asyncio.run(main())
 
 
 # Faults
@@ -379,6 +400,62 @@ def test_the_next_start_ends_what_a_killed_run_has_left(fake: FakeModal) -> None
 def test_a_sandbox_ends_by_itself_after_the_process_that_made_it(fake: FakeModal) -> None:
     kill_a_run(fake, 1)
     asyncio.run(until(lambda: not fake.running))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_run_that_is_killed_at_any_moment_leaves_nothing_that_the_next_start_does_not_end(fake: FakeModal) -> None:
+    program = KILLED.replace("IDLE", "600")
+    begun = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as whole:
+        assert whole.stdout is not None
+        assert whole.stdout.readline() == "running\n"
+        usual_s = time.monotonic() - begun
+        whole.kill()
+    left = 0
+    for number in range(16):
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as run:
+            time.sleep(usual_s * (0.4 + 0.7 * number / 15))
+            run.kill()
+        left += len(fake.running) > 0
+
+        async def main() -> None:
+            async with ModalBackend():
+                assert len(fake.running) == 1
+
+        asyncio.run(main())
+        assert not fake.running
+    assert left > 0
+
+
+LONG = ENVIRONMENT.replace("wc -l", "touch begun; sleep 3; wc -l")
+
+
+def test_rollouts_whose_sandbox_dies_start_again_and_are_scored(
+    fake: FakeModal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there_env.py").write_text(LONG)
+    ended: list[str] = []
+
+    def end_one() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if fake.calls["TaskExecStdinWrite"] > 12 and fake.running:  # the server has been delivered and is used
+                time.sleep(2)
+                ended.append(fake.running[0].sandbox_id)
+                fake.end(ended[0])
+                return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=end_one)
+    thread.start()
+    code = palaestra(["run", "there_env.py", "--policy", "oracle", "--backend", "modal", "--group", "3"])
+    thread.join()
+    assert code == 0
+    assert ended
+    assert json.loads(groups_file().read_text())["scores"] == [1.0, 1.0, 1.0]
+    assert len(fake.sandboxes) == 2
 
 
 # Profiles

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import groups_file
 from palaestra.testing import LoopbackServer, completion
 from palaestra.testing.fake_chat_server import FakeAnswer
 from palaestra.testing.fake_modal import FakeModal
@@ -38,8 +39,7 @@ def run(folder: Path, fake: FakeModal, *words: str, environ: Mapping[str, str] |
     assert done.returncode == 0, done.stderr[-3000:]
     assert fake.sandboxes
     assert not fake.running
-    (groups,) = (folder / "data").glob("*.jsonl")
-    return [score for line in groups.read_text().splitlines() for score in json.loads(line)["scores"]]
+    return [score for line in groups_file(folder).read_text().splitlines() for score in json.loads(line)["scores"]]
 
 
 def test_the_oracle_solves_tasks_in_modal(tmp_path: Path) -> None:
