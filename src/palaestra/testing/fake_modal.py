@@ -539,6 +539,8 @@ class FakeSandbox:
 
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         own = {"PATH": _PATH, "HOME": "/root", "MODAL_SANDBOX_ID": self.sandbox_id}
+        if self._home is not None and self.root is None:
+            own["TMPDIR"] = self._home.name  # so that its temporary files end with it
         return {**own, **self.variables, **variables}
 
     async def end(self, status: api_pb2.GenericResult.GenericStatus.ValueType, code: int = 137) -> None:

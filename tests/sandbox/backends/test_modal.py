@@ -193,6 +193,31 @@ def test_a_sandbox_has_the_files_of_its_image(tmp_path: Path) -> None:
         asyncio.run(main())
 
 
+def test_images_of_this_machine_are_copied(fake: FakeModal, tmp_path: Path) -> None:
+    root = make_python_root(tmp_path / "root")
+    (root / "etc/marker").write_text("of the image")
+    os.chown(root / "etc/marker", 123, 456)
+
+    async def main() -> None:
+        async with ModalBackend() as backend:
+            spec = SlotSpec(image=str(root))
+            slots = await asyncio.gather(*(backend.create(spec, str(number)) for number in range(3)))
+            for slot in slots:
+                found = await slot.execute("cat /etc/marker; stat -c ' %u:%g' /etc/marker; ls /work 2>&1")
+                assert found.output.startswith("of the image 123:456\n")
+                assert found.exit_code != 0
+            await slots[0].execute("echo kept > a")
+            snapshot = await backend.seal(slots[0])
+            again = await backend.create(spec, "again", snapshot)
+            assert (await again.execute("cat a /etc/marker")).output == "kept\nof the image"
+            assert len(fake.running) == 1
+            for slot in (*slots[1:], again):
+                await backend.destroy(slot)
+            await backend.forget(snapshot)
+
+    asyncio.run(main())
+
+
 # Faults
 
 
@@ -261,8 +286,8 @@ def test_an_image_that_is_missing_is_named(fake: FakeModal) -> None:
         async with ModalBackend() as backend:
             with pytest.raises(InfraError, match="nowhere:1"):
                 await backend.create(SlotSpec(image="nowhere:1"), "one")
-            with pytest.raises(ConfigError, match="by name"):
-                await backend.create(SlotSpec(image="/an/image.tar"), "one")
+            with pytest.raises(ConfigError, match="no/image"):
+                await backend.create(SlotSpec(image="/no/image.tar"), "one")
 
     asyncio.run(main())
 

@@ -26,10 +26,10 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 import yaml
 
@@ -37,9 +37,10 @@ from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, Slo
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.backends.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
+from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.local.client import OnLost, SlotClient, settle
 from palaestra.sandbox.remote.client import call_of, send_server
-from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.protocol.frames import Fields
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ _CLOSE_S = 20.0
 _BEATS = 4  # how often the connection is used while it may be silent
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 _PIECE = 256 << 10
+_ENTRIES = 100
 
-_OWN_VARIABLES = ("HOME", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TERM", "LANG")
+_OWN_VARIABLES = ("TMPDIR", "HOME", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TERM", "LANG")
 # Prints the environment. Its own Python also gets the path that the tools of this machine call it by.
 _PREPARE = """
 import json, os, sys
@@ -72,7 +74,15 @@ if not os.path.lexists(path) and version == "%d.%d" % sys.version_info[:2]:
 print(json.dumps(dict(os.environ)))
 """
 _VERSION = "{}.{}".format(*sys.version_info)
-_UNPACK = "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|').extractall('/')"
+# Unpacks its input into the given directory, or a new one, and prints its name.
+_UNPACK = """
+import os, sys, tarfile, tempfile
+folder = sys.argv[1] or tempfile.mkdtemp(prefix="palaestra-")
+os.makedirs(folder, exist_ok=True)
+options = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+tarfile.open(fileobj=sys.stdin.buffer, mode="r|").extractall(folder, numeric_owner=True, **options)
+print(folder)
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -214,6 +224,8 @@ class ModalBackend(RemoteBackend):
                 f"a rollout may hold its slot for {self.rollout_s:g} s, grading included, and sandboxes live "
                 f"{config.max_lifetime} s: raise modal_max_lifetime, or lower worker_timeout"
             )
+        self.images = ImageStore()
+        """Images that are directories or tar files of this machine."""
         self._changed = asyncio.Condition()
         self._keeping: asyncio.Task[None] | None = None
         self._app: modal.App | None = None
@@ -281,12 +293,10 @@ class ModalBackend(RemoteBackend):
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
         await super().aclose()
+        await self.images.aclose()
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
-        wanted = super().place_spec(spec)
-        assert wanted.image is not None
-        if os.path.isabs(wanted.image) or wanted.image.startswith("."):
-            raise ConfigError(f"modal takes images by name, and {wanted.image} is a path: push it to a registry first")
+        wanted = super().place_spec(spec if not is_path(spec.image) else replace(spec, image=None))
         # This machine's interpreter is not copied: the image has its own, see `_PREPARE`.
         return replace(wanted, mounts=tuple(mount for mount in wanted.mounts if mount.source != sys.base_prefix))
 
@@ -359,7 +369,7 @@ class ModalBackend(RemoteBackend):
         place = self._add_place(self.place_spec(SlotSpec()))
         place.starting += 1
         try:
-            await place.start()
+            await self._started_place(place)
         except SandboxError as error:
             _log.warning("modal: there are fewer sandboxes than min_sandboxes: %s", error)
         finally:
@@ -421,6 +431,7 @@ class ModalPlace(Place):
         super().__init__(backend, spec, number, rung=rung, require=require)
         self._sandbox: modal.Sandbox | None = None
         self._variables: dict[str, str] = {}  # the sandbox's environment, which commands inherit
+        self._roots: dict[str, asyncio.Task[str]] = {}  # directories in the sandbox, by image of this machine
         self._trying = False
         self._ends_at = math.inf
         self._idle_since: float | None = None
@@ -468,6 +479,7 @@ class ModalPlace(Place):
 
     async def _new_sandbox(self) -> None:
         self._ends_at = time.monotonic() + self._backend.config.max_lifetime
+        self._roots.clear()
         self._sandbox = sandbox = await self._backend.make_sandbox(self.spec)
         python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         variables = await _call(_START_S, _output_of(sandbox, _PREPARE, python, _VERSION))
@@ -477,7 +489,7 @@ class ModalPlace(Place):
             if name not in _OWN_VARIABLES and not name.startswith("MODAL_")
         }
         for mount in self.spec.mounts:
-            await _call(_COPY_S, _copy_in(sandbox, mount))
+            await _call(_COPY_S, _copy_in(sandbox, mount.source, mount.target))
 
     async def _start_server(self, rung: Rung) -> None:
         if self._server is not None:  # it has died: the sandbox is dead too, or not worth keeping
@@ -494,8 +506,24 @@ class ModalPlace(Place):
         )
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
+        fields = await super()._place(spec)
+        if is_path(spec.image):
+            return {**fields, "image": await self._root(spec.image)}
         own = environment(spec, self._variables.get("PATH", SYSTEM_PATH))
-        return {**await super()._place(spec), "env": {**self._variables, **own}}
+        return {**fields, "env": {**self._variables, **own}}
+
+    async def _root(self, image: str) -> str:
+        """The directory of an image of this machine in the sandbox, copied once."""
+
+        async def copy() -> str:
+            folder = await self._backend.images.directory(image)
+            assert self._sandbox is not None
+            return await _call(_COPY_S, _copy_in(self._sandbox, folder))
+
+        copying = self._roots.get(image)
+        if copying is None or (copying.done() and (copying.cancelled() or copying.exception() is not None)):
+            copying = self._roots[image] = asyncio.create_task(copy())
+        return await asyncio.shield(copying)
 
 
 class ModalClient(SlotClient):
@@ -639,32 +667,43 @@ async def _output_of(sandbox: modal.Sandbox, program: str, *arguments: str) -> s
     return str(output)
 
 
-async def _copy_in(sandbox: modal.Sandbox, mount: Mount) -> None:
-    """Copy a directory of this machine into the sandbox."""
-    process = await sandbox.exec.aio("python3", "-I", "-S", "-c", _UNPACK)
-    async for packed in _packed(mount):
+async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "") -> str:
+    """Copy a directory of this machine into the sandbox; returns where to, a new directory without a target."""
+    process = await sandbox.exec.aio("python3", "-I", "-S", "-c", _UNPACK, target)
+    async for packed in _packed(source):
         for start in range(0, len(packed), _PIECE):
             process.stdin.write(packed[start : start + _PIECE])
             await process.stdin.drain.aio()
     process.stdin.write_eof()
     await process.stdin.drain.aio()
-    errors = await process.stderr.read.aio()
+    output, errors = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
     if await process.wait.aio() != 0:
-        raise OSError(f"{mount.source} cannot be copied to {mount.target}: {errors.strip()[-500:]}")
+        raise OSError(f"{source} cannot be copied to {target or 'it'}: {errors.strip()[-500:]}")
+    return str(output).strip()
 
 
-async def _packed(mount: Mount) -> AsyncIterator[bytes]:
-    """A tar file of the directory, entry by entry."""
+async def _packed(source: str) -> AsyncIterator[bytes]:
+    """A tar file of the directory, some entries at a time."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w|", bufsize=_PIECE) as files:
-        for path in [mount.source, *sorted(map(str, Path(mount.source).rglob("*")))]:
-            name = mount.target.lstrip("/") + path[len(mount.source) :]
-            await asyncio.to_thread(files.add, path, name, recursive=False)
-            if buffer.tell() >= _PIECE:
-                yield buffer.getvalue()
-                buffer.seek(0)
-                buffer.truncate()
+        paths = await asyncio.to_thread(lambda: [source, *sorted(map(str, Path(source).rglob("*")))])
+
+        def add(some: Sequence[str]) -> bytes:
+            for path in some:
+                files.add(path, os.path.relpath(path, source), recursive=False)
+            packed = buffer.getvalue()
+            buffer.seek(0)
+            buffer.truncate()
+            return packed
+
+        for start in range(0, len(paths), _ENTRIES):
+            yield await asyncio.to_thread(add, paths[start : start + _ENTRIES])
     yield buffer.getvalue()
+
+
+def is_path(image: str | None) -> TypeGuard[str]:
+    """Whether an image is a directory or a file of this machine, and no name."""
+    return image is not None and (os.path.isabs(image) or image.startswith("."))
 
 
 def _text(error: BaseException) -> str:
