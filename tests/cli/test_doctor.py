@@ -31,3 +31,29 @@ def test_the_ladder_has_a_reason_for_every_rung(capsys: pytest.CaptureFixture[st
     assert all(step["reason"] for step in ladder)
     protected = any(step["available"] for step in ladder if step["rung"] != "none")
     assert code == (0 if protected else 5)
+
+
+@pytest.mark.slots
+def test_a_backend_is_used_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--backend", "local", "--set", "isolation=confined", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["backends"]
+    assert (found["name"], found["isolation"], found["problem"]) == ("local", "confined", "")
+    assert set(found["seconds"]) == {"start", "create", "command", "fork", "reset"}
+    assert all(seconds > 0 for seconds in found["seconds"].values())
+
+
+@pytest.mark.slots
+def test_a_backend_that_does_not_work_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--set", "nomad_address=http://127.0.0.1:9", "--set", "docker_hosts=unix:///nowhere"]
+    assert main(["doctor", "--backend", "nomad", "--backend", "docker", "--backend", "local", *words]) == 1
+    nomad, docker, local = capsys.readouterr().out.splitlines()
+    assert nomad.startswith("nomad: no: ")
+    assert "nomad_address" in nomad
+    assert docker.startswith("docker: no: ")
+    assert "DOCKER_HOST" in docker
+    assert local.startswith("local: yes: ")
+
+
+def test_a_setting_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--backend", "local", "--set", "nothing=1"]) == 2
+    assert "nothing" in capsys.readouterr().err

@@ -16,12 +16,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.core.errors import IsolationUnavailable
+from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.core.exits import FAILED, report
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
@@ -41,10 +42,15 @@ if TYPE_CHECKING:
       palaestra doctor --json | jq '.ladder[] | select(.available)'
       palaestra doctor http://localhost:8000/v1 --model NAME
       palaestra doctor path/to/model                       # a folder, sampled in this process
+      palaestra doctor --backend all                       # where slots can run
+      palaestra doctor --backend docker --set docker_image=python:3.11
 
     Of a model server: can it be reached, what is it, does it take and give token ids with log-probabilities, does the
     chat template show tools and keep history, is the token that ends a turn trained, does the parser read the calls,
     does the tokenizer agree. Naming a model is consent to fetch its tokenizer.
+
+    Of a backend: whether it can be reached, its credentials and isolation level, and the time that its slots take; a
+    few slots are made there. Settings come from the environment, .env and --set FIELD=VALUE.
 
     Of this machine: the rungs, best first: full (all namespaces and cgroup limits; root in a slot is nobody outside),
     userns (no root needed; no cgroup limits), confined (for ordinary containers), none (commands run as you,
@@ -61,6 +67,8 @@ if TYPE_CHECKING:
     "--tool-parser", "--parser", "parser", default="hermes", show_default=True, help="How the model writes tool calls."
 )
 @click.option("--type", "server_type", type=click.Choice(["vllm", "sglang", "openai"]), help="Do not find out.")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Check a backend, or `all`. Repeatable.")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A setting of the backends. Repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
 def command(
@@ -71,8 +79,14 @@ def command(
     tokenizer: str | None,
     parser: str,
     server_type: str | None,
+    backends: tuple[str, ...],
+    settings: tuple[str, ...],
     as_json: bool,
 ) -> None:
+    if backends:
+        if not _show_backends(backends, settings, as_json):
+            context.exit(FAILED)
+        return
     if target is None:
         _machine(as_json)
         return
@@ -102,6 +116,45 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
         click.echo(f"{each.state.value:<15} {each.name}: {each.found}")
         if each.way_out:
             click.echo(f"{'':<15} way out: {each.way_out}")
+
+
+def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool) -> bool:
+    """Check each backend in turn, and print what was found; whether all work."""
+    from palaestra.core.config import ConfigLayer, merge
+    from palaestra.envs.config.fields import HermesAgentEnvConfig
+    from palaestra.envs.config.layers import DOTENV, read_dotenv, read_environ, read_words
+    from palaestra.sandbox.backend_check import BackendFindings, check_backend
+    from palaestra.sandbox.backends.registry import backend_names
+
+    fields = HermesAgentEnvConfig.model_fields
+    given: dict[str, JSON] = {}
+    for word in settings:
+        name, _, value = word.partition("=")
+        if name not in fields:
+            raise ConfigError(f"--set {word}: there is no setting {name!r}")
+        given[name] = read_words(fields[name].annotation, [value])
+    layers = [
+        read_environ(read_dotenv(Path()), "env", HermesAgentEnvConfig, DOTENV),
+        read_environ(os.environ, "env", HermesAgentEnvConfig),
+        ConfigLayer("--set", given),
+    ]
+    config = merge(HermesAgentEnvConfig, layers).value
+    wanted = backend_names() if "all" in names else names
+
+    async def check() -> list[BackendFindings]:
+        return [await check_backend(name, config) for name in wanted]
+
+    findings = asyncio.run(check())
+    if as_json:
+        click.echo(json.dumps({"backends": [asdict(each) for each in findings]}, indent=2))
+    for each in () if as_json else findings:
+        if each.problem:
+            click.echo(f"{each.name}: no: {printable(each.problem)}")
+            continue
+        slots = "as many slots as memory allows" if each.capacity is None else f"{each.capacity} slots"
+        times = ", ".join(f"{what} {1000 * seconds:.3g} ms" for what, seconds in each.seconds.items())
+        click.echo(f"{each.name}: yes: {each.isolation}, {slots}; {times}")
+    return not any(each.problem for each in findings)
 
 
 def _machine(as_json: bool) -> None:
