@@ -107,7 +107,7 @@ config = APIServerConfig()
 
 
 CANNOT_START = """from atroposlib.envs.base import *
-from ..backends.docker_direct_backend import DockerDirectBackend
+from ..patches import apply_patches
 from tools.registry import registry
 import no_such_package.part; from typing import Generic
 from typing import AnyStr as Kind
@@ -137,7 +137,7 @@ def test_what_cannot_start_or_is_not_called_is_listed() -> None:
     found = {(left.line, left.what): left.advice for left in port(CANNOT_START, "x.py").left}
     assert list(found) == [
         (1, "unknown_everywhere from atroposlib.envs.base import *"),
-        (2, "from ..backends.docker_direct_backend import DockerDirectBackend"),
+        (2, "from ..patches import apply_patches"),
         (3, "from tools.registry import registry"),
         (4, "import no_such_package"),
         (15, "Theirs.handle_env"),

@@ -26,6 +26,7 @@ ROOTS = frozenset(
 
 ELSEWHERE: Mapping[str, str] = {
     "create_tool_backend": "palaestra.envs.config.build",
+    "DockerDirectBackend": "palaestra.sandbox.docker_pool",
     "NomadBackendConfig": "palaestra.sandbox.backends.nomad",
     "NomadToolBackend": "palaestra.sandbox.nomad_pool",
     "ToolBackend": "palaestra.sandbox.pool",
@@ -43,7 +44,6 @@ NOT_NEEDED: Mapping[str, str] = {
     "OpenAIServer": "ask _use_managed_server() whether the servers give tokens",
     "registry": "write each tool as a typed function with @tool from palaestra, instead of registry.register",
     "ToolRegistryEntry": "write each tool as a typed function with @tool from palaestra",
-    "DockerDirectBackend": "this version has only slots of this machine: delete the backend's settings",
 }
 """Names without a counterpart, and what to do instead."""
 

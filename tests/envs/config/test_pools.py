@@ -14,6 +14,7 @@ from palaestra.envs.config.layers import read_environ
 from palaestra.sandbox.backends.docker import DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.ssh import SSHBackend
+from palaestra.sandbox.docker_pool import DockerDirectBackend
 from palaestra.sandbox.pool import SlotPool, ToolBackend
 from palaestra.sandbox.slot import SlotSpec
 
@@ -54,6 +55,12 @@ def test_the_variables_of_ssh_are_in_force() -> None:
     assert isinstance(backend, SSHBackend)
     words = list(backend.command(backend.place_spec(SlotSpec()), ["true"]))
     assert " ".join(words[words.index("-l") : words.index("-l") + 6]) == "-l me -p 2222 -i /k"
+
+
+def test_docker_direct_has_images_per_trajectory() -> None:
+    pool = create_tool_backend(HermesAgentEnvConfig(tool_pool_mode="docker_direct", docker_image="a:1"))
+    assert isinstance(pool, DockerDirectBackend)
+    assert isinstance(pool.backend, DockerBackend)
 
 
 def test_the_usual_pool_is_of_this_machine() -> None:

@@ -214,4 +214,9 @@ def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
     wait_s = config.acquire_timeout_s
     if isinstance(config, HermesAgentEnvConfig) and name == "modal":
         wait_s = config.modal_acquire_timeout
-    return SlotPool(SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s), make_backend(name, config))
+    limits = SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s)
+    if name == "docker_direct":
+        from palaestra.sandbox.docker_pool import DockerDirectBackend  # few runs need it
+
+        return DockerDirectBackend(make_backend(name, config), limits)
+    return SlotPool(limits, make_backend(name, config))

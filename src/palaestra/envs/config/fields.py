@@ -24,7 +24,7 @@ from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
-LATER_BACKENDS = ("docker_direct", "daytona", "slot_pool")
+LATER_BACKENDS = ("daytona", "slot_pool")
 """What existing scripts name as the source of slots. A run refuses the later ones."""
 
 

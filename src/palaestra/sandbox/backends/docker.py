@@ -2,26 +2,39 @@
 
 A container is started with `docker run -i --rm`: it has docker's default privileges, no network unless its slots have
 one, and ends with this process. Docker isolates it from the host. Slots in it are isolated from each other at the level
-`confined`, which docker's default allows; `privileged` allows `full`, and gives up docker's own isolation.
+`confined`, which docker's default allows; `privileged` adds the rights to make namespaces and control groups, which
+allow `full`, and weakens docker's own isolation.
 
-The image needs Python 3.11 as `python3`. It is taken as the daemon has it, and pulled if it is missing.
+An image by name is that of the container, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks it. An
+image by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the daemon builds) is
+the root of the slots, in a container of the backend's own image: it needs no Python, slots can change everything in it,
+and it takes `privileged` and a daemon on this machine.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, ImageError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
 from palaestra.sandbox.backends.server_backend import levels
-from palaestra.sandbox.slot import Rung, SlotSpec
+from palaestra.sandbox.images.image_store import ImageStore, default_folder
+from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot
 
 LABEL = "palaestra.slots"
 _CHECK_S = 15.0
 _PULL_S = 1800.0
+_RIGHTS = (
+    "--cap-add", "SYS_ADMIN", "--cap-add", "NET_ADMIN", "--security-opt", "apparmor=unconfined", "--cgroupns", "host",
+    "--volume", "/sys/fs/cgroup:/sys/fs/cgroup",
+)  # fmt: skip
+"""What a container needs for slots at the level `full`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +69,9 @@ class DockerBackend(RemoteBackend):
         )
         self._limits = limits or ContainerLimits()
         self._privileged = privileged
+        self._store: ImageStore | None = None
+        self._roots: dict[str, str] = {}
+        self._unpacking = asyncio.Lock()
 
     @classmethod
     def from_config(cls, config: JSON) -> DockerBackend:
@@ -88,13 +104,64 @@ class DockerBackend(RemoteBackend):
             if status != 0:
                 raise ConfigError(f"docker has no image {image} and cannot pull it: {text}")
 
+    async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
+        if spec.image is not None and is_path(spec.image):
+            await self._prepare(spec.image)
+        return await super().create(spec, trajectory_id, snapshot)
+
+    async def _prepare(self, image: str) -> None:
+        """Find the root directory of an image by path, once."""
+        async with self._unpacking:
+            if image in self._roots:
+                return
+            if not self._privileged:
+                raise ConfigError(
+                    f"docker runs the image {image}, which is a path, as the root of slots, and that takes "
+                    "docker_privileged; otherwise name an image that docker has"
+                )
+            if any(host and not host.startswith("unix://") for host in self._hosts):
+                raise ConfigError(f"the image {image} is a path of this machine, and a docker host is another one")
+            if self._store is None:
+                self._store = ImageStore()
+            built = await self._built(image) if os.path.isfile(os.path.join(image, "Dockerfile")) else image
+            self._roots[image] = await self._store.directory(built)
+
+    async def _built(self, folder: str) -> str:
+        """A folder with a Dockerfile, built and exported by the first daemon: the path of a tar file."""
+        docker, host = _docker(self._hosts[0]), self._hosts[0]
+        tag = f"palaestra-build:{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
+        await build_docker_image(folder, tag, host=host)
+        status, made = await run_command([*docker, "image", "inspect", "--format", "{{.Id}}", tag], _CHECK_S)
+        archive = Path(default_folder("docker"), f"{made.removeprefix('sha256:')[:32]}.tar")
+        if status == 0 and not archive.exists():
+            archive.parent.mkdir(parents=True, exist_ok=True)
+            status, container = await run_command([*docker, "create", "--label", f"{LABEL}=build", tag, "x"], _CHECK_S)
+            part = archive.with_suffix(f".{os.getpid()}")
+            if status == 0:
+                status, made = await run_command([*docker, "export", "--output", str(part), container], _PULL_S)
+                await run_command([*docker, "rm", "--force", container], _CHECK_S)
+            if status == 0:
+                part.replace(archive)
+        if status != 0:
+            raise ImageError(f"docker cannot export what it has built of {folder}: {made}")
+        return str(archive)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        store, self._store = self._store, None
+        self._roots.clear()
+        if store is not None:
+            await store.aclose()
+
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
-        wanted = super().place_spec(spec)
+        by_path = spec.image if spec.image is not None and is_path(spec.image) else None
+        wanted = super().place_spec(spec if by_path is None else replace(spec, image=None))
         if wanted.image is None:
             raise ConfigError("docker needs an image: of the task, or one for all (--env.docker_image)")
-        if os.path.isabs(wanted.image) or wanted.image.startswith("."):
-            raise ConfigError(f"docker takes images by name, and {wanted.image} is a path: docker import it first")
-        return wanted
+        if by_path is None:
+            return wanted
+        root = self._roots[by_path]
+        return replace(wanted, root=root, mounts=(*wanted.mounts, Mount(root, root)))
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         assert place.image is not None
@@ -102,12 +169,30 @@ class DockerBackend(RemoteBackend):
         options = ["--network", "bridge" if place.network else "none", "--pids-limit", str(limits.pids)]
         options += [] if limits.cpus is None else ["--cpus", f"{limits.cpus:g}"]
         options += [] if limits.memory is None else ["--memory", limits.memory]
-        options += ["--privileged"] if self._privileged else []
+        options += _RIGHTS if self._privileged else []
         for mount in place.mounts:
             options += ["--volume", f"{mount.source}:{mount.target}:ro"]
         entry, *arguments = call
         start = ["run", "--interactive", "--rm", "--init", "--label", f"{LABEL}={os.getpid()}", "--user", "0"]
         return [*_docker(place.host), *start, *options, "--entrypoint", entry, place.image, *arguments]
+
+
+def is_path(image: str) -> bool:
+    """Whether an image is a path of this machine, not a name of docker's."""
+    return os.path.isabs(image) or image.startswith(".")
+
+
+async def build_docker_image(folder: str | Path, tag: str, *, timeout_s: float = _PULL_S, host: str = "") -> None:
+    """Build the Dockerfile of a folder. Raises `ImageError` with the end of the build's output."""
+    status, text = await run_command([*_docker(host), "build", "--quiet", "--tag", tag, str(folder)], timeout_s)
+    if status != 0:
+        raise ImageError(f"docker cannot build {folder}: {text}")
+
+
+async def docker_image_exists(tag: str, *, host: str = "") -> bool:
+    """Whether a daemon has an image."""
+    status, _ = await run_command([*_docker(host), "image", "inspect", tag], _CHECK_S)
+    return status == 0
 
 
 def _docker(host: str) -> list[str]:

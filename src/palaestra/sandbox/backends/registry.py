@@ -31,6 +31,7 @@ _MODULES = "palaestra.sandbox.backends"
 BUILTIN: Mapping[str, str] = {
     "local": f"{_MODULES}.local:LocalBackend.from_config",
     "docker": f"{_MODULES}.docker:DockerBackend.from_config",
+    "docker_direct": f"{_MODULES}.docker:DockerBackend.from_config",
     "singularity": f"{_MODULES}.singularity:SingularityBackend.from_config",
     "nomad": f"{_MODULES}.nomad:NomadBackend.from_config",
     "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",

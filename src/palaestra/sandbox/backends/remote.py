@@ -43,12 +43,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PlaceSpec:
-    """What a place is started with. `image` and `host` are names of the platform, `host` empty for its default."""
+    """What a place is started with. `image` and `host` are names of the platform, `host` empty for its default.
+
+    `root` is a directory in the place whose copy-on-write view is the root of its slots; None: the place's own system
+    directories.
+    """
 
     host: str = ""
     image: str | None = None
     network: bool = False
     mounts: tuple[Mount, ...] = ()
+    root: str | None = None
 
 
 class Place(ServerBackend):
@@ -101,7 +106,7 @@ class Place(ServerBackend):
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
         mounts = [[mount.target, mount.target] for mount in spec.mounts]
-        return {"image": None, "allow": allowed_hosts(spec), "mounts": mounts, "env": environment(spec)}
+        return {"image": self.spec.root, "allow": allowed_hosts(spec), "mounts": mounts, "env": environment(spec)}
 
 
 class RemoteBackend(StartedBackend):
@@ -318,7 +323,8 @@ class RemoteBackend(StartedBackend):
             if place.spec.host in loads:
                 loads[place.spec.host] += self._per_place
         number = next(self._numbers)
-        rung = self._wanted if self._rung is None else self._rung
+        # A directory of the host allows more than a container's own file system does.
+        rung = self._wanted if self._rung is None or wanted.root is not None else self._rung
         place = self.make_place(replace(wanted, host=min(usable, key=loads.__getitem__)), number, rung)
         self._places[number] = place
         return place
