@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import Sums, changed, services, sum_task
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import Outcome, Task
 from palaestra.rollouts.events import AttemptDiscarded, GroupEnded, GroupStarted, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Beside, Group, Trajectory
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.schedule import numbered, read_timings, slowest_first
+from palaestra.rollouts.schedule import Numbered, counted, numbered, read_timings, slowest_first
 
 
 class Source:
@@ -138,3 +138,38 @@ def test_what_an_earlier_part_finished_is_handed_on_before_anything_is_rolled_ou
     runner = Runner(Killed(5), second, timings=timings, on_group=lambda group: handed.append(group.number))
     assert asyncio.run(runner.run()).groups == 5
     assert handed == [0, 1, 2, 3, 4]
+
+
+def test_tasks_that_come_quickly_are_counted_before_the_first_runs() -> None:
+    async def main() -> None:
+        found: list[int] = []
+        tasks = counted(numbered(Source(3).tasks(), 0, None), found.append, seconds=60)
+        assert [number async for number, _ in tasks] == [0, 1, 2]
+        assert found == [3]
+        tasks = counted(numbered(Source(3).tasks(), 0, None), found.append, window=2, seconds=60)
+        assert [number async for number, _ in tasks] == [0, 1, 2]
+        assert found == [3], "more tasks than are read ahead"
+
+    asyncio.run(main())
+
+
+def test_a_source_that_waits_or_fails_holds_up_no_task_before() -> None:
+    more = asyncio.Event()
+
+    async def waiting() -> AsyncIterator[Numbered]:
+        yield 0, Task(id="t0", prompt="")
+        await more.wait()
+        yield 1, Task(id="t1", prompt="")
+        raise TaskError("no third")
+
+    async def main() -> None:
+        found: list[int] = []
+        tasks = counted(waiting(), found.append, seconds=0.05)
+        assert (await anext(tasks))[0] == 0
+        more.set()
+        assert (await anext(tasks))[0] == 1
+        with pytest.raises(TaskError, match="no third"):
+            await anext(tasks)
+        assert found == []
+
+    asyncio.run(main())

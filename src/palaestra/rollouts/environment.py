@@ -68,6 +68,11 @@ class Environment(ABC):
     async def aclose(self) -> None:
         """Release them. Called once, also after a failure."""
 
+    @property
+    def counts_tasks(self) -> bool:
+        """Whether tasks may be read ahead to learn their number."""
+        return False
+
     @abstractmethod
     def tasks(self) -> AsyncIterator[Task]:
         """The tasks of the run, in order."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.events import GroupFinished
+from palaestra.rollouts.events import GroupFinished, GroupsPlanned
 from palaestra.rollouts.group import GroupRun, failed_for_the_engine, prompt_checksum
 from palaestra.rollouts.records import Group
-from palaestra.rollouts.schedule import Numbered, numbered, slowest_first
+from palaestra.rollouts.schedule import Numbered, counted, numbered, slowest_first
 from palaestra.rollouts.spec import RunContext
 
 GIVE_UP_AFTER = 3
@@ -96,7 +96,8 @@ class Runner:
         self.on_group = on_group
         self.gate = gate
         self.totals = Totals()
-        self._tasks = slowest_first(numbered(env.tasks(), first, limit), timings or {})
+        tasks = numbered(env.tasks(), first, limit)
+        self._tasks = slowest_first(counted(tasks, self._planned) if env.counts_tasks else tasks, timings or {})
         self._finished_before = dict(run.earlier.ended)
         self._all_taken = False
         self._no_task: PalaestraError | None = None
@@ -125,6 +126,10 @@ class Runner:
         if self._no_task is not None:
             raise self._no_task
         return self.totals
+
+    def _planned(self, total: int) -> None:
+        """Announce the number of tasks, which only a source that was read to its end knows."""
+        self.run_context.events.announce(GroupsPlanned(total, self.run_context.settings.group_size))
 
     async def _work(self) -> None:
         while (taken := await self._take()) is not None:

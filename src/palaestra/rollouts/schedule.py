@@ -8,8 +8,10 @@ Source of the rule: R. L. Graham (1969), longest processing time first.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,9 @@ from palaestra.rollouts.journal.reader import journal_of
 WINDOW = 1024
 """How many tasks are read ahead and ordered. Bounded, because each is in memory, and because the output of later tasks
 waits for that of earlier ones."""
+
+COUNT_S = 0.3
+"""How long a run may wait for the number of its tasks before it begins."""
 
 Numbered = tuple[int, Task]
 
@@ -34,6 +39,35 @@ async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) ->
             return
         yield number, task
         number += 1
+
+
+async def counted(
+    tasks: AsyncIterator[Numbered], found: Callable[[int], None], window: int = WINDOW, seconds: float = COUNT_S
+) -> AsyncIterator[Numbered]:
+    """The same tasks. Those that come within `seconds`, `window` at most, are read ahead; if they are all, `found` gets
+    their number before the first. An error is raised in its place."""
+    ahead: list[Numbered] = []
+    following = asyncio.ensure_future(anext(tasks))
+    deadline = time.monotonic() + seconds
+    try:
+        while len(ahead) < window:
+            await asyncio.wait({following}, timeout=max(0.0, deadline - time.monotonic()))
+            if not following.done() or following.cancelled() or following.exception() is not None:
+                break
+            ahead.append(following.result())
+            following = asyncio.ensure_future(anext(tasks))
+        if following.done() and isinstance(following.exception(), StopAsyncIteration):
+            found(len(ahead))
+        for each in ahead:
+            yield each
+        while True:
+            try:
+                yield await following
+            except StopAsyncIteration:
+                return
+            following = asyncio.ensure_future(anext(tasks))
+    finally:
+        following.cancel()
 
 
 async def slowest_first(

@@ -61,6 +61,13 @@ def test_the_verdict_comes_once_with_coverage_and_causes(capsys: pytest.CaptureF
     assert "--resume" not in said
 
 
+def test_function_environments_show_their_total_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ENV.replace("def right(task):", "def right(task):\n    import time; time.sleep(0.2)")
+    Path("my_env.py").write_text(slow)
+    main(["run", "my_env.py", "--policy", "oracle", "--group", "1", "--env.n", "4"])
+    assert "[1/4] " in capsys.readouterr().err
+
+
 def test_the_figures_of_an_own_evaluation_are_in_the_verdict_and_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own_env.py").write_text(CLASS_ENV)
     assert main(["eval", "own_env.py", "--policy", "oracle"]) == 0

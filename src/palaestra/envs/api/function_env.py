@@ -76,6 +76,10 @@ class FunctionEnvironment(EvaluatedEnvironment):
     def agent(self) -> AgentSettings:
         return self._settings
 
+    @property
+    def counts_tasks(self) -> bool:
+        return not inspect.isasyncgenfunction(self.form.source)  # an asynchronous one may wait for the run itself
+
     async def tasks(self) -> AsyncIterator[Task]:
         own = type(self.config).model_fields.keys() - FunctionEnvConfig.model_fields.keys()
         produced = _each(self.form.source, {name: getattr(self.config, name) for name in own})

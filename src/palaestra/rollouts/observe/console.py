@@ -71,8 +71,10 @@ class Console:
         }
 
     def on_plan(self, event: GroupsPlanned) -> None:
+        """The number of groups; it is announced again when the tasks have been counted."""
         self.groups_total, self.group_size = event.total, event.group_size
-        self._started_at = self._clock.monotonic()
+        if not self.groups_done:
+            self._started_at = self._clock.monotonic()
 
     def on_rollout(self, event: RolloutEnded | RolloutKept) -> None:
         trajectory = event.trajectory
