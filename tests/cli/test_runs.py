@@ -157,3 +157,10 @@ def test_failures_are_gathered_at_the_end(capsys: pytest.CaptureFixture[str]) ->
     assert main(["run", "my_env.py", "--policy", "noop", "--group", "2"]) == 3
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "4 rollouts failed (grader)" in line]
     assert "ZeroDivisionError" in line
+
+
+def test_status_and_report_take_the_last_run_when_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_id"] == open_run().path.name
+    assert main(["report"]) == 0
+    assert Path(capsys.readouterr().out.strip()).resolve() == open_run().path.resolve() / "report.html"

@@ -23,16 +23,18 @@ _SHOWN = 5
     help="""Show the state of a run.
 
     \b
+      palaestra status                            # of the last run
       palaestra status runs/my_env--NAME/20260101T000000Z-0a1b
       palaestra status RUN --watch
       palaestra status RUN --json | jq .in_flight
 
-    RUN is a run's folder or its journal, which is only read. Shown are the rollouts in flight by stage, those longest
-    without activity, rewards with and without the rollouts that infrastructure failures ended and the causes of those
-    (with 95 % intervals), the time of each stage, tokens, cost and disk. --watch repeats it until the run has ended.
+    RUN is a run's folder, an id or `last`; its journal is only read. The state has the rollouts in flight by stage,
+    those longest without activity, rewards with and without the rollouts that infrastructure failures ended and the
+    causes of those (with 95 % intervals), the time of each stage, tokens, cost and disk. --watch repeats it until the
+    run has ended.
     """,
 )
-@click.argument("run", shell_complete=complete_runs)
+@click.argument("run", default="last", shell_complete=complete_runs)
 @click.option("--watch", is_flag=True, help="Repeat until the run has ended.")
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between two readings."
