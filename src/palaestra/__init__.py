@@ -63,10 +63,14 @@ if TYPE_CHECKING:
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
+    from palaestra.envs.run.session import Session, SyncSession
     from palaestra.inference.config import APIServerConfig, ServerBaseline
+    from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
     from palaestra.inference.server_group import ServerManager
     from palaestra.processes.registry import ProcessRegistry
+    from palaestra.rollouts.export.token_rows import ExportedRow
+    from palaestra.rollouts.export.token_rows import exported_rows as training_rows
     from palaestra.rollouts.finished_run import Run, open_run
     from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.journal.reader import list_runs
@@ -184,6 +188,7 @@ __all__ = [
     "EngineReplyError",
     "EngineUnavailable",
     "ExecutionResult",
+    "ExportedRow",
     "FileInfo",
     "FunctionEnvConfig",
     "GraderError",
@@ -222,6 +227,7 @@ __all__ = [
     "SequenceData",
     "ServerBaseline",
     "ServerManager",
+    "Session",
     "Sessions",
     "Slot",
     "SlotLost",
@@ -234,6 +240,7 @@ __all__ = [
     "SweSmithOracleEnv",
     "SweSmithOracleEnvConfig",
     "SyncSandbox",
+    "SyncSession",
     "Task",
     "TaskError",
     "TerminalBench2EvalEnv",
@@ -262,6 +269,7 @@ __all__ = [
     "ToolStep",
     "ToolUnavailable",
     "Trajectory",
+    "TransformersEngine",
     "Usage",
     "User",
     "View",
@@ -298,6 +306,7 @@ __all__ = [
     "sample_toolsets_from_distribution",
     "stream",
     "tool",
+    "training_rows",
     "use_session",
     "validate_distribution",
 ]
@@ -337,6 +346,7 @@ _MODULES = {
     "EngineReplyError": "core.errors",
     "EngineUnavailable": "core.errors",
     "ExecutionResult": "sandbox.slot",
+    "ExportedRow": "rollouts.export.token_rows",
     "FileInfo": "sandbox.slot",
     "FunctionEnvConfig": "envs.api.function_form",
     "GraderError": "core.errors",
@@ -376,6 +386,7 @@ _MODULES = {
     "SequenceData": "agent.result",
     "ServerBaseline": "inference.config",
     "ServerManager": "inference.server_group",
+    "Session": "envs.run.session",
     "Sessions": "tools.builtin.session_search",
     "Slot": "sandbox.slot",
     "SlotLost": "core.errors",
@@ -388,6 +399,7 @@ _MODULES = {
     "SweSmithOracleEnv": "suites.swe.swe_smith_oracle",
     "SweSmithOracleEnvConfig": "suites.swe.swe_smith_oracle",
     "SyncSandbox": "sandbox.sandbox",
+    "SyncSession": "envs.run.session",
     "TOOLSET_REQUIREMENTS": "tools.registry.catalog",
     "TOOL_TO_TOOLSET_MAP": "tools.registry.catalog",
     "Task": "core.types",
@@ -418,6 +430,7 @@ _MODULES = {
     "ToolStep": "core.types",
     "ToolUnavailable": "core.errors",
     "Trajectory": "rollouts.records",
+    "TransformersEngine": "inference.engines.transformers",
     "Usage": "core.types",
     "User": "tools.builtin.clarify",
     "View": "sandbox.slot",
@@ -454,6 +467,7 @@ _MODULES = {
     "sample_toolsets_from_distribution": "tools.registry.distributions",
     "stream": "envs.run.library",
     "tool": "tools.decorator",
+    "training_rows": "rollouts.export.token_rows:exported_rows",
     "use_session": "tools.runtime.function_calls",
     "validate_distribution": "tools.registry.distributions",
 }

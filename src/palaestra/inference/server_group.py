@@ -7,7 +7,7 @@ import asyncio
 import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON, Message
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from palaestra.inference.token_exact.managed_chat import ManagedChat  # slow to import, and often not needed
 
 T = TypeVar("T")
+
+Server: TypeAlias = ServerBaseline | ServerEngine
+"""The settings of a model server, or an engine that a program made itself, which is started and closed like others."""
 
 ENGINES: Mapping[str, str] = {
     "openai": "palaestra.inference.engines.openai:OpenAIEngine",
@@ -50,11 +53,13 @@ class ServerGroup(ChatServer):
     the next.
     """
 
-    def __init__(self, configs: ServerBaseline | Sequence[ServerBaseline]) -> None:
-        wanted = [configs] if isinstance(configs, ServerBaseline) else list(configs)
+    def __init__(self, configs: Server | Sequence[Server]) -> None:
+        wanted = [configs] if isinstance(configs, ServerBaseline | ServerEngine) else list(configs)
         if not wanted:
             raise ConfigError("No model server is configured: pass at least one APIServerConfig.")
-        self.servers: list[ServerEngine] = [create_engine(_complete(config)) for config in wanted]
+        self.servers: list[ServerEngine] = [
+            each if isinstance(each, ServerEngine) else create_engine(_complete(each)) for each in wanted
+        ]
         self._under_way = [0] * len(self.servers)
         self._sessions = 0
 

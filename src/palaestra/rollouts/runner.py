@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
@@ -118,7 +118,7 @@ class Runner:
                 for number in range(self.concurrency):
                     workers.create_task(self._work(), name=f"groups-{number}")
         except* PalaestraError as failures:
-            raise _first(failures) from None
+            raise first_failure(failures) from None
         finally:
             for number, group in sorted(self._finished_before.items()):
                 if number not in handed_on:  # this part of the run has no such task, or has not come to it
@@ -133,15 +133,23 @@ class Runner:
 
     async def _work(self) -> None:
         while (taken := await self._take()) is not None:
-            number, task = taken
-            run = GroupRun(self.env, self.run_context, number, task)
-            try:
-                group = await run.run()
-            finally:
-                if run.begun:  # otherwise the earlier part's group still counts
-                    self._finished_before.pop(number, None)
-            self._hand_on(group)
-            self._watch_engine(group)
+            await self.roll_out(*taken)
+
+    async def roll_out(self, number: int, task: Task, group_size: int | None = None) -> Group:
+        """Roll out one task and hand its group on. `group_size` replaces that of the run. Raises `EngineUnavailable`
+        when the model server is gone for good."""
+        context = self.run_context
+        if group_size is not None:
+            context = replace(context, settings=replace(context.settings, group_size=group_size))
+        run = GroupRun(self.env, context, number, task)
+        try:
+            group = await run.run()
+        finally:
+            if run.begun:  # otherwise the earlier part's group still counts
+                self._finished_before.pop(number, None)
+        self._hand_on(group)
+        self._watch_engine(group)
+        return group
 
     def _hand_on(self, group: Group) -> None:
         self.totals.add(group)
@@ -203,7 +211,7 @@ class Runner:
             )
 
 
-def _first(failures: BaseExceptionGroup[PalaestraError]) -> PalaestraError:
+def first_failure(failures: BaseExceptionGroup[PalaestraError]) -> PalaestraError:
     for failure in failures.exceptions:
-        return _first(failure) if isinstance(failure, BaseExceptionGroup) else failure
+        return first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure
     raise AssertionError("an exception group is never empty")

@@ -11,10 +11,11 @@ import contextlib
 import inspect
 import logging
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from palaestra.core.config import python_names
 from palaestra.core.errors import ConfigError, PalaestraError
@@ -25,9 +26,11 @@ from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.discovery import form_of, load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
+from palaestra.envs.run.run import RunReport
 from palaestra.envs.run.run import run as run_line
-from palaestra.envs.run.run_folder import RunLine
+from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import ServerBaseline
+from palaestra.inference.server_group import Server
 from palaestra.rollouts.events import GroupFinished, Handlers
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import RUNS
@@ -45,7 +48,7 @@ async def run(
     policy: str | None = None,
     model: str | None = None,
     base_url: str | None = None,
-    server: ServerBaseline | Sequence[ServerBaseline] | None = None,
+    server: Server | Sequence[Server] | None = None,
     tasks: int | None = None,
     group_size: int | None = None,
     evaluate: bool = False,
@@ -58,10 +61,10 @@ async def run(
 
     `env` is a function environment, also called with its arguments, a class environment, or text that
     `palaestra run` takes: a name, a file, `file.py:name`. The agent's side is a scripted `policy` ("oracle", "noop",
-    "patch:FILE", "replay:FILE"), the `model` at `base_url`, or a `server` (`APIServerConfig`, or several). At most
-    `tasks` groups of `group_size` rollouts are run; `evaluate` tries held-out tasks and computes pass@k. `settings` are
-    further settings of the environment, its own parameters and those of the server (`concurrency`, `max_agent_turns`,
-    `api_key`, …).
+    "patch:FILE", "replay:FILE"), the `model` at `base_url`, or a `server`: an `APIServerConfig`, an engine that the run
+    starts and closes (`TransformersEngine`), or several. At most `tasks` groups of `group_size` rollouts are run;
+    `evaluate` tries held-out tasks and computes pass@k. `settings` are further settings of the environment, its own
+    parameters and those of the server (`concurrency`, `max_agent_turns`, `api_key`, …).
 
     The run is kept in a new folder below `folder`; with `resume`, the folder of a run, that run continues. `progress`
     prints to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or
@@ -69,11 +72,13 @@ async def run(
     """
     dotenv = read_dotenv(Path.cwd())
     with python_names(), exported(dotenv):
-        form, parsed = _parsed(
+        roll_out = assembled(
             env,
             "evaluate" if evaluate else "process",
             server,
+            folder,
             dotenv,
+            progress,
             policy=policy,
             model=model,
             base_url=base_url,
@@ -82,7 +87,7 @@ async def run(
             resume=resume,
             **settings,
         )
-        report = await run_line(form, parsed, root=Path(folder), stream=_stream(progress))
+        report = await roll_out()
     return Run(report.folder)
 
 
@@ -103,7 +108,7 @@ async def stream(
     policy: str | None = None,
     model: str | None = None,
     base_url: str | None = None,
-    server: ServerBaseline | Sequence[ServerBaseline] | None = None,
+    server: Server | Sequence[Server] | None = None,
     tasks: int | None = None,
     group_size: int | None = None,
     resume: str | Path | None = None,
@@ -119,11 +124,13 @@ async def stream(
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
         with python_names():
-            form, parsed = _parsed(
+            roll_out = assembled(
                 env,
                 "process",
                 server,
+                folder,
                 dotenv,
+                progress,
                 policy=policy,
                 model=model,
                 base_url=base_url,
@@ -133,17 +140,7 @@ async def stream(
                 **settings,
             )
         finished = _FinishedGroups()
-        running = asyncio.create_task(
-            run_line(
-                form,
-                parsed,
-                root=Path(folder),
-                stream=_stream(progress),
-                subscribers=[finished],
-                gate=finished.has_room,
-            ),
-            name="run",
-        )
+        running = asyncio.create_task(roll_out(subscribers=[finished], gate=finished.has_room), name="run")
         running.add_done_callback(lambda _: finished.close())
         try:
             async for group in finished:
@@ -216,23 +213,30 @@ def _reference(env: object) -> str:
     return f"{Path(path).resolve()}:{name}" if at_top and path and Path(path).is_file() else ""
 
 
-def _parsed(
+def assembled(
     env: object,
     command: str,
-    server: ServerBaseline | Sequence[ServerBaseline] | None,
+    server: Server | Sequence[Server] | None,
+    folder: str | Path,
     dotenv: Mapping[str, str],
+    progress: bool,
     /,
     **arguments: JSON,
-) -> tuple[Form, RunLine]:
-    """The environment, and the settings of its run. The variables of `.env` are exported already."""
+) -> partial[Coroutine[Any, Any, RunReport]]:
+    """`envs.run.run.run` with an environment and the settings of its run. The variables of `.env` are exported
+    already. Raises `ConfigError`."""
     form = environment_form(env)
-    servers = [server] if isinstance(server, ServerBaseline) else list(server or ())
-    line = command_line(form, "palaestra.run", command, servers)
+    servers = [server] if isinstance(server, ServerBaseline | ServerEngine) else list(server or ())
+    engines = [each for each in servers if isinstance(each, ServerEngine)]
+    if engines and len(engines) < len(servers):
+        raise ConfigError("server has settings and engines: pass one kind, or make engines of all of them")
+    configs = [each.config if isinstance(each, ServerEngine) else each for each in servers]
+    line = command_line(form, "palaestra.run", command, configs)
     parsed = line.take(command, arguments, shell_variables(dotenv), dotenv)
     take_variables(parsed, dotenv)
     for notice in parsed.notices:
         logger.warning("%s", notice)
-    return form, parsed
+    return partial(run_line, form, parsed, root=Path(folder), stream=_stream(progress), engines=engines)
 
 
 def _stream(progress: bool) -> TextIO:

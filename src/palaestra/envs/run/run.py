@@ -13,12 +13,12 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
@@ -32,6 +32,7 @@ from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_sho
 from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, serve_limit
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
+from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
@@ -53,6 +54,9 @@ from palaestra.sandbox.slot import Rung
 
 if TYPE_CHECKING:
     from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation
+
+
+Drive: TypeAlias = Callable[[Runner], Awaitable[Totals]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +98,18 @@ async def run(
     stream: TextIO | None = None,
     subscribers: Sequence[Subscriber] = (),
     gate: Gate | None = None,
+    drive: Drive | None = None,
+    engines: Sequence[ServerEngine] = (),
 ) -> RunReport:
     """Run to the end and report the paths of the files. Nothing is written before model server, slots and environment
-    work. `subscribers` get the run's events; `gate` is asked before each task and may wait."""
+    work. `subscribers` get the run's events; `gate` is asked before each task and may wait. `drive` rolls out with the
+    runner in place of all tasks in order. `engines` replace those of the configured servers."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
     servers = server_settings(config, parsed.server_configs)
     async with AsyncExitStack() as stack:
-        engine = ServerGroup(servers)
+        engine = ServerGroup(engines or servers)
         stack.push_async_callback(engine.aclose)
         await engine.start()
         pool = await stack.enter_async_context(make_pool(config))
@@ -160,7 +167,7 @@ async def run(
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
         )
-        command = CommandRun(environment, parsed, context, output, reporting, status, gate)
+        command = CommandRun(environment, parsed, context, output, reporting, status, gate, drive)
         gc.freeze()  # modules and settings live as long as the run; collections need not visit them
         try:
             totals = await command.run(console, stream)
@@ -257,6 +264,7 @@ class CommandRun:
     reporting: Reporting
     status: StatusFile
     gate: Gate | None = None
+    drive: Drive | None = None
     evaluations: PeriodicEvaluation | None = None
     begun: bool = False
     """Whether a group may be in flight."""
@@ -281,7 +289,7 @@ class CommandRun:
             try:
                 figures = output.close(reason)
             finally:
-                output.begun |= reason == "done"
+                output.begun |= reason == "done" and self.drive is None
                 if output.begun:
                     unfinished = "" if reason == "done" and figures else "the run is not finished"
                     if limits.reason:
@@ -382,7 +390,7 @@ class CommandRun:
             gate=open_gate,
             timings=self._timings(),
         )
-        return await runner.run()
+        return await (runner.run() if self.drive is None else self.drive(runner))
 
     def _make_evaluations(self, serving: Serving | None) -> PeriodicEvaluation | None:
         """The evaluations during the run, None without any: `serve` has them as its settings say, `process` only if a

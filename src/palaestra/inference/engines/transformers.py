@@ -75,6 +75,16 @@ class TransformersEngine(TokenChat):
         assert self._model is not None, "the engine was not started"
         return self._model
 
+    @property
+    def policy_version(self) -> str:
+        """The version of the weights, which is recorded with the tokens. Set it after changing the weights of a model
+        of your own (`make`) in place, which is allowed while no request is in progress."""
+        return self.batcher.version
+
+    @policy_version.setter
+    def policy_version(self, version: str) -> None:
+        self.batcher.version = version
+
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`. The token that ended the reply is among the ids. Raises `EngineRefused` for an
         unsupported setting and `ContextExceeded` if the prompt fills the window. Cancelling removes the request from

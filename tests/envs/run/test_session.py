@@ -1,0 +1,179 @@
+"""`Session`: a run that stays open, whose tasks the caller chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+
+import pytest
+
+import palaestra
+from palaestra import ConfigError, EngineUnavailable, Session, Slot, Task, environment
+from palaestra.rollouts.limits import RunStopped
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+
+pytestmark = pytest.mark.slots
+
+
+def in_loop(test: Callable[[], Coroutine[object, object, None]]) -> Callable[[], None]:
+    """The test as a function that pytest runs."""
+
+    @functools.wraps(test)
+    def run(**fixtures: object) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+@environment(toolsets=["terminal"])
+def squares(n: int) -> Iterator[Task]:
+    for i in range(n):
+        yield Task(id=f"square-{i}", prompt=f"Square {i}", solution=f"echo $(({i}*{i})) > answer.txt")
+
+
+@squares.score
+async def right(task: Task, sandbox: Slot) -> bool:
+    number = int(task.id.partition("-")[2])
+    return (await sandbox.read_text("answer.txt", missing="")).strip() == str(number**2)
+
+
+@environment(toolsets=["terminal"])
+def endless() -> Iterator[Task]:
+    n = 0
+    while True:
+        yield Task(id=f"task-{n}", prompt="?")
+        n += 1
+
+
+@endless.score
+async def nothing(task: Task) -> float:
+    return 0.0
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@in_loop
+async def test_tasks_are_rolled_out_in_the_order_of_the_calls_and_recorded_as_one_run() -> None:
+    async with Session(squares(n=5), policy="oracle", group_size=2) as session:
+        first = await session.roll_out("square-3", "square-1")
+        (second,) = await session.roll_out("square-3", group_size=1)
+        assert session.path.is_dir()
+    assert [group.task_id for group in (*first, second)] == ["square-3", "square-1", "square-3"]
+    assert [group.group_id for group in (*first, second)] == ["000000-square-3", "000001-square-1", "000002-square-3"]
+    assert [[each.reward for each in group.trajectories] for group in (*first, second)] == [[1.0] * 2, [1.0] * 2, [1.0]]
+    run = palaestra.open_run(session.path)
+    assert [group.group_id for group in run.groups] == [group.group_id for group in (*first, second)]
+    assert (run.status.state, run.metrics["rollouts"]) == ("done", 5)
+    assert len((session.path / "groups.jsonl").read_text().splitlines()) == 3
+
+
+@in_loop
+async def test_tasks_are_drawn_only_as_far_as_they_are_needed() -> None:
+    async with Session(endless(), policy="noop") as session:
+        (group,) = await session.roll_out("task-7")
+        assert group.task_id == "task-7"
+        assert [task.id for task in await session.tasks(3)] == ["task-0", "task-1", "task-2"]
+        assert len(await session.tasks(12)) == 12
+
+
+@in_loop
+async def test_an_unknown_task_is_named_and_the_session_goes_on() -> None:
+    async with Session(squares(n=3), policy="oracle") as session:
+        with pytest.raises(ConfigError, match="square-9"):
+            await session.roll_out("square-9")
+        assert len(await session.tasks()) == 3
+        assert (await session.roll_out("square-2"))[0].scored
+
+
+@in_loop
+async def test_a_session_without_a_rollout_leaves_no_folder(tmp_path: Path) -> None:
+    async with Session(squares(n=2), policy="noop") as session:
+        assert len(await session.tasks()) == 2
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+@in_loop
+async def test_a_session_that_cannot_begin_raises_when_it_is_entered() -> None:
+    with pytest.raises(ConfigError, match="oracel"):
+        async with Session(squares(n=1), policy="oracel"):
+            raise AssertionError("it was entered")
+
+
+@in_loop
+async def test_an_error_in_the_block_ends_the_run_and_is_raised() -> None:
+    session = Session(squares(n=2), policy="oracle")
+
+    async def fail() -> None:
+        async with session:
+            await session.roll_out("square-1")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    run = palaestra.open_run(session.path)
+    assert (len(run.groups), run.status.state) == (1, "interrupted")
+
+
+@in_loop
+async def test_leaving_the_block_waits_for_groups_in_flight() -> None:
+    async with Session(squares(n=2), policy="oracle") as session:
+        going = asyncio.create_task(session.roll_out("square-1"))
+        await asyncio.sleep(0)  # it draws the task
+        await session.tasks()
+        await asyncio.sleep(0)
+    (group,) = await going
+    assert [each.reward for each in group.trajectories] == [1.0]
+
+
+async def roll_out_for_ever(session: Session) -> None:
+    async with session:
+        while True:
+            await session.roll_out("square-1")
+
+
+@in_loop
+async def test_a_model_server_that_is_gone_ends_the_session() -> None:
+    refusal = FakeAnswer({"error": {"message": "no such key"}}, status=401)
+    async with LoopbackServer(FakeAnswer(completion("Hm.")), refusal) as server:
+        session = Session(squares(n=9), model="m", base_url=server.url, group_size=1)
+        with pytest.raises(EngineUnavailable):
+            await roll_out_for_ever(session)
+    run = palaestra.open_run(session.path)
+    assert (run.metrics["rollouts"], run.metrics["scored"]) == (4, 1)
+
+
+@in_loop
+async def test_a_limit_of_the_run_stops_the_session() -> None:
+    async with LoopbackServer(FakeAnswer(completion("Hm."))) as server:
+        costs = {"prompt_price": 1e6, "completion_price": 1e6, "max_cost": 1.0}
+        session = Session(squares(n=9), model="m", base_url=server.url, group_size=1, **costs)
+        with pytest.raises(RunStopped):
+            await roll_out_for_ever(session)
+    assert palaestra.open_run(session.path).status.state == "paused"
+
+
+def test_a_session_that_blocks() -> None:
+    with Session(squares(n=2), policy="oracle") as session:
+        assert [task.id for task in session.tasks()] == ["square-0", "square-1"]
+        (group,) = session.roll_out("square-1", group_size=3)
+    assert [each.reward for each in group.trajectories] == [1.0] * 3
+    with pytest.raises(ConfigError), Session(squares(n=1), policy="oracel"):
+        raise AssertionError("it was entered")
+
+
+@in_loop
+async def test_an_engine_is_used_as_it_is_started_and_closed() -> None:
+    from palaestra.inference.engines.openai import OpenAIEngine
+
+    async with LoopbackServer(FakeAnswer(completion("Hm."))) as server:
+        engine = OpenAIEngine(palaestra.APIServerConfig(base_url=server.url, model_name="mine"))
+        run = await palaestra.run(squares(n=1), server=engine)
+        assert (run.trajectories[0].reward, run.trajectories[0].messages[-1]["content"]) == (0.0, "Hm.")
+        assert run.recording.meta.model == "mine"
+        with pytest.raises(ConfigError, match="one kind"):
+            await palaestra.run(squares(n=1), server=[engine, engine.config])
