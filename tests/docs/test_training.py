@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import io
 import json
 import re
@@ -96,31 +95,6 @@ class Datum:
 
     def __post_init__(self) -> None:
         assert set(self.loss_fn_inputs) == {"target_tokens", "logprobs", "advantages"}
-
-
-def test_the_trl_result_has_the_documented_fields() -> None:
-    result = function("trl_result")(rows(1, 2))
-    assert result == {
-        "prompt_ids": [[1, 2], [3]],
-        "completion_ids": [[10, 9, 6, 7, 11, 9], [4, 5]],
-        "logprobs": [[-0.5, -0.75, 0.0, 0.0, -0.5, -0.75], [-1.0, -2.0]],
-        "env_mask": [[1, 1, 0, 0, 1, 1], [1, 1]],
-        "reward": [0.25, 0.0],
-    }
-    columns = {key: value for key, value in result.items() if key not in ("prompt_ids", "completion_ids", "logprobs")}
-    assert function("environment_reward")(completions=["a", "b"], **columns) == [0.25, 0.0]
-
-
-def test_trl_is_not_given_half_a_rollout() -> None:
-    with pytest.raises(ValueError, match="one row per rollout"):
-        function("trl_result")(rows(0))
-
-
-@pytest.mark.filterwarnings("ignore")  # its own
-def test_trl_itself_asks_for_these_fields() -> None:
-    trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
-    source = inspect.getsource(trainer._generate)
-    assert all(f'"{key}"' in source for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
 
 
 @pytest.mark.filterwarnings("ignore")  # those of the package, where it is installed

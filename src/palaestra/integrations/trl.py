@@ -1,0 +1,235 @@
+"""TRL trains on the rollouts of an environment.
+
+    trainer = GRPOTrainer(
+        model=model, args=config, processing_class=tokenizer, train_dataset=dataset(env),
+        rollout_func=rollout_func(env), reward_funcs=reward,
+    )
+
+The agent loop, the slots and the grading are those of a run, and all steps are one record. The trainer's own model
+samples, in this process, so that every token is trained with the weights that sampled it. Tool output is masked with
+`env_mask`; an unscored rollout has the reward None, which TRL leaves out of the group's baseline and of the loss.
+
+Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import palaestra
+from palaestra import JSON, APIServerConfig, ConfigError, ExportedRow, Group, Session, SyncSession, Trajectory
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+TASK = "task_id"
+"""The key of a prompt's messages with the task's id: TRL hands prompts to `rollout_func` and no other column."""
+
+
+def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Dataset:
+    """The first `tasks` tasks of an environment as TRL's data set, one row per task, or all. `settings` are those of
+    `palaestra.run`."""
+    from datasets import Dataset
+
+    with Session(env, policy="noop", **settings) as session:
+        found = session.tasks(tasks)
+    rows = [{"prompt": [{**message, TASK: task.id} for message in task.messages()]} for task in found]
+    return Dataset.from_list(rows)
+
+
+def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings: JSON) -> RolloutFunc:
+    """A `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`; temperature, `top_p` and
+    `top_k` are the trainer's, and `max_token_length` (of one reply) its `max_completion_length` unless set.
+
+    After each step the log-probabilities of the sampled tokens are compared with the trainer's own, at the cost of one
+    forward pass: more than `max_difference` nats on any token raises `ConfigError`. None does not compare.
+    """
+    return RolloutFunc(env, max_difference, settings)
+
+
+def reward(*, completions: Sequence[object], **columns: Any) -> list[float | None]:
+    """The environment's rewards, as a reward function of TRL; None for an unscored rollout."""
+    rewards: list[float | None] = columns["reward"]
+    if (log := columns.get("log_metric")) is not None:
+        log("unscored", rewards.count(None) / len(rewards))
+        differences = [each for each in columns["logprob_difference"] if each is not None]
+        if differences:
+            log("logprob_difference", max(differences))
+    return rewards
+
+
+class RolloutFunc:
+    """What `rollout_func` returns. Its session opens with the first call and closes when the training ends; `close`
+    ends it earlier, `path` is the run's folder."""
+
+    def __init__(self, env: object, max_difference: float | None, settings: Mapping[str, JSON]) -> None:
+        self._env = env
+        self._max_difference = max_difference
+        self._settings = settings
+        self._session: SyncSession | None = None
+        self._opened = ExitStack()
+        self._engine: palaestra.TransformersEngine
+        self.path: Path | None = None
+
+    def __call__(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, Any]:
+        """One row per prompt, in their order. Equal prompts that follow each other are a group."""
+        training = trainer.model.training
+        size = trainer.num_generations if training else trainer.num_generations_eval
+        wanted = [
+            (task, min(size, count - done))
+            for task, count in ((task, len(list(same))) for task, same in itertools.groupby(map(_task_id, prompts)))
+            for done in range(0, count, size)
+        ]
+        with _sampling_model(trainer) as model:
+            session = self._open(trainer, model)
+            self._engine.policy_version = str(trainer.state.global_step)
+            groups: dict[int, Group] = {}
+            for each in dict.fromkeys(count for _, count in wanted):
+                places = [place for place, (_, count) in enumerate(wanted) if count == each]
+                found = session.roll_out(*(wanted[place][0] for place in places), group_size=each)
+                groups |= zip(places, found, strict=True)
+            filler = trainer.processing_class.eos_token_id
+            rows = [row for place, (_, count) in enumerate(wanted) for row in _group_rows(groups[place], count, filler)]
+            differences = self._compare(trainer, model, rows)
+        return {
+            "prompt_ids": [row["prompt_ids"] for row in rows],
+            "completion_ids": [row["completion_ids"] for row in rows],
+            "logprobs": [row["logprobs"] for row in rows],
+            "env_mask": [row["mask"] for row in rows],
+            "reward": [row["reward"] for row in rows],
+            "rollout_id": [row["rollout_id"] for row in rows],
+            "logprob_difference": differences,
+        }
+
+    def close(self) -> None:
+        """End the run. The next call begins another one. Idempotent."""
+        self._session = None
+        self._opened.close()
+
+    def _open(self, trainer: GRPOTrainer, model: Any) -> SyncSession:
+        if self._session is not None:
+            return self._session
+        if trainer.use_vllm:
+            raise ConfigError("rollout_func samples with the trainer's own model: set use_vllm=False")
+        args = trainer.args
+        config = APIServerConfig(
+            server_type="transformers",
+            model_name=str(getattr(model.config, "_name_or_path", "") or "trl"),
+            history="append",
+            **{name: self._settings[name] for name in self._settings.keys() & APIServerConfig.model_fields.keys()},
+        )
+        self._engine = palaestra.TransformersEngine(
+            config, tokenizer=trainer.processing_class, make=lambda: model, seed=args.seed
+        )
+        cut = {"top_p": args.top_p, "top_k": args.top_k or 0, "logprobs_mode": "processed_logprobs"}
+        settings = {
+            "agent_temperature": args.temperature,
+            "max_token_length": args.max_completion_length or 2048,
+            "concurrency": 64,
+            "extra_body": cut,
+            **{name: value for name, value in self._settings.items() if name not in APIServerConfig.model_fields},
+        }
+        self._session = self._opened.enter_context(Session(self._env, server=self._engine, **settings))
+        self.path = self._session.path
+        trainer.add_callback(_closing(self.close))
+        return self._session
+
+    def _compare(self, trainer: GRPOTrainer, model: Any, rows: Sequence[dict[str, Any]]) -> list[float | None]:
+        """The largest difference between sampler and trainer on each row's trained tokens."""
+        trained = [row for row in rows if any(row["mask"])]
+        if self._max_difference is None or not trained:
+            return [None] * len(rows)
+        import torch
+        from trl.trainer.utils import pad
+
+        device = trainer.accelerator.device
+
+        def padded(name: str, side: str) -> torch.Tensor:
+            return pad([torch.tensor(row[name]) for row in trained], 0, padding_side=side).to(device)
+
+        def ones(name: str, side: str) -> torch.Tensor:
+            return pad([torch.ones(len(row[name]), dtype=torch.long) for row in trained], 0, padding_side=side)
+
+        ids = torch.cat([padded("prompt_ids", "left"), padded("completion_ids", "right")], dim=1)
+        attention = torch.cat([ones("prompt_ids", "left"), ones("completion_ids", "right")], dim=1).to(device)
+        sampled, mask = padded("logprobs", "right"), padded("mask", "right")
+        with torch.no_grad():
+            own, _, _ = trainer._get_per_token_logps_and_entropies(
+                model, ids, attention, sampled.shape[1], batch_size=trainer.args.per_device_train_batch_size
+            )
+        found = iter(((own - sampled).abs() * mask).amax(dim=1).tolist())
+        differences = [next(found) if any(row["mask"]) else None for row in rows]
+        largest = max(each for each in differences if each is not None)
+        if largest > self._max_difference:
+            raise ConfigError(
+                f"The log-probabilities of sampler and trainer differ by {largest:.3g} nats, more than "
+                f"{self._max_difference:g} (max_difference): the tokens would be trained with other weights or another "
+                "precision than sampled them. Train in float32, or allow more."
+            )
+        return differences
+
+
+def _task_id(prompt: JSON) -> str:
+    found = prompt[-1].get(TASK) if isinstance(prompt, list) and prompt else None
+    if not found:
+        raise ConfigError(f"The prompt {str(prompt)[:100]!r} names no task: make train_dataset with dataset(env).")
+    return str(found)
+
+
+def _group_rows(group: Group, count: int, filler: int) -> Iterator[dict[str, Any]]:
+    """`count` rows: those of the group's rollouts, and rows without a reward for what was not rolled out."""
+    rows = [_row(each, filler) for each in sorted(group.trajectories, key=lambda each: each.index)]
+    yield from rows
+    for index in range(len(rows), count):
+        yield _unscored(f"{group.group_id}/{index}", filler)
+
+
+def _row(trajectory: Trajectory, filler: int) -> dict[str, Any]:
+    rows: list[ExportedRow] = palaestra.training_rows(trajectory) if trajectory.scored else []
+    if not rows:
+        return _unscored(trajectory.rollout_id, filler)
+    if len(rows) > 1:
+        raise ConfigError(
+            f"Rollout {trajectory.rollout_id} has {len(rows)} rows ({', '.join(row.reason for row in rows)}) and TRL "
+            "takes one per rollout: leave out sub-agents and compaction."
+        )
+    (row,) = rows
+    return {name: getattr(row, name) for name in (*_LISTS, "reward", "rollout_id")}
+
+
+_LISTS = ("prompt_ids", "completion_ids", "mask", "logprobs")
+
+
+def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
+    """A row that trains nothing: TRL takes no empty one."""
+    lists = dict(zip(_LISTS, ([filler], [filler], [0], [0.0]), strict=True))
+    return {**lists, "reward": None, "rollout_id": rollout_id}
+
+
+@contextmanager
+def _sampling_model(trainer: GRPOTrainer) -> Iterator[Any]:
+    """The trained model as it can sample: whole, and without dropout."""
+    from trl.models import unwrap_model_for_generation
+
+    training = trainer.model.training
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        model.eval()
+        try:
+            yield model
+        finally:
+            model.train(training)
+
+
+def _closing(close: Callable[[], None]) -> Any:
+    from transformers import TrainerCallback
+
+    class Closing(TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, *_: object, **__: object) -> None:
+            close()
+
+    return Closing()
