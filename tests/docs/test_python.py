@@ -1,19 +1,16 @@
-"""The program of docs/python.md runs, in a plain process and in a notebook's loop, and names every public name."""
+"""The program of docs/python.md runs in a Jupyter kernel, and names every public name."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
-import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
-from types import CodeType
 
 import pytest
 
 import palaestra
+from notebooks import notebook
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
@@ -23,25 +20,15 @@ SERVER = "http://localhost:8000/v1"
 
 @pytest.mark.slots
 @pytest.mark.timeout(300)
-def test_the_program_runs_as_cells_of_a_notebook(tmp_path: Path) -> None:
-    """In a process of its own: the program registers parsers and sets the default session."""
-    run = subprocess.run([sys.executable, __file__], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+def test_the_program_runs_in_a_notebook(tmp_path: Path) -> None:
+    asyncio.run(run_notebook(tmp_path))
 
 
-async def kernel() -> None:
-    """As a kernel does: each block on one running loop, with `await` at its top level."""
-    names: dict[str, object] = {"__name__": "__main__"}
-    async with LoopbackServer(FakeAnswer(completion("It will not."))) as server:
-        for number, block in enumerate(BLOCKS):
-            waiting = eval(compile_cell(block.replace(SERVER, server.url), number), names)
-            if inspect.isawaitable(waiting):
-                await waiting
-
-
-def compile_cell(code: str, number: int) -> CodeType:
-    cell: CodeType = compile(code, f"<block {number}>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    return cell
+async def run_notebook(folder: Path) -> None:
+    """Execute each block as a cell of a Jupyter kernel."""
+    async with LoopbackServer(FakeAnswer(completion("It will not."))) as server, notebook(folder) as execute:
+        for block in BLOCKS:
+            await execute(block.replace(SERVER, server.url))
 
 
 def test_every_public_name_has_an_example() -> None:
@@ -53,7 +40,3 @@ def test_every_public_name_has_an_example() -> None:
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "palaestra":
                 used.add(node.attr)
     assert set(palaestra.__all__) - used == set()
-
-
-if __name__ == "__main__":
-    asyncio.run(kernel())

@@ -116,7 +116,9 @@ class Run:
         try:
             pandas: Any = import_module("pandas")
         except ImportError:
-            raise ConfigError("to_frame needs pandas: pip install pandas; to_records needs nothing") from None
+            raise ConfigError(
+                "to_frame needs pandas: pip install 'palaestra[frame]', or pandas itself; to_records needs nothing"
+            ) from None
         return pandas.DataFrame(self.to_records())
 
 
