@@ -39,3 +39,26 @@ def test_flags_mean_the_same_in_every_place(
     Path("my_env.py").write_text(ENV)
     assert main(["env", "check", *words]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"] == ["w0", "w1"]
+
+
+@pytest.mark.slots
+def test_a_check_prints_what_is_to_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_env.py").write_text(ENV)
+    only = ["--only", "git-log-all", "--only", "named-files"]
+    assert main(["env", "check", "my_env.py", *only]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 2
+    assert "1 task (w0)" in shown.out
+    assert "2 ways of reward hacking score nothing" in shown.out
+    assert "ok" not in shown.err
+    assert main(["env", "check", "my_env.py", *only, "--all"]) == 0
+    assert "git-log-all" in capsys.readouterr().out
+    Path("my_env.py").write_text(ENV.replace("return (await", "return 1 or (await"))
+    assert main(["env", "check", "my_env.py"]) == 1
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) < 15
+    assert "conftest-skip" not in shown.out
+    assert "were not played" in shown.out

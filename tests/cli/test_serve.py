@@ -6,12 +6,15 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 from talking import Talk, group
 
+from palaestra.cli.main import main
 from palaestra.trainers.atropos.connection import FeedSettings
 from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.groups import Deliveries
@@ -84,3 +87,15 @@ def test_a_feed_whose_server_is_killed_again_and_again_sends_each_group_once(tmp
     assert asyncio.run(scenario()) == list(range(20))
     assert len(deliveries) == 20
     deliveries.close()
+
+
+@pytest.mark.parametrize("model", ["tiny", "models/tiny", "/no/such/folder"])
+def test_a_model_folder_that_is_missing_is_refused_immediately(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    begun = time.monotonic()
+    assert main(["serve", "model", model]) == 2
+    assert time.monotonic() - begun < 10
+    assert "There is no model folder" in capsys.readouterr().err

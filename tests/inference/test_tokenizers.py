@@ -76,6 +76,13 @@ def test_a_path_is_not_looked_for_elsewhere(name: str) -> None:
         load_tokenizer(name)
 
 
+def test_a_mistyped_folder_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ConfigError, match="There is no model folder"):
+        load_tokenizer("models/tiny")
+
+
 def test_a_home_directory_that_is_not_there_is_one_error() -> None:
     with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/m' cannot be used: .*set HOME"):
         load_tokenizer("~nobody-of-this-name/m")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,13 @@ from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
-    from palaestra.envs.cheats.proof import Proof
+    from palaestra.envs.cheats.proof import PolicyResult, Proof
+
+_PLAIN = ("oracle", "noop")
+"""The policies of a check that are no cheats."""
+
+_NAMED = 5
+"""How many failed policies the last line of a check names."""
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -240,6 +246,7 @@ def _starts(file: Path, text: str) -> bool:
 @command.command("check", cls=SettingsCommand, context_settings={**_CONTEXT, "ignore_unknown_options": True})
 @click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Tasks to play.")
 @click.option("--only", multiple=True, metavar="CHEAT", help="Only this cheat; repeatable.")
+@click.option("--all", "everything", is_flag=True, help="List every cheat, not only those that failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("environment", metavar="ENV", shell_complete=complete_environments)
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
@@ -248,6 +255,7 @@ def check(
     context: click.Context,
     tasks: int,
     only: tuple[str, ...],
+    everything: bool,
     as_json: bool,
     environment: str,
     settings: tuple[str, ...],
@@ -259,8 +267,8 @@ def check(
       palaestra env check swe_smith_oracle --tasks 3
       palaestra env check my_env.py --only conftest-skip --only git-parent --env.n 20
 
-    Every policy plays the same tasks with the real loop, slots and grading. Settings of the environment follow ENV. The
-    exit code is 1 if a policy got another score than it must.
+    Every policy plays the same tasks with the real loop, slots and grading. The cheats are only played if the reference
+    solution and doing nothing get the scores that they must. The exit code is 1 if a policy got another score.
     """
     environment, others = first_word([environment, *settings], "ENV")
     from palaestra.envs.cheats.proof import check_environment
@@ -269,28 +277,45 @@ def check(
     if as_json:
         click.echo(json.dumps(proof.to_json(), indent=2))
     else:
-        _show_proof(proof)
+        _show_proof(proof, everything=everything)
     context.exit(0 if proof.holds else 1)
 
 
-def _show_proof(proof: Proof) -> None:
+def _show_proof(proof: Proof, *, everything: bool) -> None:
+    """A line when all is well; otherwise the reference solution, doing nothing, and what failed."""
+    failed = [line for line in proof.lines if not line.ok]
+    if failed or everything:
+        _print_results(proof, [each for each in proof.lines if everything or each.policy in _PLAIN or not each.ok])
+    names, count = ", ".join(proof.tasks), len(proof.tasks)
+    click.echo(printable(f"{proof.environment}: {count} task{'s' * (count > 1)} ({names}); --tasks N plays more"))
+    cheats = sum(line.policy not in _PLAIN for line in proof.lines)
+    if failed:
+        listed = ", ".join(line.policy for line in failed[:_NAMED]) + (", …" if len(failed) > _NAMED else "")
+        click.echo(f"{len(proof.lines)} policies, {len(failed)} failed: {listed}")
+    else:
+        oracle = "the reference solution scores 1; " if proof.proven else ""
+        click.echo(f"ok: {oracle}doing nothing and {cheats} ways of reward hacking score nothing")
+    for kind, state in proof.classes.items():
+        if state == "open" or everything:
+            click.echo(printable(f"  {state:6} {kind}"))
+    for warning in proof.warnings:
+        click.echo(printable(f"warning: {warning}"))
+    if proof.skipped:
+        click.echo(f"{proof.skipped} ways of reward hacking were not played: fix the score first")
+    if not proof.proven:
+        click.echo("unproven: the tasks have no solution that the oracle could play")
+
+
+def _print_results(proof: Proof, lines: Sequence[PolicyResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     shown = Table(title=printable(f"{proof.environment}: {', '.join(proof.tasks)}"))
     for column in ("policy", "what it does", "reward", "must be", ""):
         shown.add_column(column)
-    for line in proof.lines:
+    for line in lines:
         rewards = " ".join("unscored" if reward is None else f"{reward:g}" for reward in line.rewards)
         texts = (line.policy, line.what, rewards or "-", line.wanted, "ok" if line.ok else "FAILED")
         shown.add_row(*map(printable, texts))
     terminal = getattr(sys.stdout, "raw", None)
     Console(file=terminal, width=None if sys.stdout.isatty() else 130).print(shown)
-    for kind, state in proof.classes.items():
-        click.echo(printable(f"{state:6} {kind}"))
-    for warning in proof.warnings:
-        click.echo(printable(f"warning: {warning}"))
-    failed = [line.policy for line in proof.lines if not line.ok]
-    click.echo(f"{len(proof.lines)} policies, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}")
-    if not proof.proven:
-        click.echo("unproven: the tasks have no solution that the oracle could play")

@@ -88,8 +88,9 @@ async def _serve(
 
     It speaks chat completions with tools, and the token wires of vLLM and SGLang; `palaestra doctor URL` checks it.
     A POST of {"model_path": FOLDER} to /update_weights_from_disk reloads the weights, as SGLang does.
-    MODEL is a folder, or a name, which is fetched. A token, in --token-file or in the variable MODEL_SERVER_TOKEN, is
-    required to listen beyond the loopback; callers send it as their API key. Needs the extra 'train'.
+    MODEL is a folder, or the OWNER/NAME of a model of the hub. A token, in --token-file or in the variable
+    MODEL_SERVER_TOKEN, is required to listen beyond the loopback; callers send it as their API key. Needs the extra
+    'train'.
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
@@ -113,9 +114,12 @@ async def _serve_model(
     from palaestra.core.io.http_server import require_token
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.engines.transformers import TransformersEngine
+    from palaestra.inference.tokenizers import no_folder
     from palaestra.testing.model_server import serve_model
 
     require_token(host, token)
+    if "/" not in model and not Path(model).exists():
+        raise no_folder(Path(model))
     stop = told_to_stop()
     config = APIServerConfig(server_type="transformers", model_name=model, tool_parser=tool_parser)
     engine = TransformersEngine(config, device=device, seed=seed)

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from palaestra.core.config import local_path, nearest
 from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
 
 Row: TypeAlias = Mapping[str, JSON]
@@ -143,7 +144,7 @@ def _read_parquet(path: Path) -> Iterator[Row | str]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise ConfigError(f"reading {path.name} needs the 'data' extra: pip install 'palaestra[data]'") from None
+        raise ConfigError(f"reading {path.name} needs the 'data' extra: {install_command('data')}") from None
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=256):
@@ -158,7 +159,7 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
     except ImportError:
         raise ConfigError(
             f"there is no file or folder {name!r}; if it is the name of a data set on the hub, reading that needs the "
-            "'hub' extra: pip install 'palaestra[hub]'"
+            f"'hub' extra: {install_command('hub')}"
         ) from None
     try:
         yield from datasets.load_dataset(name, split=split, streaming=True)

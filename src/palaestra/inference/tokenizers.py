@@ -14,6 +14,7 @@ import msgspec
 
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
+from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
@@ -114,12 +115,17 @@ def load_tokenizer(name: str) -> FastTokenizer:
         return _from_files(name, lambda file: path / file if (path / file).is_file() else None)
     if path.is_file():
         return _from_files(name, lambda file: path if file == "tokenizer.json" else _beside(path, file))
-    if name.startswith(("/", ".", "~")):
-        raise ConfigError(
-            f"There is no model folder {path}. `palaestra model tiny {path}` makes a small one; a model of the hub is "
-            "named OWNER/NAME."
-        )
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir()):
+        raise no_folder(path)
     return _from_files(name, lambda file: _fetched(name, file))
+
+
+def no_folder(path: Path) -> ConfigError:
+    """The error for a model's folder that is missing."""
+    return ConfigError(
+        f"There is no model folder {path}. `palaestra model tiny {path}` makes a small one; a model of the hub is "
+        "named OWNER/NAME."
+    )
 
 
 def _beside(path: Path, file: str) -> Path | None:
@@ -145,7 +151,7 @@ def _fetched(name: str, file: str) -> Path | None:
 
 
 def _missing_extra() -> ConfigError:
-    return ConfigError("Token-exact servers need the extra 'tokens': pip install 'palaestra[tokens]'.")
+    return ConfigError(f"Token-exact servers need the extra 'tokens': {install_command('tokens')}")
 
 
 def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenizer:
@@ -156,7 +162,8 @@ def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenize
     main = find("tokenizer.json")
     if main is None:
         raise ConfigError(
-            f"'{source}' has no tokenizer.json. Save the model's tokenizer in its fast form, or pass tokenizer=."
+            f"'{source}' has no tokenizer.json. Save the model's tokenizer in its fast form: "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     try:
         tokenizer = RustTokenizer.from_file(str(main))

@@ -201,9 +201,10 @@ class RolloutKept(msgspec.Struct):
 
 
 class GroupFinished(msgspec.Struct):
-    """A group is complete and in the journal: this part's, or one that an earlier part of the run finished."""
+    """A group is complete and in the journal: this part's, or one `kept` from an earlier part of the run."""
 
     group: Group
+    kept: bool = False
 
 
 class Note(msgspec.Struct):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import LAST, RUNS, Recording, find_run, journal_of
 from palaestra.rollouts.observe.metrics import Figures, group_size
@@ -117,7 +118,7 @@ class Run:
             pandas: Any = import_module("pandas")
         except ImportError:
             raise ConfigError(
-                "to_frame needs pandas: pip install 'palaestra[frame]', or pandas itself; to_records needs nothing"
+                f"to_frame needs pandas: {install_command('frame')}, or pandas itself; to_records needs nothing"
             ) from None
         return pandas.DataFrame(self.to_records())
 

@@ -112,7 +112,7 @@ class Runner:
             for number, group in sorted(self._finished_before.items()):
                 if self._is_whole(group):
                     handed_on.add(number)
-                    self._hand_on(group)
+                    self._hand_on(group, kept=True)
                     await asyncio.sleep(0)  # each is a line on the disk, and there may be thousands
             async with asyncio.TaskGroup() as workers:
                 for number in range(self.concurrency):
@@ -122,7 +122,7 @@ class Runner:
         finally:
             for number, group in sorted(self._finished_before.items()):
                 if number not in handed_on:  # this part of the run has no such task, or has not come to it
-                    self._hand_on(group)
+                    self._hand_on(group, kept=True)
         if self._no_task is not None:
             raise self._no_task
         return self.totals
@@ -151,10 +151,10 @@ class Runner:
         self._watch_engine(group)
         return group
 
-    def _hand_on(self, group: Group) -> None:
+    def _hand_on(self, group: Group, *, kept: bool = False) -> None:
         self.totals.add(group)
         self.on_group(group)
-        self.run_context.events.announce(GroupFinished(group))
+        self.run_context.events.announce(GroupFinished(group, kept))
 
     async def _take(self) -> Numbered | None:
         """The next task to roll out, once the gate is open; tasks that an earlier part finished are skipped."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
 from palaestra.inference.tokenizers import FastTokenizer
@@ -44,7 +45,7 @@ def train_bpe(texts: Iterable[str], size: int, special: Sequence[str], plain: Se
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ConfigError("Training a tokenizer needs the extra 'tokens': pip install 'palaestra[tokens]'.") from None
+        raise ConfigError(f"Training a tokenizer needs the extra 'tokens': {install_command('tokens')}") from None
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.extras import install_command
 from palaestra.inference.engines.torch_decoder import quiet_loading
 from palaestra.testing.fake_engine import train_bpe
 
@@ -186,9 +187,7 @@ def make_tiny(
         import torch
         from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     except ImportError as error:
-        raise ConfigError(
-            f"Making a model needs the extra 'train' ({error}): pip install 'palaestra[train]'."
-        ) from None
+        raise ConfigError(f"Making a model needs the extra 'train' ({error}): {install_command('train')}") from None
     if hidden < 32 or hidden % 32 or not 1 <= layers <= 64:
         raise ConfigError(f"A model of hidden size {hidden} with {layers} layers: give a multiple of 32, and 1 to 64.")
     _claim(out, force)

@@ -14,6 +14,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
@@ -209,3 +210,15 @@ def test_a_source_without_tasks_is_an_error(tmp_path: Path) -> None:
         load_tasks(str(tmp_path / "tasks.jsonl"), tmp_path)
     with pytest.raises(ConfigError, match="there is no"):
         load_tasks(str(tmp_path / "nowhere"), tmp_path)
+
+
+def test_a_filter_that_chooses_nothing_is_named_with_the_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["--env.dataset_name", str(HARBOR), "--env.task_filter", "nope*", "--env.base_image", "host"]
+    assert main(["run", "terminalbench_2", *settings, "--policy", "oracle"]) == 2
+    said = capsys.readouterr().err
+    assert "task_filter 'nope*'" in said
+    assert f"none of the {len(load_tasks(str(HARBOR), tmp_path).tasks)} tasks" in said
+    assert not (tmp_path / "runs").exists()

@@ -54,6 +54,9 @@ CLASSES: Mapping[str, tuple[Cheat, ...]] = {
 
 BANK: tuple[Cheat, ...] = tuple(cheat for cheats in CLASSES.values() for cheat in cheats)
 
+_EVERY = 20
+"""After how many policies a line reports the progress of a check."""
+
 FULL = 1.0
 """The reward that the oracle must get."""
 
@@ -123,6 +126,8 @@ class Proof:
     tasks: tuple[str, ...]
     lines: tuple[PolicyResult, ...]
     proven: bool
+    skipped: int = 0
+    """Cheats that were not played, because doing nothing or the reference solution got a wrong reward already."""
     classes: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -142,6 +147,8 @@ class EnvironmentProof:
     pool: SlotPool
     cheats: Sequence[Cheat] = BANK
     progress: Callable[[PolicyResult], None] = lambda line: None
+    always: bool = False
+    """Play the cheats even if doing nothing or the reference solution got a wrong reward."""
     _lines: dict[str, PolicyResult] = field(default_factory=dict)
     _solved: list[tuple[Task, Trajectory]] = field(default_factory=list)
 
@@ -161,13 +168,22 @@ class EnvironmentProof:
                 self._solved = [(task, each) for task, group in played for each in group.trajectories]
             self.progress(self._lines[name])
 
-        policies = self._policies(solved)
-        async with policy_runs(self.environment, self.pool) as runs, asyncio.TaskGroup() as group:
-            for name, policy in policies.items():
-                group.create_task(play_all(name, policy, runs))
-        lines = tuple(self._lines[name] for name in policies)
+        async def play_each(policies: Mapping[str, Policy], runs: PolicyRuns) -> None:
+            async with asyncio.TaskGroup() as group:
+                for name, policy in policies.items():
+                    group.create_task(play_all(name, policy, runs))
+
+        plain: dict[str, Policy] = {"oracle": OraclePolicy()} if solved else {}
+        plain["noop"] = NoopPolicy()
+        cheats = {cheat.name: CheatPolicy(cheat) for cheat in self.cheats}
+        async with policy_runs(self.environment, self.pool) as runs:
+            await play_each(plain, runs)
+            skipped = 0 if self.always or all(line.ok for line in self._lines.values()) else len(cheats)
+            if not skipped:
+                await play_each(cheats, runs)
+        lines = tuple(self._lines[name] for name in (*plain, *cheats) if name in self._lines)
         names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(resolved))
-        return Proof(self.environment.name, names, lines, solved, self._classes(), warnings)
+        return Proof(self.environment.name, names, lines, solved, skipped, self._classes(), warnings)
 
     def _classes(self) -> dict[str, str]:
         played = {
@@ -194,10 +210,6 @@ class EnvironmentProof:
                 yield f"{task.id}: the reference solution changes {shown}, which the score does not see; declare paths"
             if names := solved.detail.get("uncontrolled"):
                 yield f"{task.id}: no control covers {len(names)} of its tests, {names[0]} first"
-
-    def _policies(self, solved: bool) -> Mapping[str, Policy]:
-        oracle: dict[str, Policy] = {"oracle": OraclePolicy()} if solved else {}
-        return {**oracle, "noop": NoopPolicy(), **{cheat.name: CheatPolicy(cheat) for cheat in self.cheats}}
 
     def _judge(self, name: str, groups: Sequence[tuple[Task, Group]]) -> PolicyResult:
         played = [(task, trajectory) for task, group in groups for trajectory in group.trajectories]
@@ -242,7 +254,7 @@ def _check_environment(reference: str, settings: Sequence[str], tasks: int, only
     parsed = _parse(form, reference, settings, {})
     if not any(parsed.sources[f"env.{name}"] not in UNSAID for name in form.check_values()):
         parsed = _parse(form, reference, settings, form.check_values())
-    return asyncio.run(_check(form, parsed, tasks, cheats_named(only), quiet))
+    return asyncio.run(_check(form, parsed, tasks, only, quiet))
 
 
 def _parse(form: Form, reference: str, settings: Sequence[str], own: Mapping[str, JSON]) -> RunLine:
@@ -283,16 +295,20 @@ def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
     return tuple(known[name] for name in only) or BANK
 
 
-async def _check(form: Form, parsed: RunLine, tasks: int, cheats: Sequence[Cheat], quiet: bool) -> Proof:
-    config = parsed.env_config
+async def _check(form: Form, parsed: RunLine, tasks: int, only: Sequence[str], quiet: bool) -> Proof:
+    config, cheats, played = parsed.env_config, cheats_named(only), 0
 
     def progress(line: PolicyResult) -> None:
-        if not quiet:
-            sys.stderr.write(f"{line.policy}: {'ok' if line.ok else 'FAILED'} {line.error[:200]}\n")
+        nonlocal played
+        played += 1
+        if not line.ok and not quiet:
+            sys.stderr.write(f"{line.policy}: FAILED {line.error[:200]}\n")
+        elif played % _EVERY == 0 and not quiet:
+            sys.stderr.write(f"{played} of at most {len(cheats) + 2} policies played\n")
 
     engine = ServerGroup(parsed.server_configs)
     async with contextlib.aclosing(engine), make_pool(config, local=True) as pool:
         await engine.start()
         environment = form.build(config, parsed.server_configs, engine)
         async with opened(environment):
-            return await EnvironmentProof(environment, pool, cheats, progress).run(tasks)
+            return await EnvironmentProof(environment, pool, cheats, progress, always=bool(only)).run(tasks)

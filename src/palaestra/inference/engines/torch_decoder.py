@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError, EngineUnavailable
+from palaestra.core.extras import install_command
 from palaestra.inference.engines.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(
-            f"The transformers engine needs the extra 'train' ({error}): pip install 'palaestra[train]'."
+            f"The transformers engine needs the extra 'train' ({error}): {install_command('train')}"
         ) from None
     try:
         with quiet_loading():

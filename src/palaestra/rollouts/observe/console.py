@@ -135,6 +135,10 @@ class PlainConsole(Console):
         super().__init__(clock)
         self._stream = stream
         self._wrote_at = clock.monotonic()
+        self._kept = 0
+
+    def __exit__(self, *exc: object) -> None:
+        self._write_kept()
 
     def handlers(self) -> Handlers:
         return {**super().handlers(), GroupStarted: self._on_progress, TurnTaken: self._on_progress}
@@ -148,8 +152,18 @@ class PlainConsole(Console):
 
     def on_group(self, event: GroupFinished) -> None:
         super().on_group(event)
+        if event.kept:
+            self._kept += 1
+            return
+        self._write_kept()
         total = "" if self.groups_total is None else f"/{self.groups_total}"
         self._write(f"[{self.groups_done}{total}] {describe(event.group, self._failures.add(event.group))}")
+
+    def _write_kept(self) -> None:
+        """Report the groups of the run's earlier part in one line."""
+        if self._kept:
+            self._write(f"{self._kept} groups are kept from before")
+            self._kept = 0
 
     def note(self, text: str) -> None:
         self._write(printable(text))
@@ -195,7 +209,7 @@ class LiveConsole(Console):
     def on_group(self, event: GroupFinished) -> None:
         super().on_group(event)
         group = event.group
-        if len(group.scored) < len(group.trajectories) or not group.trajectories:
+        if not event.kept and (len(group.scored) < len(group.trajectories) or not group.trajectories):
             self.note(describe(group, self._failures.add(group)))
 
     def note(self, text: str) -> None:

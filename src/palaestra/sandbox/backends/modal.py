@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 import yaml
 
 from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
+from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.backends.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
@@ -611,7 +612,7 @@ def load_sdk() -> Any:  # the module `modal`, whose functions have attributes th
         import modal
         import modal.exception
     except ImportError:
-        raise ConfigError("the backend modal needs Modal's client: pip install 'palaestra[modal]'") from None
+        raise ConfigError(f"the backend modal needs Modal's client: {install_command('modal')}") from None
     return modal
 
 

@@ -14,6 +14,7 @@ import re
 from typing import TypeAlias
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.extras import install_command
 from palaestra.sandbox.slot import TerminalSize
 
 _SEQUENCE = re.compile(
@@ -37,7 +38,7 @@ def open_screen(size: TerminalSize, emulator: str = "best") -> Screen:
         except ImportError:
             if emulator == "ghostty":
                 raise ConfigError(
-                    "the terminal emulator needs the extra `screen`: pip install palaestra[screen]"
+                    f"the terminal emulator needs the extra `screen`: {install_command('screen')}"
                 ) from None
     return PlainScreen(size)
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
-from palaestra.core.errors import TaskError
+from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Outcome
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
@@ -47,7 +47,14 @@ class TerminalBench2EvalEnv(ListedEnv):
         cache = local_path(config.cache_dir)
         source = str(BUILT_IN_TASKS) if config.dataset_name == BUILT_IN else config.dataset_name or ""
         loaded = load_tasks(source, cache, split=config.dataset_split, fields=config.dataset_fields)
-        return [*self._chosen(list(loaded.tasks)), *loaded.left_out]
+        chosen = self._chosen(list(loaded.tasks))
+        if loaded.tasks and not chosen:
+            names = ", ".join(task.name for task in loaded.tasks[:5]) + (", …" if len(loaded.tasks) > 5 else "")
+            raise ConfigError(
+                f"task_filter {config.task_filter!r} and skip_tasks {config.skip_tasks!r} choose none of the "
+                f"{len(loaded.tasks)} tasks of {source}: {names}"
+            )
+        return [*chosen, *loaded.left_out]
 
     def _chosen(self, tasks: list[TerminalTask]) -> list[TerminalTask]:
         config = self.config

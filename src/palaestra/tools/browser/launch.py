@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ToolUnavailable
+from palaestra.core.extras import install_command
 from palaestra.sandbox.host_tools import users
 from palaestra.tools.browser import setuid_exec
 
@@ -48,7 +49,6 @@ _ARGUMENTS = (
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # the same for older versions
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # the proxy looks up names
 )
-_NO_EXTRA = "install the extra `browser`: pip install 'palaestra[browser]'"
 _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwright install chromium"
 
 
@@ -59,7 +59,7 @@ def absent(executable: str | None = None) -> str | None:
     A Chromium that does not start is an infrastructure failure of the rollout that browses first (`problem`).
     """
     if importlib.util.find_spec("playwright") is None:
-        return _NO_EXTRA
+        return f"install the extra `browser`: {install_command('browser')}"
     return None if any(Path(path).exists() for path in _candidates(executable)) else _NO_CHROMIUM
 
 
@@ -67,7 +67,7 @@ def absent(executable: str | None = None) -> str | None:
 def problem(executable: str | None = None) -> str | None:
     """Why no browser can be started here, with the remedy, or None. Starts one, once per process."""
     if importlib.util.find_spec("playwright") is None:
-        return _NO_EXTRA
+        return f"install the extra `browser`: {install_command('browser')}"
     from playwright.async_api import Page
 
     if not hasattr(Page, "aria_snapshot"):

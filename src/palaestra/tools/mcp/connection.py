@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
+from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 
@@ -306,7 +307,7 @@ async def _need_extra(name: str) -> None:
     try:
         await asyncio.to_thread(import_module, "mcp")
     except ImportError:
-        raise ConfigError(f"MCP server '{name}' needs the extra 'mcp': pip install 'palaestra[mcp]'") from None
+        raise ConfigError(f"MCP server '{name}' needs the extra 'mcp': {install_command('mcp')}") from None
 
 
 def _first(error: BaseException) -> BaseException:

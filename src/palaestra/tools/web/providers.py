@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from palaestra.core.errors import ToolUnavailable
+from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
 from palaestra.tools.net.json_client import JsonServer, rows, text
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS, ToolSettings
@@ -244,7 +245,7 @@ def choose_reader(settings: ToolSettings) -> ProviderChoice:
     if importlib.util.find_spec("trafilatura") is None:
         return ProviderChoice(
             name,
-            "reading pages needs the extra `web` (pip install 'palaestra[web]'), or web_extract_provider and its key",
+            f"reading pages needs the extra `web` ({install_command('web')}), or web_extract_provider and its key",
         )
     return ProviderChoice(name)
 
@@ -277,7 +278,7 @@ def _lacks(name: str, settings: ToolSettings) -> str | None:
     """The missing requirement of a provider, or None."""
     if name == "ddgs":
         installed = importlib.util.find_spec("ddgs") is not None
-        return None if installed else "web_provider ddgs needs the extra `web`: pip install 'palaestra[web]'"
+        return None if installed else f"web_provider ddgs needs the extra `web`: {install_command('web')}"
     if settings.web_api_keys.get(name) or (settings.web_urls.get(name) and name in WEB_URLS):
         return None
     if name == "searxng":

@@ -271,4 +271,4 @@ def test_without_the_extra_there_is_one_warning(monkeypatch: pytest.MonkeyPatch)
 
     assert asyncio.run(main()) is None
     (note,) = notes
-    assert "pip install 'palaestra[otel]'" in note
+    assert "[otel]'" in note

@@ -1,0 +1,26 @@
+"""How to install an extra of this package, as it is installed here."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from urllib.parse import unquote, urlsplit
+
+_CPU_TORCH = "; without a GPU, first: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+
+
+def install_command(extra: str) -> str:
+    """The command for the environment of this process. A checkout is named by its path, because no package index has
+    the extras of its version."""
+    name = f"palaestra[{extra}]"
+    try:
+        origin = json.loads(metadata.distribution("palaestra").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        origin = {}
+    if origin.get("dir_info", {}).get("editable"):
+        command = f"pip install -e '{unquote(urlsplit(origin['url']).path)}[{extra}]'"
+    elif "url" in origin:
+        command = f"pip install '{name} @ {origin['url']}'"
+    else:
+        command = f"pip install '{name}'"
+    return command + (_CPU_TORCH if extra == "train" else "")

@@ -1,0 +1,42 @@
+"""The advice to install an extra works as this package is installed."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.extras import install_command
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_checkout_is_named_by_its_path() -> None:
+    assert install_command("web") == f"pip install -e '{ROOT}[web]'"
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'palaestra[web]'"),
+        ({"url": "file:///tmp/p.whl", "archive_info": {}}, "pip install 'palaestra[web] @ file:///tmp/p.whl'"),
+        ({"url": "file:///home/a%20b", "dir_info": {"editable": True}}, "pip install -e '/home/a b[web]'"),
+    ],
+)
+def test_another_installation_is_named_by_its_origin(
+    origin: object, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "palaestra-9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: palaestra\nVersion: 9\n")
+    if origin is not None:
+        (folder / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert metadata.version("palaestra") == "9"
+    assert install_command("web") == command
+
+
+def test_torch_need_not_bring_cuda() -> None:
+    assert "whl/cpu" in install_command("train")
