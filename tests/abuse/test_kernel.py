@@ -319,9 +319,9 @@ for name in os.listdir('/proc/self/fd'):
     for path in (f'{link}/..', f'{link}/../../etc/shadow', f'{link}/root'):
         try: os.open(path, os.O_RDONLY); print('beyond', path)
         except OSError: pass
-for place in ('/proc/1/root/etc/shadow', '/proc/1/cwd/etc/shadow', '/proc/1/ns/net', '/proc/1/ns/mnt',
-              '/proc/1/ns/user', '/proc/1/map_files', '/proc/1/task/1/mem', '/proc/1/net/unix', '/proc/1/fdinfo/3',
-              '/proc/1/mountinfo', '/proc/1/environ', '/proc/1/auxv'):
+for place in ('root/etc/shadow', 'cwd/etc/shadow', 'ns/net', 'ns/mnt', 'ns/user', 'map_files', 'task/1/mem', 'net/unix',
+              'fdinfo/3', 'mountinfo', 'environ', 'auxv'):
+    place = f'/proc/1/{place}'
     try: print(place, os.read(os.open(place, os.O_RDONLY), 16) if not os.path.isdir(place) else os.listdir(place))
     except OSError: pass
 """
