@@ -20,6 +20,7 @@ entries that they have in its directory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -49,7 +50,21 @@ MAX_ENTRIES = 5_000_000
 
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _IDS, _NOBODY = 65536, 65534
+_MAX_HEADER_BYTES = 1 << 20
+_HEADERS = (
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+)  # fmt: skip
 _INSIDE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
+
+
+class Entry(tarfile.TarInfo):
+    """An entry whose names and extended headers are short. `tarfile` would read those of any size into memory, and a
+    compressed archive can claim terabytes."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _HEADERS and not 0 <= self.size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"it has a header of {self.size} bytes")
+        return super()._proc_member(archive)  # type: ignore[misc,no-any-return]  # documented in its source only
 
 
 def layers(path: str) -> Iterator[tarfile.TarFile]:
@@ -58,16 +73,18 @@ def layers(path: str) -> Iterator[tarfile.TarFile]:
         if os.path.isdir(path):
             yield from _of_layout(path, _file_opener(path))
             return
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, tarinfo=Entry) as archive:
             names = {name.removeprefix("./") for name in _first_names(archive)}
             if "oci-layout" in names or "index.json" in names:
                 yield from _of_layout(path, _member_opener(archive))
             elif "manifest.json" in names:
                 yield from _of_saved(path, _member_opener(archive))
             else:
-                with tarfile.open(path) as again:  # the first one has been read ahead
+                with tarfile.open(path, tarinfo=Entry) as again:  # the first one has been read ahead
                     yield again
-    except (tarfile.TarError, EOFError, KeyError, json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (tarfile.TarError, EOFError, LookupError, TypeError, AttributeError, ValueError, OSError) as error:
+        if isinstance(error, ImageError):
+            raise
         with open(path, "rb") if os.path.isfile(path) else io.BytesIO() as file:
             hint = _compression_hint(file.read(4))
         raise ImageError(f"{path} cannot be read as an image: {error or type(error).__name__}{hint}") from error
@@ -77,9 +94,11 @@ def identity(path: str) -> str:
     """The SHA-256 of an image, in hexadecimal: for an OCI layout of its manifest, for a file of its bytes."""
     if os.path.isdir(path):
         try:
-            with open(os.path.join(path, "index.json"), "rb") as file:
+            with _file_opener(path)("index.json") as file:
                 return str(_choose(_load(file))["digest"]).rpartition(":")[2]
-        except (OSError, KeyError, json.JSONDecodeError) as error:
+        except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, ImageError):
+                raise
             raise ImageError(f"{path} cannot be read as an image: {error}") from error
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -121,7 +140,7 @@ def _layer(file: IO[bytes], path: str) -> Iterator[tarfile.TarFile]:
     file.seek(0)
     if hint := _compression_hint(start):
         raise ImageError(f"{path} has a layer that cannot be read{hint}")
-    with tarfile.open(fileobj=file) as layer:
+    with tarfile.open(fileobj=file, tarinfo=Entry) as layer:
         yield layer
 
 
@@ -136,7 +155,10 @@ def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
 
 
 def _load(file: IO[bytes]) -> dict[str, JSON]:
-    loaded = json.loads(file.read(_MAX_JSON_BYTES))
+    try:
+        loaded = json.loads(file.read(_MAX_JSON_BYTES))
+    except RecursionError:
+        raise KeyError("it is nested too deeply") from None
     if not isinstance(loaded, dict):
         raise KeyError("an object was expected")
     return loaded
@@ -159,7 +181,15 @@ def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[IO[bytes]]
 
 
 def _file_opener(folder: str) -> OpenBlob:
-    return lambda name: open(os.path.join(folder, name), "rb")
+    def opener(name: str) -> IO[bytes]:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        fd = os.open(os.path.join(folder, name), flags)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return os.fdopen(fd, "rb")
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
+
+    return opener
 
 
 def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
@@ -379,7 +409,7 @@ def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None
     """
     unpacking = Unpacking(directory, name, max_bytes, threading.Event(), as_image=False)
     try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(data), tarinfo=Entry) as archive:
             unpacking.add(archive)
         unpacking.finish()
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
