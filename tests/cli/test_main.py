@@ -46,7 +46,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["rnu"], "Did you mean run?"),
-        (["doctor", "--jsn"], "Did you mean '--json'?"),
+        (["doctor", "--jsn"], "'--json'"),
         (["run"], "Missing argument 'ENV'"),
         (["run", "--policy", "oracle"], "Missing argument 'ENV'"),
         (["tasks", "build", "swe"], "--out"),

@@ -23,6 +23,7 @@ from palaestra.core.io import plugins
 COMMANDS = {
     "run": "Roll out an environment.",
     "eval": "Evaluate a model on an environment, with pass@k and intervals.",
+    "batch": "Run an agent over a file of prompts.",
     "feed": "Serve an environment's rollouts to a trainer.",
     "runs": "List the runs of this folder, the latest first.",
     "resume": "Continue a run that was killed or interrupted.",
@@ -52,8 +53,7 @@ _EXAMPLES = """\b
 """
 
 _EXIT_CODES = """\b
-Every command takes -q (only errors on stderr) and -v (the log, and tracebacks of errors); commands with --json
-print an error as JSON, too.
+Every command takes -q (only errors on stderr) and -v (the log, and tracebacks). With --json, errors are JSON too.
 
 \b
 Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than allowed, or paused,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
@@ -33,13 +35,18 @@ from palaestra.cli.run import first_word
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
 @click.pass_context
 def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None:
+    named, others = first_word([run, *settings], "RUN")
+    context.exit(resume_run(named, others, f"palaestra resume {named}"))
+
+
+def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
+    """Continue a run with its recorded settings, which those given replace; returns the exit code."""
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.origin import is_ours
     from palaestra.envs.run.replay_run import HOST_SETTINGS, recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.status import RunReader
 
-    run, others = first_word([run, *settings], "RUN")
     recording = open_recording(run)
     recorded, folder = recording.meta.config, recording.path.parent.resolve()
     status = RunReader(recording.path).read()
@@ -54,5 +61,4 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
         env = {name: value for name, value in dict(recorded.get("env") or {}).items() if name not in HOST_SETTINGS}
         recorded = {**recorded, "env": env}
     with where_it_ran(recorded):
-        words = [verb, "--resume", str(folder), *others]
-        context.exit(run_command(form, words, prog=f"palaestra resume {run}", recorded=recorded))
+        return run_command(form, [verb, "--resume", str(folder), *settings], prog=prog, recorded=recorded)

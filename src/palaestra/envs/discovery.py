@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
@@ -24,6 +24,9 @@ from palaestra.envs.form import Form
 
 FOLDER = "environments"
 GROUP = "palaestra.environments"
+DOORS = "palaestra.doors"
+"""What is run as an environment is and is none, such as a file of prompts: loaded by name, not listed."""
+
 _ENDING = "_env.py"
 _CLASS_FORMS = "palaestra.envs.api.base_env"
 
@@ -90,6 +93,8 @@ def load_environment(reference: str, start: Path) -> Form:
         if not _is_environment(value):
             raise ConfigError(f"{path} of {plugins.origin(installed[path])} is not an environment")
         return form_of(value, path)
+    if path in (doors := plugins.installed(DOORS)):
+        return cast("Form", plugins.load(doors[path]))
     known = [*local, *installed]
     files = [file for file in (f"{path}_env.py", f"{path}.py") if (start / file).is_file()]
     found = "".join(f" {file} exists here: write {file}." for file in files)

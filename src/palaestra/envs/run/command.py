@@ -35,9 +35,10 @@ def run_command(
     prog: str | None = None,
     command: str | None = None,
     recorded: Mapping[str, JSON] | None = None,
+    folder: Path | None = None,
 ) -> int:
     """Run an environment as `argv` says, with `command` if it names none, and return the exit code. The settings of a
-    `recorded` run count where `argv` does not set others."""
+    `recorded` run count where `argv` does not set others. A new run is kept in `folder`, if one is named."""
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
         line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command)
@@ -56,7 +57,7 @@ def run_command(
             return 0
         from palaestra.envs.run.run import run
 
-        report = asyncio.run(run(form, parsed))
+        report = asyncio.run(run(form, parsed, folder=folder))
     sys.stdout.write(f"{json.dumps(report.to_json()) if parsed.as_json else report.folder}\n")
     return report.exit_code
 

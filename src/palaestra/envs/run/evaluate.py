@@ -7,7 +7,7 @@ none are held out, `group_size` times each. A stopped evaluation has no metrics.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +46,11 @@ class EvaluatedEnvironment(Environment):
     def evaluated_tasks(self) -> AsyncIterator[Task] | None:
         """The tasks of an evaluation; None if only the environment's own `evaluate` knows them."""
         return None
+
+    def write_files(self, folder: Path) -> Sequence[str]:
+        """Write further files into the folder of a run that has ended or stopped, from its journal. Returns lines for
+        the run's summary. Raises `DiskError`."""
+        return ()
 
     @abstractmethod
     async def evaluate(self, evaluation: Evaluation) -> Logged:

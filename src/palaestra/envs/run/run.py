@@ -95,6 +95,7 @@ async def run(
     parsed: RunLine,
     *,
     root: Path = Path("runs"),
+    folder: Path | None = None,
     stream: TextIO | None = None,
     subscribers: Sequence[Subscriber] = (),
     gate: Gate | None = None,
@@ -102,8 +103,9 @@ async def run(
     engines: Sequence[ServerEngine] = (),
 ) -> RunReport:
     """Run to the end and report the paths of the files. Nothing is written before model server, slots and environment
-    work. `subscribers` get the run's events; `gate` is asked before each task and may wait. `drive` rolls out with the
-    runner in place of all tasks in order. `engines` replace those of the configured servers."""
+    work. The run gets a new folder below `root`, or is kept in `folder`. `subscribers` get the run's events; `gate` is
+    asked before each task and may wait. `drive` rolls out with the runner in place of all tasks in order. `engines`
+    replace those of the configured servers."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -121,7 +123,7 @@ async def run(
         await engine.probe(_offered_tools(environment, config.seed))
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
-        output = open_output(form.name, parsed, engine.name, root, form.reference)
+        output = open_output(form.name, parsed, engine.name, folder or root, form.reference, named=folder is not None)
         stack.callback(output.discard_unless_begun)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
@@ -295,6 +297,7 @@ class CommandRun:
                     if limits.reason:
                         unfinished = f"{limits.reason}: {limits.message}"
                     _print_verdict(output, figures, reason, console.elapsed_s, totals or Totals(), unfinished, stream)
+                    stream.writelines(f"  {line}\n" for line in self.environment.write_files(output.folder.path))
                 self.reporting.note = _writing_on(stream)
                 await self.reporting.finish(self.environment, figures)
 

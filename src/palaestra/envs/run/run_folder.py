@@ -120,6 +120,18 @@ def run_place(root: Path, env: str, model: str) -> Path:
     return root / f"{_plain(env)}--{_plain(model)}"
 
 
+def named_folder(path: Path) -> RunFolder:
+    """Make the folder of a run that its user named. Raises `ConfigError` if there is something."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists: continue that run with --resume, or choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
+    return RunFolder(path, path.name)
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name.strip("/")).strip("-") or "unnamed"
 
@@ -253,13 +265,14 @@ class RunOutput:
 RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
 
-def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str) -> RunOutput:
-    """The output of a new run, or of the one to resume. `reference` names the environment for a later replay."""
+def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str, *, named: bool = False) -> RunOutput:
+    """The output of a new run, or of the one to resume. `reference` names the environment for a later replay. `root` is
+    the folder of all runs, or, if `named`, of this one."""
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
     settings["provenance"] = provenance(reference)
     if parsed.resume is not None:
         return _reopen_output(env, parsed, model, parsed.resume, settings)
-    folder = claim_folder(root, env, model)
+    folder = named_folder(root) if named else claim_folder(root, env, model)
     try:
         return _new_output(env, parsed.env_config, model, folder, settings)
     except BaseException:

@@ -1,0 +1,115 @@
+"""How fast `palaestra batch` answers prompts: python benchmarks/batch.py [--quick] [--json FILE]
+
+Prompts against a model server that answers at once, in a process of its own: one reply per prompt without tools, and
+one command in a slot of its own per prompt. The rate is that of the whole command, its files and its report included.
+`growth` is how much resident memory rises after the first 1,000 prompts, per further 1,000.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import threading
+import time
+from io import StringIO
+from pathlib import Path
+
+import _measure as measure
+from _instant_server import chat_reply, serve
+
+from palaestra.batch.prompts import batch
+from palaestra.envs.run.command import command_line
+from palaestra.envs.run.run import run
+
+PROMPTS = {"plain": 10_000, "command": 10_000}
+QUICK = {"plain": 1000, "command": 400}
+TARGETS = {"plain": 100.0, "command": 40.0}
+TOOLSETS = {"plain": [], "command": ["terminal"]}
+AT_ONCE = 256
+FIRST = 1000
+REPLIES = {
+    "plain": [chat_reply("Hello.")],
+    "command": [chat_reply(None, [("terminal", {"command": "echo hello"})]), chat_reply("It says hello.", turn=1)],
+}
+
+
+class Memory:
+    """Resident memory as the rows of a journal grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._stop = folder, threading.Event()
+        self.at_first = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        seen, position = 0, 0
+        while not self._stop.wait(0.05) and not self.at_first:
+            journal = self._folder / "journal.jsonl"
+            if journal.exists():
+                with journal.open("rb") as file:
+                    file.seek(position)
+                    text = file.read()
+                position += len(text)
+                seen += text.count(b'"event":"group_end"')
+            if seen >= FIRST:
+                self.at_first = measure.resident_kb()
+
+
+async def sample(case: str, url: str, prompts: int) -> dict[str, float]:
+    """One batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder, "prompts.jsonl")
+        rows.write_text(
+            "".join(json.dumps({"prompt": f"Say hello, number {number}."}) + "\n" for number in range(prompts))
+        )
+        settings = {"dataset_name": str(rows), "enabled_toolsets": TOOLSETS[case], "concurrency": AT_ONCE}
+        settings |= {"base_url": url, "model": "m", "allow_network": False}
+        parsed = command_line(batch, "batch", "process").take("process", settings)
+        place = Path(folder, "run")
+        started = time.perf_counter()
+        with Memory(place) as memory:
+            report = await run(batch, parsed, folder=place, stream=StringIO())
+        seconds = time.perf_counter() - started
+        assert report.totals.scored == prompts, report.totals.errors
+        assert (place / "trajectories.jsonl").read_bytes().count(b"\n") == prompts
+        grown = measure.peak_kb() - (memory.at_first or measure.peak_kb())
+    return {"per_s": prompts / seconds, "growth_kib": grown / max(1, (prompts - FIRST) / 1000)}
+
+
+def main() -> int:
+    """Measure both cases and print the table."""
+    given = measure.parse_options(__doc__)
+    table: list[measure.Row] = []
+    for case, prompts in (QUICK if given.quick else PROMPTS).items():
+        with measure.serving(__file__, "--serve", case) as url:
+            cases = {
+                case: lambda case=case, url=url, n=prompts: measure.fresh_process(
+                    __file__, "--sample", case, url, str(n)
+                )
+            }
+            (found,) = measure.interleaved(cases, given.rounds).values()
+        table.append(
+            measure.with_floor(measure.Row(f"{prompts} prompts, {case}", found["per_s"], "prompts/s"), TARGETS[case])
+        )
+        if prompts > FIRST:
+            table.append(measure.Row(f"memory growth, {case}", found["growth_kib"], "KiB per 1,000"))
+    return measure.report(f"palaestra batch, {AT_ONCE} prompts at a time", table, given.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        asyncio.run(serve(REPLIES[sys.argv[2]]))
+    elif sys.argv[1:2] == ["--sample"]:
+        print(json.dumps(asyncio.run(sample(sys.argv[2], sys.argv[3], int(sys.argv[4])))))
+    else:
+        sys.exit(main())

@@ -1,0 +1,150 @@
+"""The files of a batch, made from its journal: rows per batch, all kept rows, discarded ones, statistics, checkpoint.
+
+They are written again, whole, whenever the batch ends or stops, so a resumed batch counts all of its samples. Each
+replaces its predecessor at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from palaestra.core.io.durable_files import replaced, writing
+from palaestra.core.types import JSON
+from palaestra.rollouts.export.atropos import encode_line
+from palaestra.rollouts.export.batch import batch_line, discarded, samples
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
+from palaestra.rollouts.export.sharegpt import Unfit
+from palaestra.rollouts.journal.reader import Recording
+
+
+@dataclass(slots=True)
+class BatchReport:
+    """What a batch made. `discarded` and `failed` count samples by reason."""
+
+    kept: int = 0
+    without_reasoning: int = 0
+    rows: set[int] = field(default_factory=set)
+    discarded: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    tools: dict[str, Counter[str]] = field(default_factory=dict)
+    turns: int = 0
+    turns_with_reasoning: int = 0
+
+    def add(self, line: Mapping[str, JSON]) -> None:
+        """Count a kept row."""
+        self.kept += 1
+        for name, stats in line["tool_stats"].items():
+            if stats["count"]:
+                self.tools.setdefault(name, Counter()).update(stats)
+        reasoning = line["reasoning_stats"]
+        self.turns += reasoning["total_assistant_turns"]
+        self.turns_with_reasoning += reasoning["turns_with_reasoning"]
+        self.without_reasoning += not reasoning["has_any_reasoning"]
+
+
+def write_batch_files(folder: Path) -> BatchReport:
+    """Write the files of the batch in this folder. Raises `DiskError`, and `ConfigError` for a damaged journal."""
+    recording = Recording(folder / "journal.jsonl")
+    meta, report = recording.meta, BatchReport()
+    with writing(folder):
+        with ExitStack() as files:
+            kept = files.enter_context(replaced(folder / "trajectories.jsonl"))
+            refused = files.enter_context(replaced(folder / "discarded.jsonl"))
+            batch: tuple[int, ExitStack, IO[bytes]] | None = None
+            for row in _rows(recording, meta, report, refused):
+                number = row["metadata"]["batch_num"]
+                if batch is None or batch[0] != number:
+                    if batch is not None:
+                        batch[1].close()
+                    own = files.enter_context(ExitStack())
+                    batch = number, own, own.enter_context(replaced(folder / f"batch_{number}.jsonl"))
+                line = encode_line(row)
+                batch[2].write(line)
+                kept.write(line)
+        _write_json(folder / "statistics.json", _statistics(folder, meta, report))
+        checkpoint = {
+            "run_name": folder.name,
+            "completed_prompts": sorted(report.rows),
+            "last_updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        _write_json(folder / "checkpoint.json", checkpoint)
+    return report
+
+
+def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: IO[bytes]) -> Iterator[dict[str, JSON]]:
+    """The kept rows in order. Every other sample leaves a line with its reason in `refused`."""
+
+    def refuse(number: int, kind: Counter[str], reason: str) -> None:
+        kind[reason] += 1
+        refused.write(
+            encode_line(
+                {"prompt_index": number, "kind": "failed" if kind is report.failed else "discarded", "reason": reason}
+            )
+        )
+
+    unscored = ExportReport()
+    for group in recording:
+        if group.error:
+            refuse(group.number, report.failed, group.error)
+        for trajectory in group.trajectories:
+            if not trajectory.scored:
+                refuse(group.number, report.failed, trajectory.error or trajectory.outcome.value)
+    for group, trajectory, names in samples(recording, meta, unscored):
+        report.rows.add(group.number)
+        if why := discarded(trajectory):
+            refuse(group.number, report.discarded, "; ".join(why))
+            continue
+        try:
+            line, _ = batch_line(group, trajectory, meta, names)
+        except Unfit as unfit:
+            refuse(group.number, report.discarded, str(unfit))
+            continue
+        report.add(line)
+        yield line
+
+
+def _statistics(folder: Path, meta: ExportMeta, report: BatchReport) -> dict[str, JSON]:
+    env: Mapping[str, JSON] = meta.config.get("env") or {}
+    batches = {number // max(1, int(env.get("batch_size") or 1)) for number in report.rows}
+    return {
+        "run_name": folder.name,
+        "distribution": env.get("distribution"),
+        "total_prompts": len(report.rows),
+        "total_batches": len(batches),
+        "batch_size": env.get("batch_size"),
+        "model": meta.model,
+        "completed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "duration_seconds": round(time.time() - meta.started_at, 2),
+        "samples": {
+            "kept": report.kept,
+            "discarded": dict(report.discarded),
+            "failed": dict(report.failed),
+        },
+        "tool_statistics": {name: _rates(counts) for name, counts in sorted(report.tools.items())},
+        "reasoning_statistics": {
+            "total_assistant_turns": report.turns,
+            "turns_with_reasoning": report.turns_with_reasoning,
+            "turns_without_reasoning": report.turns - report.turns_with_reasoning,
+            "samples_without_reasoning": report.without_reasoning,
+        },
+    }
+
+
+def _rates(counts: Counter[str]) -> dict[str, JSON]:
+    count = counts["count"]
+    return dict(counts) | {
+        "success_rate": round(100 * counts["success"] / count, 2),
+        "failure_rate": round(100 * counts["failure"] / count, 2),
+    }
+
+
+def _write_json(path: Path, value: JSON) -> None:
+    with replaced(path) as file:
+        file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")

@@ -1,0 +1,156 @@
+"""`palaestra batch FILE [flags]`: run an agent over a file of prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from palaestra.core.errors import ConfigError
+
+DATA = Path("data")
+"""The folder of named batches."""
+
+SETTINGS = {
+    "--dataset-file": "--env.dataset_name",
+    "--batch-size": "--env.batch_size",
+    "--distribution": "--env.distribution",
+    "--toolsets": "--env.enabled_toolsets",
+    "--max-turns": "--env.max_agent_turns",
+    "--max-tokens": "--env.max_token_length",
+    "--max-samples": "--tasks",
+    "--num-workers": "--concurrency",
+    "--require": "--env.require",
+    "--prompt-field": "--env.prompt_field",
+    "--api-key": "--openai.api_key",
+    "--ephemeral-system-prompt": "--env.ephemeral_system_prompt",
+    "--prefill-messages-file": "--env.prefill_messages_file",
+    "--reasoning-effort": "--env.reasoning_effort",
+    "--reasoning-disabled": "--env.reasoning_disabled",
+    "--providers-allowed": "--env.providers_allowed",
+    "--providers-ignored": "--env.providers_ignored",
+    "--providers-order": "--env.providers_order",
+    "--provider-sort": "--env.provider_sort",
+}
+"""The flags of the batch, and the settings that they stand for. They may have `_` for `-`."""
+
+WITHOUT_EFFECT = ("--verbose", "--log-prefix-chars")
+"""Flags of existing scripts about a log that this command does not print."""
+
+_HELP = """Run an agent over a file of prompts, and write the conversations.
+
+\b
+  palaestra batch prompts.jsonl --base-url http://localhost:8000/v1 --model NAME
+  palaestra batch prompts.jsonl --distribution terminal_only --run-name first --num-workers 200
+  palaestra batch --resume --run-name first             # continue; finished rows are not asked again
+  palaestra batch --list-distributions
+  head -5 prompts.jsonl | palaestra batch - --policy noop
+
+FILE is JSONL, JSON, CSV or Parquet, a folder of them, a data set of the hub, or - for JSONL on stdin. A row has
+`prompt` (a text or messages), and may have `image` and `cwd`.
+
+\b
+  --run-name NAME        the folder is data/NAME; otherwise below runs/
+  --distribution NAME    the tools: a draw of toolsets per row     --toolsets T …   or these
+  --require WHAT …       discard samples without reasoning, natural (end), known_tools, tool_calls
+  --num-workers N        rows in progress at a time [64]           --max-samples N  rows, at most
+  --max-turns N          model calls per row [10]                  --max-tokens N   tokens per reply
+  --batch-size N         rows in one file batch_N.jsonl [100]      --group N        samples per row
+  --prompt-field NAME    the column with the prompt                --max-cost C     pause at this cost
+  --ephemeral-system-prompt TEXT, --prefill-messages-file FILE, --reasoning-effort E, --reasoning-disabled,
+  --providers-allowed P …, --providers-ignored P …, --providers-order P …, --provider-sort S
+
+All settings of `palaestra run` work too. The folder gets trajectories.jsonl, batch_N.jsonl, discarded.jsonl,
+statistics.json and the journal, from which `palaestra export` makes every other format."""
+
+
+@click.command(
+    "batch",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    },
+    help=_HELP,
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="FILE [FLAGS]")
+@click.pass_context
+def command(context: click.Context, words: tuple[str, ...]) -> None:
+    from palaestra.envs.discovery import load_environment
+    from palaestra.envs.run.command import run_command
+
+    if "--list-distributions" in (word.replace("_", "-") for word in words):
+        click.echo(_distributions())
+        return
+    name, resumes, rest = _own_flags(words)
+    rest = list(_settings(rest))
+    folder = DATA / name if name else None
+    if resumes:
+        from palaestra.cli.resume import resume_run
+
+        context.exit(resume_run(str(folder), rest, "palaestra batch"))
+    form = load_environment("batch", Path.cwd())
+    context.exit(run_command(form, rest, prog="palaestra batch", command="process", folder=folder))
+
+
+def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
+    """The name of the run, whether it is resumed by that name, and the other words. Raises `ConfigError`."""
+    name, resumes, rest, waiting = "", False, list[str](), list(words)
+    while waiting:
+        word = waiting.pop(0)
+        written, _, value = word.partition("=")
+        flag = _dashed(written)
+        follows = bool(waiting) and not waiting[0].startswith("--")
+        if flag == "--run-name":
+            name = value or (waiting.pop(0) if follows else "")
+            if not name or Path(name).name != name:
+                raise ConfigError("--run-name takes a name for the folder in data/, without a slash")
+        elif flag == "--resume" and not value and (not follows or name):
+            resumes = True
+        elif flag in WITHOUT_EFFECT:
+            click.echo(f"note: {written} has no effect: progress is shown for the whole batch", err=True)
+            waiting = waiting[follows and flag != "--verbose" :]
+        else:
+            rest.append(word)
+    if resumes and not name:
+        raise ConfigError("say which batch to continue: --resume --run-name NAME, or --resume RUN")
+    return name, resumes, rest
+
+
+def _settings(words: Sequence[str]) -> Iterator[str]:
+    """The words with settings in place of the batch's flags, and the file in front of them as a setting."""
+    rest = list(words)
+    if rest and (rest[0] == "-" or not rest[0].startswith("-")):
+        yield from ("--env.dataset_name", _kept_stdin() if rest[0] == "-" else rest[0])
+        rest.pop(0)
+    for word in rest:
+        written, equals, value = word.partition("=")
+        flag = _dashed(written)
+        yield f"{SETTINGS.get(flag, flag)}{equals}{value}"
+
+
+def _dashed(written: str) -> str:
+    """A flag with dashes, as `--run-name` for `--run_name`; dotted settings and values as they are."""
+    return written.replace("_", "-") if written.startswith("--") and "." not in written else written
+
+
+def _kept_stdin() -> str:
+    """The file that keeps the rows of stdin, for a batch that is resumed."""
+    rows = sys.stdin.buffer.read()
+    path = DATA / f"stdin-{hashlib.sha256(rows).hexdigest()[:12]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(rows)
+    return str(path)
+
+
+def _distributions() -> str:
+    from palaestra.tools.registry.distributions import DISTRIBUTIONS
+
+    lines = []
+    for name, distribution in DISTRIBUTIONS.items():
+        chances = ", ".join(f"{toolset} {chance} %" for toolset, chance in distribution.chances.items())
+        lines.append(f"{name:<16} {distribution.description}: {chances}")
+    return "\n".join(lines)
