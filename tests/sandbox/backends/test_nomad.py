@@ -322,7 +322,9 @@ async def counted(sandbox):
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["flags", "variables"])
-def test_a_run_has_its_slots_in_nomad(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_its_slots_in_nomad(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there_env.py").write_text(ENVIRONMENT)
     with fake_nomad() as nomad:
@@ -333,8 +335,10 @@ def test_a_run_has_its_slots_in_nomad(way: str, tmp_path: Path, monkeypatch: pyt
             monkeypatch.setenv("TERMINAL_SLOT_BACKEND", "nomad")
             for name, value in (("DRIVER", "raw_exec"), ("ADDRESS", nomad.url), ("JOB_ID", "mine")):
                 monkeypatch.setenv(f"TERMINAL_NOMAD_{name}", value)
+        words += ["--env.slot_prices", "nomad=36"]
         for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
             assert palaestra(["run", "there_env.py", "--policy", policy, *words, "--group", "2"]) == 0
+            assert "slots in nomad: 1 containers" in capsys.readouterr().err
             (group,) = Path("runs").rglob("groups.jsonl")
             assert json.loads(group.read_text())["scores"] == [reward, reward]
             group.unlink()

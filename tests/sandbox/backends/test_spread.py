@@ -23,6 +23,7 @@ from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.backends.spread import SpreadBackend, parse_names
 from palaestra.sandbox.creation_gate import CreationGate
 from palaestra.sandbox.slot import Backend, Rung, SlotSpec
+from palaestra.sandbox.slot_usage import slot_usage
 from palaestra.testing.backend_conformance import BackendConformance
 
 pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
@@ -234,3 +235,24 @@ def test_a_provider_that_says_too_many_slows_all_starts_until_they_succeed(tmp_p
         assert await one.throttled() >= 1.0
 
     asyncio.run(main())
+
+
+def test_what_containers_were_used_and_their_price_is_counted() -> None:
+    async def main() -> None:
+        one, two = Here("a", slots=1), Here("b", slots=1)
+        two.name = "there"
+        async with SpreadBackend([one, two]) as backend:
+            slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
+            one.kill("a")
+            for slot in slots:
+                await backend.destroy(slot)
+            used = slot_usage(backend.stats(), {"here": 3600.0})
+        assert (used["slots/here/begun"], used["slots/there/begun"]) == (1, 1)
+        assert used["slots/cost"] == used["slots/here/cost"] > 0
+        assert 0 < used["slots/there/hours"] < 0.1
+        assert "slots/there/cost" not in used
+        ended = slot_usage(backend.stats(), {})
+        assert ended["slots/here/hours"] >= used["slots/here/hours"]
+
+    asyncio.run(main())
+    assert slot_usage({"backend": "local", "slots": 3}, {"local": 1.0}) == {}

@@ -290,6 +290,9 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     max_starting: int | None = setting(
         None, "Containers or sandboxes that all runs of this user on this machine start at a time, at most.", ge=1
     )
+    slot_prices: dict[str, float] = setting(
+        {}, "Price of an hour of a container or sandbox, by backend, for the report: modal=0.14."
+    )
     drain_file: str | None = setting(
         None, "A file with hosts that get no new slots, separated by white space. It may change during the run."
     )

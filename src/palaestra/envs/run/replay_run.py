@@ -45,7 +45,7 @@ from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 
 HOST_SETTINGS = frozenset({
     "isolation", "require_sandbox", "host_ports", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
-    "workspace_store_bytes", "backend_options", "creates_per_s", "max_starting", "drain_file",
+    "workspace_store_bytes", "backend_options", "creates_per_s", "max_starting", "drain_file", "slot_prices",
     "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
     "docker_privileged", "singularity_image", "ssh_hosts", "ssh_user", "ssh_port", "ssh_key",
     "nomad_address", "nomad_token", "nomad_datacenter", "nomad_cpu", "nomad_memory", "nomad_scale_cooldown",

@@ -26,7 +26,7 @@ from palaestra.core.exits import DONE, TOO_MANY_FAILURES
 from palaestra.core.types import JSON, Task, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import UNSAID
-from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_short, save_evaluation
 from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, serve_limit
@@ -50,6 +50,7 @@ from palaestra.rollouts.schedule import read_timings
 from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.isolation.isolation_probe import WARNINGS
+from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Rung
 
 if TYPE_CHECKING:
@@ -373,7 +374,18 @@ class CommandRun:
             self.output.own.update(numbers(await self.reporting.own(environment)))
             return totals
         finally:
+            self.output.own.update(self._slot_usage())
             await context.workspaces.aclose()
+
+    def _slot_usage(self) -> dict[str, float]:
+        """The metrics of the slots' containers and sandboxes; none on this machine."""
+        pool, config = self.context.workspaces.pool, self.parsed.env_config
+        if not isinstance(pool, SlotPool) or pool.backend.name == "local":
+            return {}
+        from palaestra.sandbox.slot_usage import slot_usage  # local runs do not need it
+
+        prices = config.slot_prices if isinstance(config, HermesAgentEnvConfig) else {}
+        return slot_usage(pool.backend.stats(), prices)
 
     async def _run_groups(self, limit: int | None, on_group: OnGroup, gate: Gate | None = None) -> Totals:
         self.begun = True
@@ -506,10 +518,20 @@ def _print_verdict(
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     if found:
         lines.append(f"  {found} of {prepared} workspaces were prepared already on this machine")
+    lines += [f"  {line}" for line in _slots(figures)]
     lines += _files(output)
     if unfinished:
         lines.append(f"  {unfinished}; continue with --resume {output.folder.path}")
     stream.write("".join(f"{line}\n" for line in lines))
+
+
+def _slots(figures: dict[str, float]) -> Iterator[str]:
+    """What the slots used of each backend with containers."""
+    for backend in [name.split("/")[1] for name in figures if name.startswith("slots/") and name.endswith("/hours")]:
+        hours, begun = figures[f"slots/{backend}/hours"], int(figures[f"slots/{backend}/begun"])
+        cost = figures.get(f"slots/{backend}/cost")
+        price = "" if cost is None else f", cost {cost:.4f}"
+        yield f"slots in {backend}: {begun} containers for {hours:.3f} hours together{price}"
 
 
 def _files(output: RunOutput) -> list[str]:

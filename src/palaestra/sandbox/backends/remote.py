@@ -72,6 +72,8 @@ class Place(ServerBackend):
         self._backend = backend
         self._last_epoch = number * _EPOCHS
         self.opening = asyncio.Lock()
+        self.begun_at: float | None = None
+        """When its start began."""
         self._starting = asyncio.Lock()
 
     @property
@@ -142,7 +144,8 @@ class RemoteBackend(StartedBackend):
         """A file with the hosts that get no new slots, if it exists; it may change at any time."""
         self._failed_at: dict[str, float] = {}
         self._rung: Rung | None = None
-        self._lost = 0
+        self._lost = self._begun = 0
+        self._ended_s = 0.0
         self._started = False
 
     def begin_at(self, epoch: int) -> None:
@@ -197,6 +200,7 @@ class RemoteBackend(StartedBackend):
     async def aclose(self) -> None:
         """End every place with its slots and snapshots. Idempotent."""
         self._started = False
+        self._ended_s += sum(map(_age_s, self._places.values()))
         places, self._places = self._places, {}
         await asyncio.gather(*(place.aclose() for place in places.values()))
 
@@ -239,6 +243,9 @@ class RemoteBackend(StartedBackend):
         async with place.opening:
             if not place.is_up:
                 async with self.gate.entered():
+                    if place.begun_at is None:
+                        place.begun_at = time.monotonic()
+                        self._begun += 1
                     await place.start()
 
     async def destroy(self, slot: Slot) -> None:
@@ -289,6 +296,8 @@ class RemoteBackend(StartedBackend):
             "slots": sum(len(place.slots) for place in places),
             "lost": lost,
             "containers": len(places),
+            "containers_begun": self._begun,
+            "container_s": self._ended_s + sum(map(_age_s, places)),
         }
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
@@ -354,6 +363,7 @@ class RemoteBackend(StartedBackend):
             if place.idle and self._is_spare(place):
                 del self._places[number]
                 self._lost += int(place.stats()["lost"])
+                self._ended_s += _age_s(place)
                 await place.aclose()
 
     def _is_spare(self, place: Place) -> bool:
@@ -373,6 +383,10 @@ class RemoteBackend(StartedBackend):
         if len(self._hosts) > 1:
             _log.warning("%s host %s is left out for %g s: %s", self.name, host, _LEFT_OUT_S, error)
         self._failed_at[host] = time.monotonic()
+
+
+def _age_s(place: Place) -> float:
+    return 0.0 if place.begun_at is None else time.monotonic() - place.begun_at
 
 
 async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:

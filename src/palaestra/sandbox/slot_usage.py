@@ -1,0 +1,29 @@
+"""What the slots of a run have used of containers and sandboxes, and the price of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from palaestra.core.types import JSON
+
+
+def slot_usage(stats: Mapping[str, JSON], prices: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a run, from the statistics of its backend: for each backend with containers `slots/NAME/hours` of
+    them, `slots/NAME/begun`, and with a price of an hour `slots/NAME/cost`; `slots/cost` is the sum of those."""
+    found: dict[str, float] = {}
+    costs = []
+    for each in _backends(stats):
+        name, hours = each["backend"], float(each["container_s"]) / 3600
+        found[f"slots/{name}/hours"] = round(found.get(f"slots/{name}/hours", 0.0) + hours, 6)
+        found[f"slots/{name}/begun"] = found.get(f"slots/{name}/begun", 0.0) + int(each["containers_begun"])
+        if name in prices:
+            costs.append(hours * prices[name])
+            found[f"slots/{name}/cost"] = round(found.get(f"slots/{name}/cost", 0.0) + costs[-1], 6)
+    return found | ({"slots/cost": round(sum(costs), 6)} if costs else {})
+
+
+def _backends(stats: Mapping[str, JSON]) -> Iterator[Mapping[str, JSON]]:
+    if "container_s" in stats:
+        yield stats
+    for each in stats.get("backends", ()):
+        yield from _backends(each)
