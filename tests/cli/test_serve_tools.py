@@ -19,6 +19,7 @@ from palaestra.cli.serve_tools import executor_settings, read_token
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra.testing.fake_nomad import fake_nomad
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from palaestra.tools.serving.tool_server import ToolServer
@@ -78,6 +79,31 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
             assert process.stderr is not None
             assert "note: TOOL_EXECUTOR_JOB_ID has no effect: There is no job." in process.stderr.read()
             assert process.wait(30) == 0
+
+
+@pytest.mark.slots
+@pytest.mark.long
+def test_an_executor_has_its_slots_in_nomad() -> None:
+    async def scenario(url: str) -> None:
+        async with Client(url, "") as client:
+            assert await client.bash("t1", "echo here") == "here\n"
+
+    with fake_nomad() as nomad:
+        env = {
+            "PATH": "/usr/bin:/bin",
+            "TOOL_EXECUTOR_NOMAD_ADDRESS": nomad.url,
+            "TOOL_EXECUTOR_JOB_ID": "mine",
+            "TOOL_EXECUTOR_SLOTS": "2",
+            "TERMINAL_NOMAD_DRIVER": "raw_exec",
+        }
+        with serving("executor", "--slots", "2", "--toolset", "default", env=env) as (process, url):
+            assert list(nomad.jobs) == ["mine"]
+            asyncio.run(scenario(url))
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            assert "no effect" not in process.stderr.read()
+            assert process.wait(30) == 0
+        assert nomad.jobs == {}
 
 
 CLASSES = """

@@ -24,6 +24,7 @@ from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.agent.detached_subagents import Delegates
+    from palaestra.sandbox.slot import Backend
     from palaestra.tools.registry.registry import ToolRegistry
     from palaestra.tools.tool import Tool, ToolSchema
 
@@ -187,6 +188,7 @@ class _ExecutorOptions:
     slots: int | None
     isolation: str
     image: str | None
+    backend: str | None
     toolsets: tuple[str, ...]
     base_url: str | None
     model: str | None
@@ -215,8 +217,10 @@ class _ExecutorOptions:
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
 
     Variables: TOOL_EXECUTOR_ and ACQUIRE_TIMEOUT_S, ALLOW_NETWORK, REQUIRE_SANDBOX, TOOL_SERVER_URL, TOOL_SERVER_TOKEN,
-    TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS (reply, fail). Those of
-    other backends are accepted and reported as without effect.
+    TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS (reply, fail). With
+    NOMAD_ADDRESS, slots are in Nomad, and JOB_ID, IMAGE, SLOTS (of one container), MIN_CONTAINERS, MAX_CONTAINERS,
+    PRIVILEGED and PURGE_JOB_ON_SHUTDOWN are read too; otherwise they are reported as without effect. Settings of other
+    backends are those of a run (TERMINAL_*, PALAESTRA_ENV_*).
     """,
 )
 @_host
@@ -224,6 +228,7 @@ class _ExecutorOptions:
 @click.option("--slots", type=click.IntRange(min=1), help="Most slots at a time. Default: as memory allows, up to 512.")
 @click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
 @click.option("--image", help="The root file system of slots: a directory, a tar file or an OCI layout.")
+@click.option("--backend", metavar="NAME", help="Where slots are, as in a run. Default: here, or nomad if it is set.")
 @click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="May be given again. Default: all.")
 @click.option("--base-url", metavar="URL", help="The model server that sub-agents ask. Default: there are none.")
 @click.option("--model", metavar="NAME", help="Its model.")
@@ -241,7 +246,6 @@ def executor(**given: JSON) -> None:
 
 async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings) -> None:
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
-    from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.isolation.isolation_probe import WARNINGS
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.slot import SlotSpec
@@ -249,7 +253,7 @@ async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings)
     from palaestra.tools.serving.executor_service import ExecutorService
 
     stop = told_to_stop()
-    backend = LocalBackend.from_isolation(options.isolation, require_sandbox=settings.require_sandbox)
+    backend = _executor_backend(options, settings)
     policy = ToolExecutorConfig(
         **settings.model_dump(include={"allow_network", "require_sandbox", "tool_server_url", "tool_server_token"})
     )
@@ -273,6 +277,28 @@ async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings)
                 await stop.wait()
                 if left := await service.drain(options.drain_s):
                     click.echo(f"{left} calls had not ended after {options.drain_s:g} s and are killed", err=True)
+
+
+_OF_NOMAD = {
+    "nomad_address": "nomad_address", "job_id": "sandbox_job_id", "image": "sandbox_image",
+    "slots": "slots_per_container", "min_containers": "min_containers", "max_containers": "max_containers",
+    "privileged": "privileged", "purge_job_on_shutdown": "purge_job_on_shutdown",
+}  # fmt: skip
+"""The settings of Nomad, and their names in the settings of a run."""
+
+
+def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> Backend:
+    """The backend that `--backend` or the variables name. Raises `ConfigError`."""
+    from palaestra.envs.config.fields import HermesAgentEnvConfig
+    from palaestra.envs.config.layers import read_environ
+    from palaestra.sandbox.backends.registry import make_backend
+
+    own: dict[str, JSON] = {"isolation": options.isolation, "require_sandbox": settings.require_sandbox}
+    given = settings.model_fields_set
+    own |= {there: getattr(settings, name) for name, there in _OF_NOMAD.items() if name in given}
+    layers = [read_environ(os.environ, "env", HermesAgentEnvConfig), ConfigLayer("executor", own)]
+    config = merge(HermesAgentEnvConfig, layers).value
+    return make_backend(options.backend or ("nomad" if settings.nomad_address else config.slot_backend), config)
 
 
 async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
@@ -342,7 +368,7 @@ def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
         if name not in ExecutorSettings.model_fields:
             known = (_PREFIX + each.upper() for each in ExecutorSettings.model_fields)
             raise ConfigError(f"environment: {variable} sets nothing.{nearest(variable, known)}")
-        if not has_effect(ExecutorSettings, name):
+        if not has_effect(ExecutorSettings, name) and not ("nomad_address" in variables and name in _OF_NOMAD):
             why = str(ExecutorSettings.model_fields[name].description).removesuffix(" (no effect yet)")
             click.echo(f"note: {variable} has no effect: {why}", err=True)
     values = {name: given[variable] for name, variable in variables.items()}

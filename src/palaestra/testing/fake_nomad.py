@@ -380,7 +380,8 @@ class FakeNomad:
                     request.transport.abort()
                 if fault.status is not None:
                     return web.Response(status=fault.status, text=fault.text, headers=fault.headers)
-        if self.token is not None and request.headers.get("X-Nomad-Token") != self.token:
+        open_to_all = request.path.startswith("/v1/status/")
+        if self.token is not None and not open_to_all and request.headers.get("X-Nomad-Token") != self.token:
             return web.Response(status=403, text="Permission denied")
         try:
             return await handler(request)

@@ -372,5 +372,5 @@ def test_the_specification_forwards_every_setting() -> None:
     assert (group["Name"], group["Count"], task["Name"], task["Driver"]) == ("sandbox", 1, "sandbox-server", "docker")
     assert task["Resources"] == {"CPU": 700, "MemoryMB": 900}
     assert (task["Config"]["image"], task["Config"]["privileged"]) == ("i:1", True)
-    assert "${" not in task["Config"]["args"][3], "Nomad would replace it"
+    assert not {"${", "%{"} & {task["Config"]["args"][3][n : n + 2] for n in range(9000)}, "templates of Nomad's"
     assert "t0ken" not in json.dumps(task["Config"])

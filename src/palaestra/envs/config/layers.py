@@ -72,6 +72,7 @@ _SLOT_VARIABLES = {
     "TERMINAL_MODAL_GPU": "modal_gpu",
     "TERMINAL_MODAL_CPU": "modal_cpu",
     "TERMINAL_MODAL_MEMORY": "modal_memory",
+    "NOMAD_ADDR": "nomad_address",
     "TERMINAL_NOMAD_ADDRESS": "nomad_address",
     "TERMINAL_NOMAD_IMAGE": "sandbox_image",
     "TERMINAL_NOMAD_DRIVER": "driver",

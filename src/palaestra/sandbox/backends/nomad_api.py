@@ -56,6 +56,7 @@ class NomadAPI:
         """Raise `ConfigError` if the agent does not answer or refuses the token."""
         try:
             leader, _ = await self._send("GET", "/v1/status/leader", None, {}, _TIMEOUT_S)
+            await self._send("GET", "/v1/jobs", None, {"prefix": "palaestra-check"}, _TIMEOUT_S)
         except TransientFailure as failure:
             raise ConfigError(
                 f"Nomad at {self.address} does not answer: {failure.problem}. Start it, or set nomad_address"
