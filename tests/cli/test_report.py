@@ -10,6 +10,7 @@ from recorded import write_run
 
 from palaestra.cli.main import main
 from palaestra.core.types import Blame, Outcome
+from palaestra.rollouts.export.html import _own_figures
 from palaestra.rollouts.records import Beside, Group, Trajectory
 
 
@@ -79,6 +80,12 @@ def test_empty_and_repeated_details_are_left_out_and_markdown_is_styled(page: st
     assert page.count("<dt>tests</dt>") == 4, "once for each rollout"
     assert '<span class="t-bold"># Title' in page
     assert '<span class="t-bold">**bold**</span> and <span class="t-code">`code`</span>' in page
+
+
+def test_figures_that_the_table_has_are_not_repeated() -> None:
+    own = {"eval/planned": 4.0, "eval/pass@1": 0.5, "eval/pass@1/low": 0.1, "eval/category/a/mean_reward": 1.0}
+    assert _own_figures({**own, "eval/seconds": 3.0}) == {"eval/seconds": 3.0}
+    assert _own_figures({"eval/mean_reward": 1.0}) == {"eval/mean_reward": 1.0}, "the environment's own"
 
 
 def test_open_or_close_all_reaches_the_conversations(page: str) -> None:

@@ -207,7 +207,7 @@ class Runner:
         if self._engine_failures >= GIVE_UP_AFTER:
             raise EngineUnavailable(
                 f"every rollout of {self._engine_failures} groups in a row failed at the model server, the last with: "
-                f"{group.trajectories[-1].error}. Finished rollouts are kept; check the server and start again"
+                f"{group.trajectories[-1].error.rstrip('.')}. Check the server and resume the run; nothing is lost"
             )
 
 

@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 Drive: TypeAlias = Callable[[Runner], Awaitable[Totals]]
 
+_COUNTS = ("groups", "groups_failed", "rollouts", "rollouts_planned", "scored")
+
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
@@ -83,7 +85,7 @@ class RunReport:
             "id": self.folder.name,
             "state": self.reason,
             "exit_code": self.exit_code,
-            **{name: int(metrics.get(name, 0)) for name in ("groups", "groups_failed", "rollouts", "scored")},
+            **{name: int(metrics.get(name, 0)) for name in _COUNTS},
             "mean_reward": metrics.get("reward/mean"),
             "metrics": metrics,
             "groups_file": str(self.groups) if self.groups.is_file() else None,
@@ -493,8 +495,7 @@ def _print_verdict(
     stream: TextIO,
 ) -> None:
     """Report how the run ended: its score and what that covers, the failures by cause, its files."""
-    names = ("groups", "groups_failed", "rollouts", "rollouts_planned", "scored")
-    groups, failed, rollouts, planned, scored = (int(figures.get(name, 0)) for name in names)
+    groups, failed, rollouts, planned, scored = (int(figures.get(name, 0)) for name in _COUNTS)
     outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
     counts = f"{groups} groups ({failed} failed), {rollouts} rollouts{f' ({outcomes})' if outcomes else ''}"
     lines = [f"{reason} after {duration(seconds)}: {counts}"]

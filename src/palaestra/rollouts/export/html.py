@@ -201,6 +201,7 @@ def diff_spans(text: str) -> Iterator[StyledText]:
         yield StyledText(printable(line), "t-hunk" if line.startswith(("+++", "---", "diff ")) else css)
 
 
+_IN_TABLE = re.compile(r"/(pass@\d+|mean_reward|pass_rate|scored|planned|tasks|attempts|unscored|tasks_not_run)(/|$)")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _HEADING = re.compile(r"^#{1,6} ")
 _STYLED = re.compile(r"(?P<code>`[^`\n]+`)|(?P<bold>\*\*[^*\n]+\*\*)")
@@ -331,7 +332,7 @@ def write_report(
         numbers=figures.numbers(),
         outcomes=figures.outcomes.most_common(),
         scores=_score_table(figures),
-        own=[(printable(name), f"{value:.6g}") for name, value in (own or {}).items()],
+        own=[(printable(name), f"{value:.6g}") for name, value in _own_figures(own or {}).items()],
         causes=[printable(cause.line()) for cause in causes],
         settings=_settings(config or {}),
         style=Markup(style),  # noqa: S704 - our own file
@@ -360,6 +361,13 @@ def _score_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
             cells.append(f"{scores[name]:.3f}{in_words(bounds)}{'' if few == scores['tasks'] else f', {few} tasks'}")
         rows.append(cells)
     return ["", "tasks", "scored", *(name.replace("_", " ") for name in metrics)], rows
+
+
+def _own_figures(own: Mapping[str, float]) -> Mapping[str, float]:
+    """The environment's own metrics, without those of an evaluation that the table of scores has."""
+    if "eval/planned" not in own:
+        return own
+    return {name: value for name, value in own.items() if not _IN_TABLE.search(name)}
 
 
 def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
