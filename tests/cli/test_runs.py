@@ -80,7 +80,7 @@ def test_a_resumed_run_can_be_extended(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["resume", "last", "--env.n", "3"]) == 0
     said = capsys.readouterr().err
     assert "2 groups are kept from before" in said
-    assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("[")] == ["[3] w2"]
+    assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("[")] == ["[3/3] w2"]
     assert [group.task_id for group in open_run().groups] == ["w0", "w1", "w2"]
     assert main(["run", "my_env.py", "--policy", "oracle", "--group", "2", "--env.seed", "7", "--resume", "last"]) == 0
     assert len(list(Path("runs").glob("*/*"))) == 1
