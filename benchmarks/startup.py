@@ -3,7 +3,7 @@
 Each command is a process of its own. Reported is the processor time of the process with its children, which does not
 depend on what else the machine does, and beside it the wall time. The five-task run plays the reference solutions of an
 environment with one command each. `inspect --help` (inspect_ai) and `vf-eval --help` (verifiers) are the peers; they
-are left out where they are not installed.
+are left out where they are not installed (an environment of their own on PATH will do).
 """
 
 from __future__ import annotations
@@ -33,12 +33,26 @@ async def right(task, sandbox):
     return "hi" in await sandbox.read_text("answer.txt", missing="")
 """
 
+CLASS_ENVIRONMENT = """
+from palaestra import HermesAgentBaseEnv
+
+class WordsEnv(HermesAgentBaseEnv):
+    name = "words"
+    async def setup(self): self.left = [{"prompt": "p"}]
+    async def get_next_item(self): return self.left.pop() if self.left else None
+    def format_prompt(self, item): return item["prompt"]
+    async def compute_reward(self, item, result, ctx): return 1.0
+    async def evaluate(self): pass
+"""
+
 PALAESTRA = (sys.executable, "-m", "palaestra.cli.main")
 COMMANDS = {
     "palaestra --help": ("--help",),
     "palaestra run --help": ("run", "--help"),
     "palaestra run my_env.py --help": ("run", "my_env.py", "--help"),
     "palaestra run my_env.py --polcy x": ("run", "my_env.py", "--polcy", "x"),
+    "palaestra run class_env.py --polcy x": ("run", "class_env.py", "--polcy", "x"),
+    "palaestra run class_env.py --env.bogus x": ("run", "class_env.py", "--env.bogus", "x"),
     "palaestra runs": ("runs",),
     "palaestra run my_env.py --policy oracle": ("run", "my_env.py", "--policy", "oracle"),
 }
@@ -46,6 +60,7 @@ CEILINGS_S = {
     "palaestra run --help": 0.35,
     "palaestra run my_env.py --help": 0.35,
     "palaestra run my_env.py --polcy x": 0.35,
+    "palaestra run class_env.py --polcy x": 0.35,
     "palaestra run my_env.py --policy oracle": 1.2,
 }
 PEERS = ("inspect", "vf-eval")
@@ -63,6 +78,7 @@ def main() -> int:
     options = measure.parse_options(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "my_env.py").write_text(ENVIRONMENT)
+        (Path(folder) / "class_env.py").write_text(CLASS_ENVIRONMENT)
         cases: dict[str, Callable[[], measure.Sample]] = {
             name: partial(sample, (*PALAESTRA, *words), folder) for name, words in COMMANDS.items()
         }

@@ -19,6 +19,17 @@ def words(n: int = 2):
 @words.score
 def right(task): return 1
 """
+CLASS_ENV = """
+from palaestra import HermesAgentBaseEnv
+
+class WordsEnv(HermesAgentBaseEnv):
+    name = "words"
+    async def setup(self): self.left = [{"prompt": "p"}]
+    async def get_next_item(self): return self.left.pop() if self.left else None
+    def format_prompt(self, item): return item["prompt"]
+    async def compute_reward(self, item, result, ctx): return 1.0
+    async def evaluate(self): pass
+"""
 SCRIPT = f"""
 import sys
 from palaestra.cli.main import main
@@ -34,12 +45,16 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
         (["run", "my_env.py", "--help"], 0),
         (["run", "my_env.py", "--show-config"], 0),
         (["run", "my_env.py", "--polcy", "x"], 2),
+        (["run", "class_env.py", "--polcy", "x"], 2),
+        (["run", "class_env.py", "process", "--policy", "oracle", "--gruop=2"], 2),
+        (["eval", "terminal_test", "--polcy", "x"], 2),
         (["run", "my_env.py", "--env.n", "many"], 2),
         (["runs"], 0),
     ],
 )
 def test_flags_are_checked_before_anything_heavy_is_loaded(words: list[str], code: int, tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text(ENV)
+    (tmp_path / "class_env.py").write_text(CLASS_ENV)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True, check=True
     )

@@ -43,6 +43,9 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
     @click.pass_context
     def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
         environment, others = first_word([environment, *settings], "ENV")
+        from palaestra.envs.config.command_line import check_general_flags
+
+        check_general_flags(others)
         from palaestra.envs.config.layers import exported, read_dotenv
         from palaestra.envs.discovery import load_environment
         from palaestra.envs.run.command import run_command

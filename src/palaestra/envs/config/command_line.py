@@ -448,6 +448,17 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
     yield f"{problem} hermes is used instead"
 
 
+def check_general_flags(argv: Sequence[str]) -> None:
+    """Raise `ConfigError` for a misspelt flag of those that every environment has. It needs no environment, whose
+    loading may take long."""
+    general, written = (*_OWN, *SHORT_FORMS), {word.partition("=")[0] for word in argv if _is_flag(word)}
+    if not written.isdisjoint(("--help", "-h", "--help-all")):
+        return
+    for flag in sorted(written.difference(general)):
+        if not flag.startswith(("--env.", "--openai.")) and (hint := nearest(flag, general)):
+            raise ConfigError(f"unknown flag {flag}.{hint}")
+
+
 def _is_flag(word: str) -> bool:
     """`--name…`, `-h`, `-m` or `-o`; `-1` and `- text` are values."""
     return word in ("-h", "-m", "-o") or re.match(r"--[A-Za-z]", word) is not None
