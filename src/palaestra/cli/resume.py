@@ -43,7 +43,7 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     """Continue a run with its recorded settings, which those given replace; returns the exit code."""
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.origin import is_ours
-    from palaestra.envs.run.replay_run import HOST_SETTINGS, recorded_form, where_it_ran
+    from palaestra.envs.run.replay_run import HOST_SETTINGS, REACHING_SETTINGS, recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.status import RunReader
 
@@ -58,7 +58,13 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     verb = str(recorded.get("command") or "process")
     form = recorded_form(recording, None)
     if not is_ours(recording):
-        env = {name: value for name, value in dict(recorded.get("env") or {}).items() if name not in HOST_SETTINGS}
-        recorded = {**recorded, "env": env}
+        foreign = HOST_SETTINGS | REACHING_SETTINGS
+        env = {name: value for name, value in dict(recorded.get("env") or {}).items() if name not in foreign}
+        recorded = {**recorded, "env": env, "openai": []}
+        click.echo(
+            "note: this run was not recorded here, or its records have changed: settings of this machine, the model "
+            "and other servers are not taken from it; give them again",
+            err=True,
+        )
     with where_it_ran(recorded):
         return run_command(form, [verb, "--resume", str(folder), *settings], prog=prog, recorded=recorded)
