@@ -51,6 +51,21 @@ def test_all_forms_of_lines() -> None:
     assert update.line == 11
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ('["a", "b"]', ["a", "b"]),
+        ("[ -d /app ] || mkdir /app", None),
+        ("[[ a == a ]]", None),
+        ("a", None),
+        ("[1]", None),
+    ],
+)
+def test_the_exec_form(arguments: str, words: list[str] | None) -> None:
+    (_, run) = parse(f"FROM x\nRUN {arguments}\n")
+    assert run.exec_form == words
+
+
 def test_how_commands_start() -> None:
     config = image_config(parse(LONG))
     assert config.env == {"A": "1", "B": "two words", "C": "ada-x", "OLD": "the rest of  it"}

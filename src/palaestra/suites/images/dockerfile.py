@@ -41,15 +41,21 @@ class Instruction:
     heredocs: tuple[Heredoc, ...] = ()
     line: int = 0
 
+    @property
+    def exec_form(self) -> list[str] | None:
+        """The arguments in the JSON form; None for the shell form, which may begin with `[` too: `[ -d /app ]`."""
+        if not self.arguments.startswith("["):
+            return None
+        try:
+            words = json.loads(self.arguments)
+        except ValueError:
+            return None
+        return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+
     def words(self) -> list[str]:
         """The arguments as a list, from the JSON form or the shell form."""
-        if self.arguments.startswith("["):
-            try:
-                words = json.loads(self.arguments)
-            except ValueError:
-                words = None
-            if isinstance(words, list) and all(isinstance(word, str) for word in words):
-                return words
+        if (words := self.exec_form) is not None:
+            return words
         try:
             return shlex.split(self.arguments)
         except ValueError as error:

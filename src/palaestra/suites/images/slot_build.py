@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import io
 import os
+import shlex
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,10 +55,14 @@ async def build_in_slot(slot: Slot, recipe: ImageRecipe) -> ImageConfig:
 async def _run(
     slot: Slot, each: Instruction, config: ImageConfig, variables: dict[str, str], shell: list[str], timeout_s: float
 ) -> None:
-    if each.arguments.startswith("["):
-        argv = each.words()
-    elif each.heredocs and each.arguments.startswith("<<"):
-        argv = [*shell, each.heredocs[0].text]
+    script = b""
+    if (words := each.exec_form) is not None:
+        argv = words
+    elif each.heredocs and each.arguments.startswith("<<") and len(each.arguments.split()) == 1:
+        text = each.heredocs[0].text
+        argv = [*shell, text]
+        if text.startswith("#!"):
+            argv, script = [*shlex.split(text[2:].partition("\n")[0]), "/dev/stdin"], text.encode()
     else:
         documents = "".join(f"\n{document.text}{document.name}" for document in each.heredocs)
         argv = [*shell, f"{each.arguments}{documents}"]
@@ -68,6 +73,7 @@ async def _run(
         cwd=config.workdir,
         env=variables,
         timeout_s=timeout_s,
+        stdin=script,
         shown=2000,
     )
 
