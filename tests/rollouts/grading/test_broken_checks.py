@@ -65,3 +65,53 @@ def test_a_check_that_always_fails_is_the_graders_fault(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("faulty_env.py").write_text(FAULTY)
     assert main(["run", "faulty_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 3
+
+
+EXHAUSTING = """
+from palaestra import Limits, Task, environment
+
+ATTACKS = {
+    "honest": "echo 4 > answer.txt",
+    "deep": "echo 'import os\\nfor _ in range(3000): os.mkdir(\\"d\\"); os.chdir(\\"d\\")' > deep.py; python3 deep.py",
+    "many": "mkdir many; cd many; seq 30000 | xargs mkdir",
+    "no-place": "head -c 1G /dev/zero > fill; seq 200000 | xargs touch",
+    "endless-device": "ln -sf /dev/zero answer.txt",
+    "terminal": "ln -sf /dev/tty answer.txt; ln -sf /dev/stdin check.sh",
+    "socket": "rm answer.txt; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\\"answer.txt\\")'",
+    "circle": "ln -sf answer.txt answer.txt; ln -sf . loop",
+    "sparse": "truncate -s 900G answer.txt",
+    "closed": "chmod 000 . answer.txt",
+    "waiting": "rm answer.txt; mkfifo answer.txt check.sh listing",
+}
+
+@environment(toolsets=["terminal"])
+def exhausting():
+    for name, command in ATTACKS.items():
+        limits = Limits(disk_bytes=64 << 20)
+        yield Task(id=name, prompt="?", files={"answer.txt": "0"}, solution=command, limits=limits)
+
+@exhausting.score
+async def right(task, sandbox):
+    await sandbox.write_text("check.sh", "cat answer.txt")
+    done = await sandbox.execute("sh check.sh; ls -R . > listing; du -s .", timeout_s=20)
+    if done.metadata["timeout"]:
+        raise TimeoutError("the check did not end")
+    return float(int(await sandbox.read_text("answer.txt")) == 4)
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_work_that_exhausts_or_hangs_its_check_scores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attack gets a score, and no rollout beside it is lost."""
+    monkeypatch.chdir(tmp_path)
+    Path("exhausting_env.py").write_text(EXHAUSTING)
+    assert main(["run", "exhausting_env.py", "--policy", "oracle", "--env.group_size", "2"]) == 0
+    scores = {}
+    for line in Path("data/exhausting.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        scores[row["task_id"]] = row["scores"]
+    assert scores.pop("honest") == [1.0, 1.0]
+    assert len(scores) == 10
+    assert set(map(tuple, scores.values())) == {(0.0, 0.0)}, scores
