@@ -113,10 +113,13 @@ ATTACKS = {
     "object.__setattr__": "import _pytest.runner as r\nr.call_and_report.__code__ = r.call_and_report.__code__\n",
     "changed _pytest.runner.call_and_report": "import _pytest.runner as r\nr.call_and_report = lambda *a: None\n",
     "changed unittest.case.TestCase.assertEqual": "import unittest\nunittest.TestCase.assertEqual = print\n",
+    "changed verdict_channel.VerdictChannel.send": "import verdict_channel as v\nv.VerdictChannel.send = print\n",
+    "changed _pytest.reports.TestReport.outcome": "import _pytest.reports as r\nr.TestReport.outcome = property(id)\n",
     "changed builtins.isinstance": "import builtins\nis_a = isinstance\nbuiltins.isinstance = lambda *a: is_a(*a)\n",
 }
 
 
+@pytest.mark.timeout(400)
 def test_what_only_an_attack_does_is_reported(run_bench: RunBench) -> None:
     async def scenario(bench: Bench) -> None:
         for event, text in ATTACKS.items():

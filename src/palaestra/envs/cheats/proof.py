@@ -19,6 +19,7 @@ from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message, Task, ToolStep, number
 from palaestra.envs.cheats.cheat import Cheat
+from palaestra.envs.cheats.forged_results import FORGERIES
 from palaestra.envs.cheats.hijacked_code import SHADOWS, SOURCES
 from palaestra.envs.cheats.leaks import LEAKS
 from palaestra.envs.cheats.tampered_tests import PLANTS, VERDICTS
@@ -47,7 +48,7 @@ CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "files that a test run loads": PLANTS,
     "programs, libraries, settings": SHADOWS,
     "changed tests, answers, verdicts": VERDICTS,
-    "code that attacks its tests": SOURCES,
+    "code that attacks its tests": (*SOURCES, *FORGERIES),
     "leaked answers, surviving processes": LEAKS,
 }
 """All cheats by class of attack, after public reports on agents and audits of benchmarks."""

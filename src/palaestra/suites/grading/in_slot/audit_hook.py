@@ -27,6 +27,7 @@ _WATCHED = frozenset(
         "sys.settrace",
         "sys.setprofile",
         "sys.addaudithook",
+        "sys.monitoring.register_callback",
         "code.__new__",
         "object.__setattr__",
         "open",
@@ -45,7 +46,9 @@ _WATCHED = frozenset(
 )
 _OF_PROCESSES = ("/mem", "/maps", "/smaps", "/environ", "/fd", "/fdinfo", "/pagemap", "/auxv", "/cmdline")
 _MOST_FRAMES = 8
-_FRAMEWORK = ("_pytest", "pytest", "pluggy", "unittest")
+_FRAMEWORK = ("_pytest", "pytest", "pluggy", "unittest", "verdict_channel", "audit_hook", "pytest_reporter", "__main__")
+"""Modules whose functions the work has no reason to replace. `__main__` is the harness."""
+_RESULTS = ("_pytest.reports.", "_pytest.runner.", "verdict_channel.", "unittest.result.", "unittest.case.")
 
 
 class _Here(Exception):
@@ -108,8 +111,8 @@ class Framework:
     """The functions of the test framework and of `builtins` as they were before the workspace's code ran."""
 
     def __init__(self, channel: VerdictChannel) -> None:
-        self._channel = channel
-        self._owners: list[tuple[str, object, dict[str, object]]] = []
+        self._send = channel.send
+        self._owners: list[tuple[str, object, dict[str, object], frozenset[str]]] = []
         self._reported: set[str] = set()
         legacy = sys.modules.get("_pytest.legacypath")
         self._own = [each for each in vars(legacy).values() if callable(each)] if legacy is not None else []
@@ -122,14 +125,21 @@ class Framework:
 
     def _add(self, name: str, owner: object) -> None:
         kept = {key: value for key, value in vars(owner).items() if callable(value) or hasattr(value, "__get__")}
-        self._owners.append((name, owner, kept))
+        self._owners.append((name, owner, kept, frozenset(vars(owner))))
 
     def check(self) -> None:
-        """Report what was replaced."""
-        for name, owner, before in self._owners:
+        """Report what was replaced, and attributes that were added to classes of results."""
+        for name, owner, before, known in self._owners:
             now = vars(owner)
+            for key in now if isinstance(owner, type) and name.startswith(_RESULTS) else ():
+                if key not in known:
+                    self._report(f"{name}.{key}")
             for key, value in before.items():
                 changed = now.get(key) is not value and not any(now.get(key) is each for each in self._own)
-                if changed and f"{name}.{key}" not in self._reported:
-                    self._reported.add(f"{name}.{key}")
-                    self._channel.send("alarm", event=f"changed {name}.{key}", path="")
+                if changed:
+                    self._report(f"{name}.{key}")
+
+    def _report(self, name: str) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            self._send("alarm", event=f"changed {name}", path="")

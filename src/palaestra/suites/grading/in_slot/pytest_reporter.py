@@ -44,7 +44,7 @@ class Reporter:
     """
 
     def __init__(self, channel: VerdictChannel, parameters: list[str] | None = None) -> None:
-        self._channel = channel
+        self._send = channel.send
         self._parameters = None if parameters is None else frozenset(["", *parameters])
         self._framework = audit_hook.Framework(channel)
         self._failures: dict[tuple[str, str], dict[str, object]] = {}
@@ -52,7 +52,7 @@ class Reporter:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._channel.send("collect", node_id=report.nodeid, message=_short(report.longrepr))
+            self._send("collect", node_id=report.nodeid, message=_short(report.longrepr))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self._parameters is not None:
@@ -61,7 +61,7 @@ class Reporter:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._framework.check()
-        self._channel.send("collected", node_ids=[item.nodeid for item in session.items])
+        self._send("collected", node_ids=[item.nodeid for item in session.items])
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         """Remember where in the test's own file the exception passed.
@@ -76,7 +76,7 @@ class Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
             return
-        self._channel.send(
+        self._send(
             "test",
             node_id=report.nodeid,
             when=report.when,
@@ -89,7 +89,7 @@ class Reporter:
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._framework.check()
-        self._channel.send("finish", exit_status=int(exitstatus), tests=session.testscollected)
+        self._send("finish", exit_status=int(exitstatus), tests=session.testscollected)
 
 
 def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException], *, brief: bool) -> dict[str, object]:
