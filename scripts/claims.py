@@ -10,6 +10,7 @@ A claim holds at an isolation level if each of its tests promises it there (`con
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -112,6 +113,7 @@ Results = dict[str, dict[str, list[int]]]
 """By claim and level (`host` for claims about the host): how many tests hold, and how many were run there."""
 
 
+@functools.cache
 def promises() -> dict[str, tuple[str, ...]]:
     """The levels that each attack on a slot names, by `file:test`."""
     found = {}
