@@ -216,6 +216,7 @@ class EnvironmentProof:
         played = [(task, trajectory) for task, group in groups for trajectory in group.trajectories]
         rewards = tuple(trajectory.reward for _, trajectory in played)
         errors = [group.error for _, group in groups] + [trajectory.error for _, trajectory in played]
+        errors += [str(trajectory.detail.get("tampering") or "") for _, trajectory in played if name == "oracle"]
         error = next(filter(None, errors), "")
         good = len(played) == len(groups)  # a task without a rollout proves nothing
         if name == "oracle":

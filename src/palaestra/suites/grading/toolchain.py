@@ -177,7 +177,7 @@ async def install_editable(
     # The host's certificates, if the slot has them, so that an index behind a private authority is trusted.
     trust = {"PIP_CERT": CERTIFICATES} if await slot.stat(CERTIFICATES) else {}
     variables = {"PIP_NO_CACHE_DIR": "1", **trust, **(env or {})}
-    await _in_slot(slot, [python, "-m", "venv", "--symlinks", VENV_DIR], "/", 120.0, variables)
+    await _in_slot(slot, [python, "-m", "venv", "--symlinks", VENV_DIR], "/", timeout_s, variables)
     pip = [f"{VENV_DIR}/bin/python", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
     extras = [name[2:-1] for name in install.requirements if name.startswith(".[")]
     repository = f"{repo_dir}[{','.join(extras)}]" if extras else repo_dir
