@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
-    from palaestra.envs.run.session import Session, SyncSession
+    from palaestra.envs.run.session import Play, Session, SyncPlay, SyncSession
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
@@ -209,6 +209,7 @@ __all__ = [
     "NetworkPolicy",
     "Outcome",
     "PalaestraError",
+    "Play",
     "PrepareError",
     "Prepared",
     "Prices",
@@ -239,6 +240,7 @@ __all__ = [
     "SweBuildOptions",
     "SweSmithOracleEnv",
     "SweSmithOracleEnvConfig",
+    "SyncPlay",
     "SyncSandbox",
     "SyncSession",
     "Task",
@@ -368,6 +370,7 @@ _MODULES = {
     "NetworkPolicy": "core.types",
     "Outcome": "core.types",
     "PalaestraError": "core.errors",
+    "Play": "envs.run.session",
     "PrepareError": "core.errors",
     "Prepared": "sandbox.snapshots.cache",
     "Prices": "core.types",
@@ -398,6 +401,7 @@ _MODULES = {
     "SweBuildOptions": "suites.swe.authoring.build_tasks:BuildOptions",
     "SweSmithOracleEnv": "suites.swe.swe_smith_oracle",
     "SweSmithOracleEnvConfig": "suites.swe.swe_smith_oracle",
+    "SyncPlay": "envs.run.session",
     "SyncSandbox": "sandbox.sandbox",
     "SyncSession": "envs.run.session",
     "TOOLSET_REQUIREMENTS": "tools.registry.catalog",

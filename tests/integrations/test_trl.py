@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,10 +79,11 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer_of(
-    folder: Path, env: object, func: Any, *, steps: int, rollouts: int = 8, group: int = 4, **args: Any
+    folder: Path, env: object, func: Any = None, *, steps: int, rollouts: int = 8, group: int = 4, factory: Any = None
 ) -> Any:
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
+    from trl.chat_template_utils import qwen3_template
 
     args = GRPOConfig(
         "out",
@@ -96,13 +98,18 @@ def trainer_of(
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
+        max_completion_length=192,
+        max_tool_calling_iterations=2,
     )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.response_template = qwen3_template
     return GRPOTrainer(
         model=str(folder),
         args=args,
         train_dataset=integration.dataset(env),
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        processing_class=tokenizer,
         rollout_func=func,
+        environment_factory=factory,
         reward_funcs=integration.reward,
     )
 
@@ -175,6 +182,41 @@ class TestTraining:
         trainer = trainer_of(folder, half(), func, steps=1)
         with pytest.raises(ConfigError, match="train_dataset"):
             func([[{"role": "user", "content": "Say something"}]], trainer)
+
+    def test_trl_plays_the_rollouts_itself(self, folder: Path) -> None:
+        factory = integration.environment_factory(note())
+        trainer = trainer_of(folder, note(), factory=factory, steps=STEPS, rollouts=ROLLOUTS, group=16)
+        trainer.train()
+        factory.close()
+        rewards = logged(trainer, "reward")
+        assert len(rewards) == STEPS
+        assert statistics.mean(rewards[-3:]) > statistics.mean(rewards[:3]) + 0.1, rewards
+        assert logged(trainer, "tools/call_frequency")[-1] > 0.2
+        run = palaestra.open_run(factory.path)
+        assert (run.status.state, run.metrics["rollouts"]) == ("done", STEPS * ROLLOUTS)
+        assert run.mean_reward == pytest.approx(statistics.mean(rewards), abs=1e-4)
+
+
+class TestEnvironmentFactory:
+    def test_tools_are_methods_with_our_schema(self) -> None:
+        factory = integration.environment_factory(palaestra.count_lines(n=2))
+        try:
+            played = factory()
+            signature = inspect.signature(played.terminal)  # type: ignore[attr-defined]
+            assert next(iter(signature.parameters)) == "command"
+            assert signature.parameters["command"].annotation is str
+            assert "    command: " in (played.terminal.__doc__ or "")  # type: ignore[attr-defined]
+            played.reset(prompt=[{"role": "user", "content": "?", "task_id": "lines-1"}])
+            assert '"exit_code": 0' in played.terminal(command="wc -l < a.txt > answer.txt")  # type: ignore[attr-defined]
+            assert integration.reward(completions=[[{"role": "assistant", "content": "1"}]], environments=[played]) == [
+                1.0
+            ]
+            played.reset(prompt=[{"role": "user", "content": "?", "task_id": "lines-0"}])
+            played.reset(prompt=[{"role": "user", "content": "?", "task_id": "lines-1"}])
+            assert integration.reward(completions=[[]], environments=[played]) == [0.0]
+        finally:
+            factory.close()
+        assert palaestra.open_run(factory.path).metrics["rollouts"] == 3
 
 
 def test_a_rollout_of_several_rows_is_refused() -> None:

@@ -15,13 +15,15 @@ Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import palaestra
-from palaestra import JSON, APIServerConfig, ConfigError, ExportedRow, Group, Session, SyncSession, Trajectory
+from palaestra import JSON, APIServerConfig, ConfigError, ExportedRow, Group, Session, SyncPlay, SyncSession, Trajectory
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,15 +54,115 @@ def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings:
     return RolloutFunc(env, max_difference, settings)
 
 
-def reward(*, completions: Sequence[object], **columns: Any) -> list[float | None]:
+def reward(*, completions: Sequence[Any], **columns: Any) -> list[float | None]:
     """The environment's rewards, as a reward function of TRL; None for an unscored rollout."""
-    rewards: list[float | None] = columns["reward"]
+    if (environments := columns.get("environments")) is not None:
+        rewards = [each._finish(said) for each, said in zip(environments, completions, strict=True)]
+    else:
+        rewards = columns["reward"]
     if (log := columns.get("log_metric")) is not None:
         log("unscored", rewards.count(None) / len(rewards))
-        differences = [each for each in columns["logprob_difference"] if each is not None]
+        differences = [each for each in columns.get("logprob_difference", ()) if each is not None]
         if differences:
             log("logprob_difference", max(differences))
     return rewards
+
+
+class EnvironmentFactory:
+    """What `environment_factory` returns: each call makes an environment in TRL's sense, for one rollout at a time.
+    `close` ends the run, `path` is its folder."""
+
+    def __init__(self, env: object, settings: Mapping[str, Any]) -> None:
+        self._opened = ExitStack()
+        self._session = self._opened.enter_context(Session(env, **settings))
+        self.path = self._session.path
+        try:
+            if not (first := self._session.tasks(1)):
+                raise ConfigError("The environment has no tasks.")
+            tools = {each["function"]["name"]: _method(each["function"]) for each in self._session.tools(first[0])}
+        except BaseException:
+            self.close()
+            raise
+        self._kind: type[_Environment] = type("Played", (_Environment,), tools)
+
+    def __call__(self) -> _Environment:
+        return self._kind(self._session)
+
+    def close(self) -> None:
+        """End the run; rollouts that were not scored are cancelled. Idempotent."""
+        self._opened.close()
+
+
+def environment_factory(env: object, **settings: Any) -> EnvironmentFactory:
+    """An `environment_factory` for `env`: TRL's own loop samples and calls our tools, in a slot per rollout; `reward`
+    seals and grades the work. `settings` are those of `palaestra.Session`.
+
+    All tasks have the tools of the first one. Each rollout holds its slot until it is graded, so `slots` must be at
+    least the rollouts of one generation.
+    """
+    return EnvironmentFactory(env, settings)
+
+
+class _Environment:
+    """One rollout after the other, played by TRL. A subclass has the tools as methods."""
+
+    def __init__(self, session: SyncSession) -> None:
+        self._session = session
+        self._play: SyncPlay | None = None
+
+    def reset(self, **row: Any) -> None:
+        """Begin a rollout of the row's task."""
+        if self._play is not None:  # TRL did not ask for its reward
+            self._play.finish()
+        self._play = self._session.play(_task_id(row["prompt"]))
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        assert self._play is not None, "TRL resets an environment before it calls a tool"
+        return self._play.call(name, {key: value for key, value in arguments.items() if value is not None})
+
+    def _finish(self, completion: Any) -> float | None:
+        """Grade the rollout; None if it cannot be scored."""
+        play, self._play = self._play, None
+        assert play is not None, "TRL resets an environment before it asks for a reward"
+        last = completion[-1] if isinstance(completion, list) and completion else {"content": str(completion)}
+        text = last.get("content") if last.get("role", "assistant") == "assistant" else ""
+        return play.finish(text if isinstance(text, str) else "").reward
+
+
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+
+
+def _method(function: Mapping[str, Any]) -> Callable[..., str]:
+    """The tool as a method with types and a docstring, from which TRL makes its schema again."""
+    properties = function["parameters"].get("properties", {})
+    required = function["parameters"].get("required", [])
+
+    def call(self: _Environment, **arguments: Any) -> str:
+        return self._call(function["name"], arguments)
+
+    parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
+    for name in sorted(properties, key=lambda name: name not in required):
+        kind = _TYPES.get(properties[name].get("type", "string"), str)
+        given = {} if name in required else {"default": None}
+        annotation = kind if name in required else kind | None
+        parameters.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, **given))
+    lines = [_line(function.get("description", function["name"])), "", "Args:"]
+    lines += [f"    {name}: {_described(properties[name], name)}" for name in properties]
+    lines += ["", "Returns:", "    The tool's reply."]
+    call.__name__ = call.__qualname__ = function["name"]
+    call.__doc__ = "\n".join(lines if properties else [lines[0], *lines[-3:]])
+    call.__annotations__ = {each.name: each.annotation for each in parameters[1:]} | {"return": str}
+    call.__signature__ = Signature(parameters, return_annotation=str)  # type: ignore[attr-defined]
+    return call
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _described(schema: Mapping[str, Any], name: str) -> str:
+    choices = f" (choices: {json.dumps(schema['enum'])})" if "enum" in schema else ""
+    return _line(schema.get("description") or name) + choices
 
 
 class RolloutFunc:

@@ -18,7 +18,7 @@ from palaestra.rollouts.events import GroupFinished, GroupsPlanned
 from palaestra.rollouts.group import GroupRun, failed_for_the_engine, prompt_checksum
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.schedule import Numbered, counted, numbered, slowest_first
-from palaestra.rollouts.spec import RunContext
+from palaestra.rollouts.spec import RunContext, RunSettings
 
 GIVE_UP_AFTER = 3
 """The run stops when this many groups in a row fail only because of the engine."""
@@ -135,12 +135,12 @@ class Runner:
         while (taken := await self._take()) is not None:
             await self.roll_out(*taken)
 
-    async def roll_out(self, number: int, task: Task, group_size: int | None = None) -> Group:
-        """Roll out one task and hand its group on. `group_size` replaces that of the run. Raises `EngineUnavailable`
-        when the model server is gone for good."""
+    async def roll_out(self, number: int, task: Task, settings: RunSettings | None = None) -> Group:
+        """Roll out one task and hand its group on. `settings` replace those of the run. Raises `EngineUnavailable` when
+        the model server is gone for good."""
         context = self.run_context
-        if group_size is not None:
-            context = replace(context, settings=replace(context.settings, group_size=group_size))
+        if settings is not None:
+            context = replace(context, settings=settings)
         run = GroupRun(self.env, context, number, task)
         try:
             group = await run.run()

@@ -177,3 +177,55 @@ async def test_an_engine_is_used_as_it_is_started_and_closed() -> None:
         assert run.recording.meta.model == "mine"
         with pytest.raises(ConfigError, match="one kind"):
             await palaestra.run(squares(n=1), server=[engine, engine.config])
+
+
+@in_loop
+async def test_a_program_plays_a_rollout_itself() -> None:
+    async with Session(squares(n=3)) as session:
+        assert {each["function"]["name"] for each in await session.tools("square-2")} == {"process", "terminal"}
+        play = await session.play("square-2")
+        assert [message["content"] for message in play.messages] == ["Square 2"]
+        assert "unknown tool" in (await play.call("shell", {})).lower()
+        assert "error" in await play.call("terminal", "{")
+        assert '"exit_code": 0' in await play.call("terminal", {"command": "echo 4 > answer.txt"})
+        trajectory = await play.finish("There it is.")
+        assert trajectory is await play.finish()
+        with pytest.raises(palaestra.InfraError):
+            await play.call("terminal", {"command": "true"})
+    assert (trajectory.reward, trajectory.messages[-1]["content"]) == (1.0, "There it is.")
+    assert palaestra.open_run(session.path).metrics["reward/mean"] == 1.0
+
+
+@in_loop
+async def test_a_played_rollout_may_end_before_it_is_finished() -> None:
+    async with Session(squares(n=3), max_agent_turns=1) as session:
+        play = await session.play("square-2")
+        assert '"exit_code": 0' in await play.call("terminal", {"command": "echo 4 > answer.txt"})
+        assert (await play.finish()).outcome is palaestra.Outcome.MAX_TURNS
+
+
+@in_loop
+async def test_the_end_of_the_session_cancels_what_is_not_finished() -> None:
+    async with Session(squares(n=3)) as session:
+        done, _ = await session.play("square-1"), await session.play("square-2")
+        await done.call("terminal", {"command": "echo 1 > answer.txt"})
+        await done.finish()
+    rewards = {group.task_id: [each.reward for each in group.trajectories] for group in palaestra.open_run().groups}
+    assert rewards["square-1"] == [1.0]
+    assert rewards.get("square-2", [None]) == [None]
+
+
+@in_loop
+async def test_only_a_session_without_a_model_is_played() -> None:
+    async with Session(squares(n=3), policy="oracle") as session:
+        with pytest.raises(ConfigError, match="play"):
+            await session.play("square-2")
+
+
+def test_a_rollout_is_played_in_calls_that_block() -> None:
+    with Session(squares(n=2)) as session:
+        play = session.play("square-1")
+        assert session.tools("square-1")
+        assert play.messages
+        play.call("terminal", {"command": "echo 1 > answer.txt"})
+        assert play.finish().reward == 1.0

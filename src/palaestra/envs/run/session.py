@@ -4,37 +4,43 @@
         groups = await session.roll_out("lines-3", "lines-5", group_size=4)
 
 A trainer needs it: each of its steps rolls out other tasks, with other weights, through the same slots and into one
-record.
+record. A program with an agent loop of its own plays rollouts (`Play`, `SyncPlay`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import json
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from palaestra.core.config import nearest, python_names
-from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.errors import ConfigError, InfraError, PalaestraError, PrepareError
 from palaestra.core.io.threads import LoopThread
-from palaestra.core.types import JSON, Task
+from palaestra.core.types import JSON, Message, Task
 from palaestra.envs.config.layers import exported, read_dotenv
 from palaestra.envs.run.library import assembled
+from palaestra.inference.engine import AssistantMessage, FunctionCall, ToolCallMessage
+from palaestra.inference.engines.caller import PLAYER, CallerEngine, Player
 from palaestra.inference.server_group import Server
 from palaestra.rollouts.journal.reader import RUNS
 from palaestra.rollouts.limits import RunStopped
-from palaestra.rollouts.records import Group
+from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals, first_failure
 
 
 class Session:
     """A run that stays open. Use it in an `async with` block, or in `with` for `SyncSession`. Arguments are those of
-    `palaestra.run`; `group_size` is the default of `roll_out`.
+    `palaestra.run`; `group_size` is the default of `roll_out`. Without policy, model and server the program plays the
+    rollouts itself (`play`).
 
     Entering the block raises what `palaestra.run` raises if the run cannot start. Leaving it waits for the groups in
-    flight and finishes the record.
+    flight, cancels rollouts that the program plays, and finishes the record.
     """
 
     def __init__(
@@ -50,6 +56,9 @@ class Session:
         progress: bool = False,
         **settings: JSON,
     ) -> None:
+        if policy is None and model is None and base_url is None and server is None:
+            server = CallerEngine()
+        self._played = isinstance(server, CallerEngine)
         self._arguments = (env, "process", server, folder)
         self._progress = progress
         self._settings = settings | {"policy": policy, "model": model, "base_url": base_url, "group_size": group_size}
@@ -59,6 +68,7 @@ class Session:
         self._drawing = asyncio.Lock()
         self._numbers = itertools.count()
         self._drawn: dict[str, Task] = {}
+        self._plays: list[Play] = []
 
     async def __aenter__(self) -> Self:
         dotenv = read_dotenv(Path.cwd())
@@ -81,6 +91,8 @@ class Session:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closing.set()
+        for play in self._plays:
+            play._group.cancel()  # one that is not finished would never end
         with python_names(), self._entered:
             if kind is None:
                 await self._running
@@ -122,11 +134,41 @@ class Session:
                 *(self._groups.create_task(self._roll_out(task, group_size)) for task in chosen)
             )
 
+    async def tools(self, task: str | Task) -> list[JSON]:
+        """The definitions of the tools that an agent has for a task."""
+        found = await self._find(task) if isinstance(task, str) else task
+        return self._runner.env.kit(found, random.Random(0)).definitions
+
+    async def play(self, task: str | Task) -> Play:
+        """Begin a rollout, a group of its own, whose agent is the caller. Raises `ConfigError` for an unknown task or a
+        session with a model."""
+        if not self._played:
+            raise ConfigError("play needs a session without a policy, a model and a server")
+        found = await self._find(task) if isinstance(task, str) else task
+        self._plays = [play for play in self._plays if not play._group.done()]
+        play = Play(found)
+        token = PLAYER.set(play._player)
+        try:
+            play._group = self._groups.create_task(self._one_attempt(found))
+            self._plays.append(play)
+        finally:
+            PLAYER.reset(token)
+        await play._next()
+        return play
+
+    async def _one_attempt(self, task: Task) -> Group:
+        """A group of one rollout without retries: what the caller did cannot be done again."""
+        settings = replace(self._runner.run_context.settings, group_size=1, infra_retries=0, whole_groups=False)
+        return await self._runner.roll_out(next(self._numbers), task, settings)
+
     async def _roll_out(self, task: Task, group_size: int | None) -> Group:
         async with self._places:
             if self._runner.gate is not None and not await self._runner.gate():
                 raise RunStopped(f"the run was stopped: {self._runner.run_context.limits.message}")
-            return await self._runner.roll_out(next(self._numbers), task, group_size)
+            settings = self._runner.run_context.settings
+            if group_size is not None:
+                settings = replace(settings, group_size=group_size)
+            return await self._runner.roll_out(next(self._numbers), task, settings)
 
     async def _find(self, task_id: str) -> Task:
         async with self._drawing:
@@ -158,6 +200,53 @@ class Session:
             if isinstance(self._source, AsyncGenerator):
                 await self._source.aclose()
         return runner.totals
+
+
+class Play:
+    """One rollout whose agent is the caller: `call` its tools, then `finish` it for its score. The end of the session
+    cancels a rollout that is not finished."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.messages: list[Message] = []
+        """The conversation so far, which begins with the task's messages."""
+        self._player = Player()
+        self._group: asyncio.Task[Group]
+        self._calls = 0
+
+    async def call(self, name: str, arguments: Mapping[str, JSON] | str) -> str:
+        """Call a tool; return the text that a model would read, errors of the call included. `arguments` may be JSON
+        text. Raises `InfraError` if the rollout has ended."""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        self._calls += 1
+        call = ToolCallMessage(id=f"call_{self._calls}", function=FunctionCall(name=name, arguments=text))
+        await self._reply(AssistantMessage(tool_calls=[call]))
+        return str(self.messages[-1]["content"]) if self.messages[-1]["role"] == "tool" else ""
+
+    async def finish(self, text: str = "") -> Trajectory:
+        """End the rollout with the agent's last message, and return its record, with the reward. Idempotent."""
+        if not self._group.done():
+            self._player.replies.put_nowait(AssistantMessage(content=text))
+        group = await asyncio.shield(self._group)
+        if not group.trajectories:
+            raise PrepareError(group.error)
+        return group.trajectories[0]
+
+    async def _reply(self, message: AssistantMessage) -> None:
+        if self._group.done():
+            raise InfraError(f"the rollout of {self.task.id} has ended")
+        self._player.replies.put_nowait(message)
+        await self._next()
+
+    async def _next(self) -> None:
+        """Wait until the agent is to say something, or the rollout has ended."""
+        asked = asyncio.ensure_future(self._player.asked.get())
+        await asyncio.wait([asked, self._group], return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            self.messages = asked.result()
+            return
+        asked.cancel()
+        self.messages = (await self.finish()).messages
 
 
 class SyncSession:
@@ -193,3 +282,32 @@ class SyncSession:
     def roll_out(self, *tasks: str | Task, group_size: int | None = None) -> list[Group]:
         """`Session.roll_out`."""
         return self._loop.wait(self._session.roll_out(*tasks, group_size=group_size))
+
+    def tools(self, task: str | Task) -> list[JSON]:
+        """`Session.tools`."""
+        return self._loop.wait(self._session.tools(task))
+
+    def play(self, task: str | Task) -> SyncPlay:
+        """`Session.play`."""
+        return SyncPlay(self._loop.wait(self._session.play(task)), self._loop)
+
+
+class SyncPlay:
+    """A `Play` whose methods block."""
+
+    def __init__(self, play: Play, loop: LoopThread) -> None:
+        self._play = play
+        self._loop = loop
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far."""
+        return self._play.messages
+
+    def call(self, name: str, arguments: Mapping[str, JSON] | str) -> str:
+        """`Play.call`."""
+        return self._loop.wait(self._play.call(name, arguments))
+
+    def finish(self, text: str = "") -> Trajectory:
+        """`Play.finish`."""
+        return self._loop.wait(self._play.finish(text))
