@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import shutil
-import signal
 import socket
 import tempfile
 import threading
@@ -20,17 +18,13 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from aiohttp import web
 
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
+from palaestra.testing.fake_nomad_task import SECOND, RunningTask
 
-_EVENTS = 10
-"""How many events of a task Nomad keeps."""
-_SECOND = 10**9
-_NEVER = "0001-01-01T00:00:00Z"
 _DEPLOYMENT_S = 10.0
 
 
@@ -54,132 +48,6 @@ class _Answer(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
-
-
-class _Task:
-    """One task of an allocation, as the client runs it."""
-
-    def __init__(self, nomad: FakeNomad, allocation: JSON, task: JSON, policy: JSON) -> None:
-        self._nomad, self._allocation, self._task, self._policy = nomad, allocation, task, policy
-        self._process: asyncio.subprocess.Process | None = None
-        self._folder = Path(nomad.folder, allocation["ID"], task["Name"])
-        self._stopping = asyncio.Event()
-        self.log = self._folder / "stderr"
-        self.state: JSON = {
-            "State": "pending", "Failed": False, "Restarts": 0, "LastRestart": _NEVER, "StartedAt": _NEVER,
-            "FinishedAt": _NEVER, "Events": [],
-        }  # fmt: skip
-        allocation["TaskStates"][task["Name"]] = self.state
-        self.runner = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        await self._event("Received", "Task received by client")
-        await self._event("Task Setup", "Building Task Directory")
-        starts: list[float] = []
-        while not self._stopping.is_set():
-            failure = await self._start()
-            if failure is None:
-                assert self._process is not None
-                code = await self._process.wait()
-                self._kill_group()
-                ended = f"Exit Code: {max(code, 0)}" if code >= 0 else f"Exit Code: {128 - code}, Signal: {-code}"
-                self.state["FinishedAt"] = _now()
-                await self._event("Terminated", ended, {"exit_code": str(code)})
-            else:
-                await self._event("Driver Failure", failure, {"driver_error": failure})
-            if self._stopping.is_set():
-                break
-            starts = [at for at in starts if time.monotonic() - at < self._policy["Interval"] / _SECOND]
-            starts.append(time.monotonic())
-            delay_s = self._policy["Delay"] / _SECOND
-            if len(starts) > self._policy["Attempts"]:
-                if self._policy["Mode"] == "fail":
-                    self.state.update(State="dead", Failed=True)
-                    await self._event("Not Restarting", "Exceeded allowed attempts")
-                    await self._nomad.client_status(self._allocation, "failed")
-                    return
-                delay_s = self._policy["Interval"] / _SECOND
-            self.state.update(State="pending", Restarts=self.state["Restarts"] + 1, LastRestart=_now())
-            await self._event("Restarting", f"Task restarting in {delay_s:g}s")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay_s)
-        self.state.update(State="dead", FinishedAt=_now())
-        await self._event("Killed", "Task successfully killed")
-        await self._nomad.client_status(self._allocation, "complete")
-
-    async def _start(self) -> str | None:
-        """Start the process; the driver's error if it cannot be."""
-        config = self._task["Config"]
-        if self._task["Driver"] == "docker":
-            image = config["image"]
-            await self._event("Driver", "Downloading image", {"image": image})
-            await asyncio.sleep(self._nomad.pull_s)
-            if image not in self._nomad.images:
-                return (
-                    f"Failed to pull `{image}`: Error response from daemon: pull access denied for "
-                    f"{image.split(':')[0]}, repository does not exist or may require 'docker login'"
-                )
-            words = [*config.get("entrypoint", ()), *config.get("args", ())]
-        else:
-            words = [config["command"], *config.get("args", ())]
-        env = self._environment()
-        command = [re.sub(r"\$\{([^}]+)\}", lambda found: env.get(found[1], found[0]), str(word)) for word in words]
-        if self._nomad.crashing:
-            command = ["python3", "-c", "import sys; sys.exit('the task is told to crash')"]
-        (self._folder / "local").mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=self._folder,
-                    start_new_session=True,
-                )  # fmt: skip
-            except OSError as error:
-                return f"failed to launch command with executor: {error}"
-        self.state.update(State="running", StartedAt=_now())
-        await self._event("Started", "Task started by client")
-        await self._nomad.client_status(self._allocation, "running")
-        return None
-
-    def _environment(self) -> dict[str, str]:
-        (port,) = self._allocation["AllocatedResources"]["Shared"]["Ports"]
-        names = {f"NOMAD_PORT_{port['Label']}": str(port["Value"]), f"NOMAD_IP_{port['Label']}": port["HostIP"]}
-        allocation = {
-            "NOMAD_ALLOC_ID": self._allocation["ID"],
-            "NOMAD_JOB_NAME": self._allocation["JobID"],
-            "NOMAD_TASK_NAME": self._task["Name"],
-            "NOMAD_TASK_DIR": str(self._folder / "local"),
-        }
-        return {"PATH": os.environ["PATH"], **allocation, **names, **(self._task.get("Env") or {})}
-
-    async def _event(self, kind: str, message: str, details: JSON = None) -> None:
-        event = {
-            "Type": kind,
-            "Time": time.time_ns(),
-            "DisplayMessage": message,
-            "Message": "",
-            "Details": details or {},
-        }
-        self.state["Events"] = [*self.state["Events"], event][-_EVENTS:]
-        await self._nomad.touch(self._allocation)
-
-    async def stop(self) -> None:
-        """SIGINT, and SIGKILL when KillTimeout is over; then everything else of its group."""
-        self._stopping.set()
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGINT)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), self._task.get("KillTimeout", 5 * _SECOND) / _SECOND)
-            self._kill_group()
-        await asyncio.wait([self.runner])
-
-    def _kill_group(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def crash(self) -> None:
-        """Kill the process, as a fault of the node would."""
-        self._kill_group()
 
 
 class FakeNomad:
@@ -208,7 +76,7 @@ class FakeNomad:
         self.jobs: dict[str, JSON] = {}
         self.allocations: dict[str, JSON] = {}
         self._evaluations: dict[str, JSON] = {}
-        self._tasks: dict[str, _Task] = {}
+        self._tasks: dict[str, RunningTask] = {}
         self._deployed: dict[str, float] = {}
         self._scalings: dict[str, list[JSON]] = {}
         self._stops: set[asyncio.Task[None]] = set()
@@ -350,10 +218,10 @@ class FakeNomad:
         }  # fmt: skip
         self.allocations[allocation["ID"]] = allocation
         await self.touch(allocation)
-        policy = {"Attempts": 2, "Interval": 1800 * _SECOND, "Delay": 15 * _SECOND, "Mode": "fail"}
+        policy = {"Attempts": 2, "Interval": 1800 * SECOND, "Delay": 15 * SECOND, "Mode": "fail"}
         policy |= group.get("RestartPolicy") or {}
         (task,) = group["Tasks"]
-        self._tasks[allocation["ID"]] = _Task(self, allocation, task, policy)
+        self._tasks[allocation["ID"]] = RunningTask(self, allocation, task, policy)
 
     def _end(self, allocation: JSON, status: str) -> None:
         """Stop the tasks of an allocation; one of a lost node has its status immediately."""
@@ -445,9 +313,7 @@ class FakeNomad:
         job.setdefault("CreateIndex", job["JobModifyIndex"])
         update = job.get("Update") or {"MaxParallel": 1}
         if job["Type"] == "service" and update.get("MaxParallel", 1):
-            self._deployed[job["ID"]] = (
-                time.monotonic() + update.get("MinHealthyTime", _DEPLOYMENT_S * _SECOND) / _SECOND
-            )
+            self._deployed[job["ID"]] = time.monotonic() + update.get("MinHealthyTime", _DEPLOYMENT_S * SECOND) / SECOND
         return self._written(await self._evaluate(job["ID"], "job-register"), job["JobModifyIndex"])
 
     def _written(self, evaluation: JSON, modify_index: int) -> web.Response:
@@ -577,7 +443,7 @@ def _validate(job: JSON) -> None:
         policy = group.get("RestartPolicy")
         if policy and policy["Mode"] not in ("delay", "fail"):
             problems.append(f"Unsupported restart mode: {policy['Mode']!r}")
-        if policy and policy["Interval"] < 5 * _SECOND:
+        if policy and policy["Interval"] < 5 * SECOND:
             problems.append("Interval can not be less than 5s")
         for task in group.get("Tasks") or ():
             if not task.get("Driver"):
@@ -608,10 +474,6 @@ def _memory(group: JSON) -> int:
 
 def _number(allocation: JSON) -> int:
     return int(allocation["Name"].rsplit("[", 1)[1].rstrip("]"))
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _duration(text: str) -> float:

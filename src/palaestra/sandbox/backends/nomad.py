@@ -281,8 +281,7 @@ class NomadJob:
                 if broken is not None and all(each.problem is not None for each in free):
                     raise SandboxError(await self._explain(broken))
                 if self._unplaced is not None and not free:
-                    reason, self._unplaced = self._unplaced, None
-                    raise SandboxError(f"Nomad cannot place more of the job {self.name}: {reason}")
+                    raise SandboxError(f"Nomad cannot place more of the job {self.name}: {self._unplaced}")
                 await self._changed.wait()
 
     async def _explain(self, allocation: Allocation) -> str:
@@ -320,11 +319,10 @@ class NomadJob:
         before = self._count
         request = {"Count": count, "Target": {"Group": GROUP}, "Message": f"{self._waiting} places are wanted"}
         answer = await self._api.post(f"/v1/job/{self.name}/scale", request)
-        self._count = count
+        self._count, self._unplaced = count, None
         if count > before and answer.get("EvalID"):
-            failed = await self._failed_placement(answer["EvalID"])
-            if failed is not None:
-                self._unplaced = failed
+            self._unplaced = await self._failed_placement(answer["EvalID"])
+            if self._unplaced is not None:
                 await self._api.post(f"/v1/job/{self.name}/scale", {**request, "Count": before})
                 self._count = before
 

@@ -13,7 +13,7 @@ import io
 import socket
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -74,12 +74,23 @@ def program() -> str:
 @functools.cache
 def archive() -> bytes:
     """The slot server's files as `launch` takes them."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as files:
-        for path in sorted(_SLOTD.rglob("*")):
-            if path.is_file() and (path.suffix in (".py", ".c", ".h") or path.name.startswith("init-")):
-                entry = tarfile.TarInfo(f"slotd/{path.relative_to(_SLOTD)}")
-                entry.size, entry.mode = path.stat().st_size, 0o755 if path.suffix == "" else 0o644
-                with path.open("rb") as content:
-                    files.addfile(entry, content)
-    return b"%d\n%s" % (packed.tell(), packed.getvalue())
+    data = packed({f"slotd/{path.relative_to(_SLOTD)}": path for path in slotd_files()})
+    return b"%d\n%s" % (len(data), data)
+
+
+def slotd_files() -> list[Path]:
+    """The files of the slot server: its source, and the compiled inits."""
+    files = [path for path in sorted(_SLOTD.rglob("*")) if path.is_file()]
+    return [path for path in files if path.suffix in (".py", ".c", ".h") or path.name.startswith("init-")]
+
+
+def packed(paths: Mapping[str, Path | None]) -> bytes:
+    """Files by their names in a compressed tar archive; None is an empty file."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz", compresslevel=6) as files:
+        for name, path in paths.items():
+            content = b"" if path is None else path.read_bytes()
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755 if path is not None and path.suffix == "" else 0o644
+            files.addfile(entry, io.BytesIO(content))
+    return archive.getvalue()

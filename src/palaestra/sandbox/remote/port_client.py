@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import io
 import json
 import socket
-import tarfile
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +13,7 @@ from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.local.client import OnLost, SlotClient
 from palaestra.sandbox.remote import port_launch
+from palaestra.sandbox.remote.client import packed, slotd_files
 from palaestra.sandbox.remote.port_server import UPGRADE, keep_alive
 from palaestra.sandbox.slotd.protocol.frames import Fields
 
@@ -125,14 +124,5 @@ def program() -> str:
 @functools.cache
 def archive() -> bytes:
     """The server's files, as `port_launch` takes them: a package without its public names."""
-    packed = io.BytesIO()
-    slotd = [path for path in sorted((_PACKAGE / "sandbox/slotd").rglob("*")) if path.is_file()]
-    kept = [path for path in slotd if path.suffix in (".py", ".c", ".h") or path.name.startswith("init-")]
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as files:
-        files.addfile(tarfile.TarInfo("palaestra/__init__.py"), io.BytesIO())
-        for path in (*(_PACKAGE / name for name in _FILES), *kept):
-            entry = tarfile.TarInfo(f"palaestra/{path.relative_to(_PACKAGE)}")
-            entry.size, entry.mode = path.stat().st_size, 0o755 if path.suffix == "" else 0o644
-            with path.open("rb") as content:
-                files.addfile(entry, content)
-    return packed.getvalue()
+    paths = [*(_PACKAGE / name for name in _FILES), *slotd_files()]
+    return packed({"palaestra/__init__.py": None} | {f"palaestra/{path.relative_to(_PACKAGE)}": path for path in paths})
