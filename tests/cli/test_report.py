@@ -65,6 +65,21 @@ def test_the_report_of_a_run_that_goes_on_says_so(page: str) -> None:
     assert "<dt>state</dt><dd>killed</dd>" in page
 
 
+def test_a_group_that_has_not_ended_is_planned_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"env": {"group_size": 2}}
+    folder = write_run(tmp_path / "run", group(0, "files", 1.0, 0.0), group(1, "text", 1.0, 1.0), config=config)
+    journal = folder / "journal.jsonl"
+    lines = [line for line in journal.read_text().splitlines(keepends=True) if '"event":"end"' not in line]
+    ended = [line for line in lines if '"group_end"' in line]
+    journal.write_text("".join(line for line in lines if line != ended[-1]))
+    assert main(["status", str(folder)]) == 0
+    assert "of 4 rollouts scored" in capsys.readouterr().out
+    assert main(["compare", str(folder), str(folder)]) == 0
+    assert "2 of 4 rollouts scored" in capsys.readouterr().out
+    assert main(["report", str(folder)]) == 0
+    assert "2<small>/4</small>" in Path(capsys.readouterr().out.strip()).read_text()
+
+
 def test_the_bar_of_stages_counts_no_time_twice_and_keeps_its_colours(page: str) -> None:
     legends = re.findall(r'<li class="s(\d)"><i></i>(\w+) ([^<]*)</li>', page)[:5]
     assert [(name, seconds) for _, name, seconds in legends] == [

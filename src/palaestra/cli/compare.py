@@ -67,7 +67,7 @@ def _scores(run: str) -> RunScores:
 
     recording = open_recording(run)
     meta = recording.meta
-    return RunScores.of(recording, run, meta.env, meta.model, meta.config)
+    return RunScores.of(recording, run, meta.env, meta.model, meta.config, recording.unfinished)
 
 
 def _plain(scored: RunComparison, whole: RunComparison) -> dict[str, JSON]:

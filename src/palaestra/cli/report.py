@@ -38,6 +38,7 @@ def command(run: str, out: Path | None, as_json: bool) -> None:
     for group in recording:
         figures.add(group)
         failures.add(group)
+    figures.unfinished = recording.unfinished
     meta = {"env": recording.meta.env, "model": recording.meta.model, "started_at": recording.meta.started_at}
     meta |= {"run": str(found.path), "state": found.status.state}
     if recording.unfinished:

@@ -66,6 +66,7 @@ class Run:
         figures = Figures(group_size(self.recording.meta.config))
         for group in self:
             figures.add(group)
+        figures.unfinished = self.recording.unfinished
         return figures.numbers() | _last_metrics(self.path / "metrics.jsonl")
 
     @property

@@ -180,6 +180,7 @@ class RunOutput:
         self.settings = settings
         self.status = RunReader(folder.journal)
         self._figures = Figures(group_size(settings))
+        self._unfinished: set[str] = set()
         self._started_at = time.time()
 
     @property
@@ -206,11 +207,13 @@ class RunOutput:
 
     def _on_finished(self, event: GroupFinished) -> None:
         self._figures.add(event.group)
+        self._unfinished.discard(event.group.group_id)
         if event.group.error or len(event.group.scored) < len(event.group.trajectories):
             self.failures.add(event.group)
 
-    def _on_begun(self, _: GroupBegun) -> None:
+    def _on_begun(self, event: GroupBegun) -> None:
         self.begun = True
+        self._unfinished.add(event.group.group_id)
 
     def discard_unless_begun(self) -> None:
         """Remove everything of a run that never began."""
@@ -244,7 +247,7 @@ class RunOutput:
         if self.resumes:
             self.resumed = self.status.read().resumed  # read at the start: only new lines are left
             meta |= {"resumed": self.resumed} if self.resumed else {}
-        report = self.folder.report
+        report, self._figures.unfinished = self.folder.report, len(self._unfinished)
         try:
             write_report(
                 report,

@@ -48,13 +48,22 @@ class RunScores:
     model: str = ""
     config: Mapping[str, JSON] = field(default_factory=dict)
     tasks: dict[str, TaskScores] = field(default_factory=dict)
+    unfinished: int = 0
+    """Rollouts of groups that began and have not ended."""
 
     @classmethod
     def of(
-        cls, groups: Iterable[Group], name: str = "", env: str = "", model: str = "", config: Mapping[str, JSON] = {}
+        cls,
+        groups: Iterable[Group],
+        name: str = "",
+        env: str = "",
+        model: str = "",
+        config: Mapping[str, JSON] = {},
+        unfinished: int = 0,
     ) -> RunScores:
-        scores = cls(name, env, model, config)
+        """The scores of the finished groups; `unfinished` is the number of the others that began."""
         size = group_size(config)
+        scores = cls(name, env, model, config, unfinished=unfinished * size)
         for group in groups:
             rewards = [each.reward for each in group.trajectories if each.reward is not None]
             task = scores.tasks.setdefault(group.task_id, TaskScores())
@@ -69,7 +78,7 @@ class RunScores:
 
     @property
     def planned(self) -> int:
-        return self.scored + sum(task.lost for task in self.tasks.values())
+        return self.scored + self.unfinished + sum(task.lost for task in self.tasks.values())
 
     @property
     def interval(self) -> Interval | None:

@@ -27,6 +27,8 @@ class Figures:
 
     def __init__(self, group_size: int = 0) -> None:
         self.groups = 0
+        self.unfinished = 0
+        """Groups that began and have not ended: their rollouts are planned."""
         self._group_size = group_size
         self._planned = 0
         self._failed = self._from_store = 0
@@ -92,10 +94,11 @@ class Figures:
 
         `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; with
         `_with_unscored` the others count as 0; `reward/std` is the population's. `rollouts_planned` includes those of
-        groups that could not be prepared. `outcomes/<name>` and `blame/<name>` are counts, `blame_rate/<name>` shares
-        of all rollouts, `tokens/*` and `cost` totals. `groups_prepared` had a workspace prepared, `groups_from_store`
-        of them from the store of this machine. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean
-        over the rollouts that report it. `…/low` and `…/high` are a 95 % interval, clustered by task (`intervals.py`).
+        groups that could not be prepared or have not ended. `outcomes/<name>` and `blame/<name>` are counts,
+        `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals. `groups_prepared` had a workspace
+        prepared, `groups_from_store` of them from the store of this machine. `stage/<name>/p50` and `p95` are seconds,
+        `metric/<name>` is the mean over the rollouts that report it. `…/low` and `…/high` are a 95 % interval,
+        clustered by task (`intervals.py`).
         """
         seconds = {
             f"stage/{stage}/{name}": quantile(self._seconds[stage], q)
@@ -125,7 +128,7 @@ class Figures:
 
     def _counts(self) -> dict[str, float]:
         rollouts = self._totals["rollouts"]
-        numbers: dict[str, float] = {"rollouts_planned": self._planned}
+        numbers: dict[str, float] = {"rollouts_planned": self._planned + self.unfinished * self._group_size}
         numbers |= {name: self._totals[name] for name in _TOTALS}
         numbers |= {f"outcomes/{name}": count for name, count in sorted(self._outcomes.items())}
         numbers |= {f"blame/{name}": count for name, count in sorted(self._blames.items())}
