@@ -38,6 +38,18 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
 """
 
 
+@pytest.mark.slots
+@pytest.mark.parametrize("words", [["my_env.py", "--policy", "noop"], ["class_env.py", "--env.bogus", "1"]])
+def test_a_scripted_run_and_a_wrong_setting_load_no_http_client(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my_env.py").write_text(ENV.replace("@environment", '@environment(toolsets=["terminal"])'))
+    (tmp_path / "class_env.py").write_text(CLASS_ENV)
+    script = SCRIPT.replace(repr(HEAVY), repr(("aiohttp",)))
+    done = subprocess.run(
+        [sys.executable, "-c", script, "run", *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"{0 if '--policy' in words else 2} []"
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [

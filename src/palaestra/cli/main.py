@@ -17,7 +17,7 @@ import click
 
 from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.exits import run_program
+from palaestra.core.exits import DONE, Program
 from palaestra.core.io import plugins
 
 COMMANDS = {
@@ -151,25 +151,22 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Reports failures and returns an exit code of `palaestra.core.exits`."""
-    return run_program(sys.argv[1:] if argv is None else argv, _invoke)
-
-
-def _invoke(words: list[str]) -> int:
-    """Run the command of these words. Raises the errors of this package for those of click and of a full disk."""
-    try:
-        return cli.main(words, prog_name="palaestra", standalone_mode=False) or 0
-    except click.UsageError as error:
-        place = f". See `{error.ctx.command_path} --help`" if error.ctx is not None else ""
-        raise ConfigError(f"{error.format_message().rstrip('.')}{place}") from None
-    except click.ClickException as error:
-        raise ConfigError(error.format_message()) from None
-    except click.Abort:
-        raise KeyboardInterrupt from None
-    except OSError as error:
-        if error.errno not in _NO_ROOM or error.filename is not None:
-            raise
-        _silence()
-        raise DiskError(f"cannot write the output: {error.strerror}") from None
+    with Program(sys.argv[1:] if argv is None else argv) as program:
+        try:
+            program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE
+        except click.UsageError as error:
+            place = f". See `{error.ctx.command_path} --help`" if error.ctx is not None else ""
+            raise ConfigError(f"{error.format_message().rstrip('.')}{place}") from None
+        except click.ClickException as error:
+            raise ConfigError(error.format_message()) from None
+        except click.Abort:
+            raise KeyboardInterrupt from None
+        except OSError as error:
+            if error.errno not in _NO_ROOM or error.filename is not None:
+                raise
+            _silence()
+            raise DiskError(f"cannot write the output: {error.strerror}") from None
+    return program.exit_code
 
 
 def _silence() -> None:

@@ -15,7 +15,7 @@ import logging
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -45,27 +45,37 @@ JSON_FLAG = "--json"
 _QUIET, _VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 
 
-def run_program(argv: Sequence[str], body: Callable[[list[str]], int]) -> int:
-    """Run a command line, report its failures, and return its exit code.
+class Program:
+    """A command line that is being run: the block of a `with` does it, and `exit_code` is its result.
 
-    Two flags count in every place of `argv`, which `body` gets without them: -q drops everything on stderr but the
-    error that ends the program, -v adds the log and the traceback of that error. With --json, that error is one line of
-    JSON.
+    Two flags count in every place of `argv`, and `words` are without them: -q drops everything on stderr but the error
+    that ends the program, -v adds the log and the traceback of that error. A failure ends the block and is reported;
+    with --json, as one line of JSON. A bug is raised.
     """
-    guard_terminals()
-    words = [word for word in argv if word not in (*_QUIET, *_VERBOSE)]
-    verbose = any(word in _VERBOSE for word in argv)
-    with contextlib.ExitStack() as stack:
-        if verbose:
-            stack.enter_context(_logged())
-        if any(word in _QUIET for word in argv):
-            stack.enter_context(contextlib.redirect_stderr(_OnlyErrors(sys.stderr)))
-        try:
-            return body(words)
-        except BaseException as error:
-            if verbose and read_failure(error) is not None:
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.words = [word for word in argv if word not in (*_QUIET, *_VERBOSE)]
+        self.exit_code = DONE
+        self._quiet = any(word in _QUIET for word in argv)
+        self._verbose = any(word in _VERBOSE for word in argv)
+        self._stderr = contextlib.ExitStack()
+
+    def __enter__(self) -> Program:
+        guard_terminals()
+        if self._verbose:
+            self._stderr.enter_context(_logged())
+        if self._quiet:
+            self._stderr.enter_context(contextlib.redirect_stderr(_OnlyErrors(sys.stderr)))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        with self._stderr:
+            if error is None or read_failure(error) is None:
+                return False
+            if self._verbose:
                 traceback.print_exception(error)
-            return report_failure(error, as_json=JSON_FLAG in words)
+            self.exit_code = report_failure(error, as_json=JSON_FLAG in self.words)
+            return True
 
 
 class _OnlyErrors(io.TextIOBase):

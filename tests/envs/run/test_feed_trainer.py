@@ -21,8 +21,9 @@ from palaestra.core.types import JSON, Outcome
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.discovery import form_of
-from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, feed_settings, serve_limit, trainers_tracking
-from palaestra.envs.run.run import RunReport, run
+from palaestra.envs.run.evaluate import Gate, OnGroup
+from palaestra.envs.run.feed_trainer import Serving, feed_settings, trainers_tracking
+from palaestra.envs.run.run import RunReport, run, serve_limit
 from palaestra.envs.run.run_folder import RunOutput, claim_folder
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.tokenizers import load_tokenizer

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from palaestra.core.exits import run_program
+from palaestra.core.exits import Program
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -25,7 +25,9 @@ from palaestra.inference.config import APIServerConfig, ServerBaseline
 
 def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Run an environment as the command line of its script says. Reports failures and returns the exit code."""
-    return run_program(sys.argv[1:] if argv is None else argv, lambda words: run_command(form, words, prog=prog))
+    with Program(sys.argv[1:] if argv is None else argv) as program:
+        program.exit_code = run_command(form, program.words, prog=prog)
+    return program.exit_code
 
 
 def run_command(

@@ -24,6 +24,9 @@ from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.spec import RunContext
 
 Logged = Mapping[str, JSON]
+OnGroup = Callable[[Group], None]
+Gate = Callable[[], Awaitable[bool]]
+"""Asked before each task; it may wait, and False ends the run."""
 
 
 class EvaluatedEnvironment(Environment):

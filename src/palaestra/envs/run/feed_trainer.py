@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from palaestra.core.config import DEFAULT
 from palaestra.core.errors import TrainerUnavailable
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.envs.run.evaluate import Gate, OnGroup
 from palaestra.envs.run.run_folder import RunOutput
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Totals
@@ -25,9 +25,6 @@ ASK_S = 5.0
 EQUAL, TOO_LONG = "had equal scores", "had nothing but rollouts that are too long"
 """Why a group is not sent."""
 
-OnGroup = Callable[[Group], None]
-Gate = Callable[[], Awaitable[bool]]
-
 
 def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
     return FeedSettings(
@@ -38,11 +35,6 @@ def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
         min_batch_allocation=config.min_batch_allocation,
         max_batches_offpolicy=config.max_batches_offpolicy,
     )
-
-
-def serve_limit(total_steps: int, source: str) -> int | None:
-    """The most groups to serve: only if a user set a number, because an environment's own is for `process`."""
-    return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
 
 
 async def trainers_tracking(url: str, token: str | None = None) -> dict[str, str]:

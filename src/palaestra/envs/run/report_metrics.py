@@ -19,7 +19,6 @@ from palaestra.core.types import JSON
 from palaestra.core.user_code import place, told
 from palaestra.envs.config.command_line import Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
-from palaestra.envs.run.feed_trainer import trainers_tracking
 from palaestra.envs.run.run_folder import RunOutput
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.environment import Environment
@@ -200,8 +199,11 @@ async def make_reporting(
     services = asked_for(config, parsed.sources)
     if not services:
         return reporting
-    trainer = (config.rollout_server_url, config.rollout_server_token)
-    told = await trainers_tracking(*trainer) if parsed.command == "serve" else {}
+    told: dict[str, str] = {}
+    if parsed.command == "serve":
+        from palaestra.envs.run.feed_trainer import trainers_tracking  # here, because it loads an HTTP client
+
+        told = await trainers_tracking(config.rollout_server_url, config.rollout_server_token)
     label = RunLabel(
         project=config.tracker_project or told.get("project") or output.env,
         group=told.get("group"),

@@ -28,8 +28,7 @@ from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
-from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_short, save_evaluation
-from palaestra.envs.run.feed_trainer import Gate, OnGroup, Serving, serve_limit
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Gate, OnGroup, in_short, save_evaluation
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.inference.chat_server import ServerEngine
@@ -40,7 +39,6 @@ from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
 from palaestra.rollouts.observe.console import Console, duration, make_console
 from palaestra.rollouts.observe.intervals import in_words
-from palaestra.rollouts.observe.prometheus import serving_metrics
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
 from palaestra.rollouts.observe.tracing.exporter import traced
@@ -54,6 +52,7 @@ from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Rung
 
 if TYPE_CHECKING:
+    from palaestra.envs.run.feed_trainer import Serving
     from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation
 
 
@@ -227,6 +226,11 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     )
 
 
+def serve_limit(total_steps: int, source: str) -> int | None:
+    """The most groups to serve: only if a user set a number, because an environment's own is for `process`."""
+    return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
+
+
 def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
     """The most tasks of a command; None if the environment or the trainer decides."""
     total_steps = parsed.env_config.total_steps
@@ -313,6 +317,8 @@ class CommandRun:
                 return
             reader = RunReader(self.output.folder.journal)
             host, port, token = config.metrics_host, config.metrics_port, config.metrics_token
+            from palaestra.rollouts.observe.prometheus import serving_metrics  # here, because most runs have no port
+
             async with serving_metrics(reader, self.status, host, port, token) as url:
                 console.note(f"metrics at {url}")
                 yield
@@ -368,6 +374,8 @@ class CommandRun:
             else:
                 serving, roll_out = None, partial(self._run_groups, limit, self._keep)
                 if command == "serve":
+                    from palaestra.envs.run.feed_trainer import Serving  # here, because it loads an HTTP client
+
                     serving = Serving(config, self.output, context.events.note, environment.trainer_takes)
                     roll_out = partial(serving.run, partial(self._run_groups, limit), self._keep)
                 if (evaluations := self._make_evaluations(serving)) is not None:

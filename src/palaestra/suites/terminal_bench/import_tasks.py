@@ -18,7 +18,7 @@ import click
 from palaestra.core.types import JSON, Task
 from palaestra.envs.cheats.proof import FULL, PolicyRuns, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
-from palaestra.envs.run.feed_trainer import serve_limit
+from palaestra.envs.run.run import serve_limit
 from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Policy
 from palaestra.rollouts.schedule import numbered
 from palaestra.sandbox.pool import SlotPool

@@ -7,7 +7,6 @@ Invariant: a token is in no message; every failure is a JSON object with `detail
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from palaestra.core.errors import (
 )
 from palaestra.core.io.http_server import guard
 from palaestra.core.types import JSON
+from palaestra.tools.serving.payloads import encoded
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,6 @@ def _status(error: PalaestraError) -> int:
         case InfraError():
             return 502
     return 400
-
-
-def encoded(value: JSON) -> bytes:
-    """A body. What UTF-8 cannot hold, such as parts of odd file names, is replaced as it is for models."""
-    plain = value.model_dump() if isinstance(value, BaseModel) else value
-    return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def application(token: str | None, gets: Mapping[str, Handle], posts: Mapping[str, Handle]) -> web.Application:

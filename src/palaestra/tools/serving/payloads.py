@@ -5,6 +5,7 @@ Unknown fields are ignored, because clients of other versions send more. Sizes a
 
 from __future__ import annotations
 
+import json
 from typing import Self
 
 from pydantic import BaseModel, Field
@@ -74,3 +75,9 @@ class ToolServerResultPayload(ToolResultPayload):
     """Its result; `reply` is the tool's own, for a caller that shows it to a model."""
 
     reply: JSON = None
+
+
+def encoded(value: JSON) -> bytes:
+    """A body. What UTF-8 cannot hold, such as parts of odd file names, is replaced as it is for models."""
+    plain = value.model_dump() if isinstance(value, BaseModel) else value
+    return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-import aiohttp
 from pydantic import ValidationError
 from yarl import URL
 
@@ -25,9 +25,16 @@ from palaestra.core.errors import (
 from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, reply_of, shortened
-from palaestra.tools.serving.http_common import encoded
-from palaestra.tools.serving.payloads import ToolCallPayload, ToolServerExecuteRequest, ToolServerResultPayload
+from palaestra.tools.serving.payloads import (
+    ToolCallPayload,
+    ToolServerExecuteRequest,
+    ToolServerResultPayload,
+    encoded,
+)
 from palaestra.tools.tool import FunctionTool, Tool, ToolReply, ToolRun, ToolSchema
+
+if TYPE_CHECKING:
+    import aiohttp
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +127,8 @@ class ToolServerLink:
 
     async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
         """The body of the reply with status 200. Another status is an error about `name`."""
+        import aiohttp  # here, because most runs have no tool server
+
         assert self._address is not None
         if self._session is None or self._session.closed:
             connector = aiohttp.TCPConnector(limit=0)  # callers bound how many calls run
