@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -226,6 +227,7 @@ def toolchain() -> Toolchain:
 
 
 @pytest.mark.slots
+@pytest.mark.timeout(300)
 def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, tmp_path: Path) -> None:
     task = read_task(folder_task(tmp_path / "one"))
 
@@ -247,6 +249,39 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
             assert (score.reward, score.metrics["tests"]) == (reward, 1)
             await pool.release(slot)
             await pool.forget(sealed)
+
+    in_pool(scenario)
+
+
+IMPORTING = (
+    "import sys\nsys.path.insert(0, '/home/user')\nimport work\ndef test_sum():\n    assert work.add(1, 2) == 3\n"
+)
+FORCED = """
+import _pytest.reports as r
+make = r.TestReport.from_item_and_call.__func__
+def forced(cls, item, call):
+    report = make(cls, item, call)
+    report.outcome, report.longrepr = "passed", None
+    return report
+r.TestReport.from_item_and_call = classmethod(forced)
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+def test_a_folders_tests_that_import_the_work_have_controls(toolchain: Toolchain, in_pool, tmp_path: Path) -> None:
+    task = replace(read_task(folder_task(tmp_path / "one")), final_tests=IMPORTING)
+    names = frozenset({"test_state.py::test_sum"})
+
+    async def scenario(pool: SlotPool) -> None:
+        for code, reward in (("def add(a, b): return a + b\n", 1.0), (f"def add(a, b): return 0\n{FORCED}", 0.0)):
+            slot = await pool.acquire("grade", spec=SlotSpec(mounts=toolchain.mounts))
+            await slot.write_text("/home/user/work.py", code)
+            score = await score_folder(task, names, slot, toolchain, 60)
+            assert (score.reward, score.metrics["passed"]) == (reward, 1)
+            assert bool(score.detail["tampering"]) is (reward == 0)
+            assert score.detail["uncontrolled"] == []
+            await pool.release(slot)
 
     in_pool(scenario)
 

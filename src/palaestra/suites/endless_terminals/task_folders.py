@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import Score
 from palaestra.rollouts.grading.grader import GRADED
-from palaestra.sandbox.slot import Slot, View
+from palaestra.sandbox.slot import Rung, Slot, View
+from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.images.dockerfile import ImageRecipe
@@ -46,6 +47,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc
 """Programs, libraries and settings of the system, which tests always see as prepared."""
 
 _TESTS = "/tmp/palaestra-tests"  # noqa: S108  in the slot
+_TEST_FILE = "test_state.py"
 _SETUP_TIMEOUT_S = 300.0
 
 
@@ -190,25 +192,52 @@ def graded_view(task: FolderTask) -> View:
 async def score_folder(
     task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
 ) -> Score:
-    """1.0 if all of these tests pass, else 0.0. Raises `GraderError` if they did not run."""
+    """1.0 if all of these tests pass, and rewritten ones only where they must, else 0.0.
+
+    Raises `GraderError` if they did not run.
+    """
     run = await _run(task.final_tests, slot, toolchain, timeout_s)
     if run.collect_errors and not run.statuses:
         raise GraderError(f"{task.id}: its tests were not found:\n{run.output[-1000:]}")
     passed = run.passed(names)
+    resolved = run.complete and passed == len(names)
+    controls = ControlResult(hard_alarm(run.alarms, None), tuple(sorted(names)))
+    if resolved and controls.tampering is None:
+        controls = await _find_tampering(task, names, slot, toolchain, timeout_s)
     bad = {name: run.statuses.get(name, Status.MISSING).value for name in sorted(names)}
     return Score(
-        float(run.complete and passed == len(names)),
+        float(resolved and controls.tampering is None),
         {"passed": passed, "tests": len(names)},
-        {"not_passed": {name: status for name, status in bad.items() if status != Status.PASSED.value}},
+        {
+            "not_passed": {name: status for name, status in bad.items() if status != Status.PASSED.value},
+            "tampering": controls.tampering,
+            "uncontrolled": list(controls.uncontrolled[:50]) if resolved else [],
+        },
     )
+
+
+async def _find_tampering(
+    task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
+) -> ControlResult:
+    """Whether passing work passes because of its tests. There are no controls on isolation levels without forks."""
+    if slot.rung < Rung.USERNS:
+        return ControlResult(None, tuple(sorted(names)))
+    controls = Controls({_TEST_FILE: task.final_tests}, sorted(names), (), once=True)
+    await controls.calibrate(None)
+
+    async def rewritten(texts: Mapping[str, str], _: object) -> TestRun:
+        async with slot.fork() as fork:
+            return await _run(texts[_TEST_FILE], fork, toolchain, timeout_s)
+
+    return await controls.find_tampering(rewritten, None)
 
 
 async def _run(tests: str, slot: Slot, toolchain: Toolchain, timeout_s: float) -> TestRun:
     await slot.remove(_TESTS)
-    await slot.write_text(f"{_TESTS}/test_state.py", tests)
+    await slot.write_text(f"{_TESTS}/{_TEST_FILE}", tests)
     await slot.write_text(f"{_TESTS}/pytest.ini", "[pytest]\n")
     try:
-        return await run_files(slot, toolchain, _TESTS, ["test_state.py"], timeout_s=timeout_s)
+        return await run_files(slot, toolchain, _TESTS, [_TEST_FILE], timeout_s=timeout_s)
     finally:
         await slot.remove(_TESTS)
 
