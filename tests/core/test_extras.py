@@ -22,7 +22,7 @@ def test_a_checkout_is_named_by_its_path() -> None:
     [
         (None, "pip install 'palaestra[web]'"),
         ({"url": "file:///tmp/p.whl", "archive_info": {}}, "pip install 'palaestra[web] @ file:///tmp/p.whl'"),
-        ({"url": "file:///home/a%20b", "dir_info": {"editable": True}}, "pip install -e '/home/a b[web]'"),
+        ({"url": "file:///srv/a%20b", "dir_info": {"editable": True}}, "pip install -e '/srv/a b[web]'"),
     ],
 )
 def test_another_installation_is_named_by_its_origin(

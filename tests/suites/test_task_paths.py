@@ -11,7 +11,7 @@ from palaestra.suites.task_paths import scope_of
     ("text", "paths"),
     [
         ("Write it to /app/answer.txt.", ("/app/answer.txt",)),
-        ("Put the keys into ~/.ssh/config and $HOME/notes", ("/home/u/.ssh/config", "/home/u/notes")),
+        ("Put the keys into ~/.ssh/config and $HOME/notes", ("/home/user/.ssh/config", "/home/user/notes")),
         ("See https://host/usr/share/doc and a/b/c, and look around in /etc and /usr/local/bin", ()),
         ('assert Path("/etc/nginx/nginx.conf").is_file()', ("/etc/nginx/nginx.conf",)),
         ("cat /tests/expected.txt /proc/self/mem /solution/solve.sh", ()),
@@ -24,7 +24,7 @@ from palaestra.suites.task_paths import scope_of
     ],
 )
 def test_a_task_is_about_the_paths_that_it_names(text: str, paths: tuple[str, ...]) -> None:
-    assert scope_of([text], "/home/u").paths == paths
+    assert scope_of([text], "/home/user").paths == paths
 
 
 def test_new_programs_are_named_by_words_and_paths() -> None:

@@ -6,7 +6,7 @@ import json
 from importlib import metadata
 from urllib.parse import unquote, urlsplit
 
-_CPU_TORCH = "; without a GPU, first: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+_CPU_TORCH = "; without a GPU, install first the build of PyTorch for CPUs, as pytorch.org says"
 
 
 def install_command(extra: str) -> str:
