@@ -12,5 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("path", [ROOT / "scripts/demo.py", *sorted((ROOT / "environments").glob("*.py"))], ids=str)
 def test_only_public_names_are_imported(path: Path) -> None:
-    modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert {name for name in modules if name and name.startswith("palaestra.")} == set()
