@@ -60,7 +60,7 @@ def command_of(path: Sequence[str]) -> click.Command:
     return command
 
 
-RUNS = [("run",), ("eval",), ("feed",), ("resume",)]
+RUNS = [("run",), ("eval",), ("feed",), ("resume",), ("batch",)]
 """Their flags are those of the environment's command line."""
 
 
