@@ -56,7 +56,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "processes:many_processes_share", "processes:memory_taken_as_files",
     ),
     "processor time": ("processes:busy_loop",),
-    "disk and inodes": ("files:full_disk", "files:inodes_run_out"),
+    "disk, inodes, extended attributes": ("files:full_disk", "files:inodes_run_out", "files:extended_attributes"),
     "counters per user: open files, inotify instances, AIO, queues, keys, fanotify, larger pipes, sockets, locks": (
         "counters:inotify_instances", "counters:queues_asynchronous", "counters:processes_and_sockets",
         "counters:locks_and_leases", "kernel:descriptors_run_out",

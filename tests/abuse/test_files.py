@@ -47,6 +47,28 @@ def test_inodes_run_out_before_the_machine_does(arena: Arena) -> None:
     arena.face(case, memory_bytes=512 << 20)
 
 
+@pytest.mark.contained_on("full", "userns")
+def test_extended_attributes_take_no_more_than_the_disk(arena: Arena) -> None:
+    """They are kernel memory, which the size of a tmpfs does not count."""
+    fill = """
+import os
+written = 0
+for place in ('.', '/tmp', '/dev/shm'):
+    try:
+        for n in range(20000):
+            open(f'{place}/{n}', 'w').close()
+            for name in 'abcdefgh': os.setxattr(f'{place}/{n}', f'user.{name}', b'x' * 60000); written += 60000
+    except OSError: pass
+print(written >> 20)
+"""
+
+    async def case(slot: Slot) -> None:
+        if arena.contained:  # otherwise it takes all memory of the machine
+            assert int((await python(slot, fill)).output) <= 64
+
+    arena.face(case)
+
+
 @pytest.mark.contained_on("full", "userns", "confined")
 def test_a_path_too_deep_to_name_is_dropped_with_its_slot(arena: Arena) -> None:
     deep = "import os\nfor _ in range(600): os.mkdir('n' * 200); os.chdir('n' * 200)"

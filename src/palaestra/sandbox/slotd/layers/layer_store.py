@@ -25,6 +25,11 @@ _UNLIMITED = "size=0,nr_inodes=0"
 _TRIAL = "/stage"
 
 
+def most_inodes(size_bytes: int) -> int:
+    """The number of inodes of a tmpfs of a size."""
+    return max(16384, size_bytes >> 12)
+
+
 def copy_attributes(status: os.stat_result, directory: str) -> None:
     """Give a directory the owner and mode of another one. If the owner does not exist in this user namespace, the
     directory keeps the slot's root."""
@@ -40,8 +45,7 @@ class LayerStore(Counted):
 
     def __init__(self, place: str, size_bytes: int, owner: int) -> None:
         """`place` is where kernels that need it mounted have it."""
-        inodes = max(16384, size_bytes >> 12)
-        options = f"size={size_bytes},nr_inodes={inodes},mode=755,uid={owner},gid={owner}"
+        options = f"size={size_bytes},nr_inodes={most_inodes(size_bytes)},mode=755,uid={owner},gid={owner}"
         if _can_detach():
             self.fd = _high(syscalls.detached_tmpfs(options))
             self.path = f"/proc/self/fd/{self.fd}"

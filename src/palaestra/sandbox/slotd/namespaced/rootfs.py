@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .. import syscalls
-from ..layers.layer_store import Tree
+from ..layers.layer_store import Tree, most_inodes
 from ..syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
 from . import native_init
 from .native_init import BuildStep, Do
@@ -226,7 +226,8 @@ def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
 
 def _volatile(plan: RootPlan, tmp: str) -> Iterator[BuildStep]:
     """Mount one file system for /dev/shm and /tmp, which are in no snapshot; its size limits both together."""
-    options = f"size={plan.tmp_bytes},mode=755"
+    # The number of inodes also limits extended attributes, which no size counts.
+    options = f"size={plan.tmp_bytes},nr_inodes={most_inodes(plan.tmp_bytes)},mode=755"
     yield native_init.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name in ("tmp", "shm"):
         yield BuildStep(Do.MKDIR, (f"{_SHM}/{name}",), 0o1777)
