@@ -392,8 +392,8 @@ def test_settings_of_the_contract() -> None:
     assert (config.enabled_toolsets, config.disabled_toolsets, config.allow_network) == (["default"], [], True)
     assert config.sandbox_job_id == "atropos-sandbox-agent-env"
     assert AgentEnvConfig(require_stateful_sandbox=True).require_sandbox
-    with pytest.raises(ConfigError, match="nomad"):
-        AgentEnvConfig(tool_pool_mode="nomad").check_runnable()
+    with pytest.raises(ConfigError, match="daytona"):
+        AgentEnvConfig(tool_pool_mode="daytona").check_runnable()
     with pytest.raises(ConfigError, match="tool_server_url 'port 9' is neither an http address nor 'inprocess'"):
         Copying(AgentEnvConfig(tool_server_url="port 9"), [])
     assert Copying(config, []).build_agent_config("one").max_steps == 50
