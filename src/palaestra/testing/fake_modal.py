@@ -50,6 +50,14 @@ _TOKEN_S = 3600.0
 _WATCH_S = 0.1
 _BUILDER = "2025.06"
 
+_PRIVATE = "/opt/palaestra"
+"""The directory of this machine that is every sandbox's own: this library keeps its tools there."""
+
+_INIT = f"""
+[ -z "$1" ] || {{ mkdir -p {_PRIVATE} && mount -t tmpfs -o mode=755 palaestra {_PRIVATE}; }}
+shift; echo ready; exec "$@" >/dev/null
+"""
+
 _FAILED = api_pb2.GenericResult.GENERIC_STATUS_FAILURE
 _SUCCEEDED = api_pb2.GenericResult.GENERIC_STATUS_SUCCESS
 _TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
@@ -494,12 +502,14 @@ class FakeSandbox:
         self._home = tempfile.TemporaryDirectory(prefix="fake-modal-", ignore_cleanup_errors=True)
         main = list(self.definition.entrypoint_args) or ["sleep", "infinity"]
         isolate: list[str] = []
+        private = ""
         if os.geteuid() == 0:
             # Without a shell that says so, there is no telling when the namespaces can be entered.
             isolate = ["setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
             isolate += [] if self.root is None else ["--root", str(self.root)]
+            private = "" if self.root is not None else _PRIVATE
         self._init = await asyncio.create_subprocess_exec(
-            *(*isolate, "sh", "-c", 'echo ready; exec "$@" >/dev/null', "sh", *main),
+            *(*isolate, "sh", "-c", _INIT, "sh", private, *main),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env=self._environment({}),

@@ -26,7 +26,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
@@ -41,7 +41,7 @@ from palaestra.sandbox.backends.server_backend import SYSTEM_PATH, ServerBackend
 from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.local.client import OnLost, SlotClient, settle
 from palaestra.sandbox.remote.client import call_of, send_server
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.protocol.frames import Fields
 
 if TYPE_CHECKING:
@@ -65,15 +65,17 @@ _PIECE = 256 << 10
 _ENTRIES = 100
 
 _OWN_VARIABLES = ("TMPDIR", "HOME", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TERM", "LANG")
-# Prints the environment. Its own Python also gets the path that the tools of this machine call it by.
+# Prints the environment, and which of some directories exist. Without any, its own Python also gets the path by which
+# the tools of this machine call theirs.
 _PREPARE = """
 import json, os, sys
-path, version = sys.argv[1:]
-if not os.path.lexists(path) and version == "%d.%d" % sys.version_info[:2]:
+version, path, *folders = sys.argv[1:]
+if not folders and version == "%d.%d" % sys.version_info[:2] and not os.path.lexists(path):
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    os.symlink(sys.executable, path)
-print(json.dumps(dict(os.environ)))
+    os.symlink(os.path.relpath(sys.executable, os.path.dirname(path)), path)  # the slot server has another root
+print(json.dumps([dict(os.environ), [folder for folder in folders if os.path.isdir(folder)]]))
 """
+_NOT_COPIED = ("site-packages", "dist-packages", "test", "idlelib", "__pycache__")
 _VERSION = "{}.{}".format(*sys.version_info)
 # Unpacks its input into the given directory, or a new one, and prints its name.
 _UNPACK = """
@@ -297,9 +299,7 @@ class ModalBackend(RemoteBackend):
         await self.images.aclose()
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
-        wanted = super().place_spec(spec if not is_path(spec.image) else replace(spec, image=None))
-        # This machine's interpreter is not copied: the image has its own, see `_PREPARE`.
-        return replace(wanted, mounts=tuple(mount for mount in wanted.mounts if mount.source != sys.base_prefix))
+        return super().place_spec(spec if not is_path(spec.image) else replace(spec, image=None))
 
     def make_place(self, spec: PlaceSpec, number: int, rung: Rung | None) -> Place:
         return ModalPlace(self, spec, number, rung=rung, require=self._required)
@@ -483,14 +483,18 @@ class ModalPlace(Place):
         self._roots.clear()
         self._sandbox = sandbox = await self._backend.make_sandbox(self.spec)
         python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        variables = await _call(_START_S, _output_of(sandbox, _PREPARE, python, _VERSION))
+        ours = [mount.target for mount in self.spec.mounts if is_interpreter(mount)]
+        found = await _call(_START_S, _output_of(sandbox, _PREPARE, _VERSION, python, *ours))
+        variables, present = json.loads(found)
         self._variables = {
             name: value
-            for name, value in json.loads(variables).items()
+            for name, value in variables.items()
             if name not in _OWN_VARIABLES and not name.startswith("MODAL_")
         }
         for mount in self.spec.mounts:
-            await _call(_COPY_S, _copy_in(sandbox, mount.source, mount.target))
+            if mount.target not in present:
+                skipped = _NOT_COPIED if is_interpreter(mount) else ()
+                await _call(_COPY_S, _copy_in(sandbox, mount.source, mount.target, skipped))
 
     async def _start_server(self, rung: Rung) -> None:
         if self._server is not None:  # it has died: the sandbox is dead too, or not worth keeping
@@ -668,10 +672,11 @@ async def _output_of(sandbox: modal.Sandbox, program: str, *arguments: str) -> s
     return str(output)
 
 
-async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "") -> str:
-    """Copy a directory of this machine into the sandbox; returns where to, a new directory without a target."""
+async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "", skipped: Collection[str] = ()) -> str:
+    """Copy a directory of this machine into the sandbox, without its directories of some names; returns where to, a new
+    directory without a target."""
     process = await sandbox.exec.aio("python3", "-I", "-S", "-c", _UNPACK, target)
-    async for packed in _packed(source):
+    async for packed in _packed(source, skipped):
         for start in range(0, len(packed), _PIECE):
             process.stdin.write(packed[start : start + _PIECE])
             await process.stdin.drain.aio()
@@ -683,11 +688,11 @@ async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "") -> str
     return str(output).strip()
 
 
-async def _packed(source: str) -> AsyncIterator[bytes]:
+async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]:
     """A tar file of the directory, some entries at a time."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w|", bufsize=_PIECE) as files:
-        paths = await asyncio.to_thread(lambda: [source, *sorted(map(str, Path(source).rglob("*")))])
+        paths = await asyncio.to_thread(lambda: list(_entries(source, skipped)))
 
         def add(some: Sequence[str]) -> bytes:
             for path in some:
@@ -700,6 +705,19 @@ async def _packed(source: str) -> AsyncIterator[bytes]:
         for start in range(0, len(paths), _ENTRIES):
             yield await asyncio.to_thread(add, paths[start : start + _ENTRIES])
     yield buffer.getvalue()
+
+
+def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
+    """The directory and what is in it, parents first."""
+    yield source
+    for folder, folders, files in os.walk(source):
+        folders[:] = [name for name in folders if name not in skipped]
+        yield from (os.path.join(folder, name) for name in (*folders, *files))
+
+
+def is_interpreter(mount: Mount) -> bool:
+    """Whether it is this machine's Python. Tools use it without its packages."""
+    return bool(os.path.realpath(mount.source) == os.path.realpath(sys.base_prefix))
 
 
 def is_path(image: str | None) -> TypeGuard[str]:
