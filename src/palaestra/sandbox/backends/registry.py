@@ -50,7 +50,7 @@ def backend_words(names: str) -> list[str]:
     return [word.partition("=")[0] for word in names.split()] or [names]
 
 
-_HOSTS = {"docker": "docker_hosts", "ssh": "ssh_hosts"}
+_HOSTS = {"docker": "docker_hosts", "docker_direct": "docker_hosts", "ssh": "ssh_hosts"}
 """The settings that hold the hosts of a backend."""
 
 
