@@ -167,3 +167,16 @@ def test_status_and_report_take_the_last_run_when_none_is_named(capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["run_id"] == open_run().path.name
     assert main(["report"]) == 0
     assert Path(capsys.readouterr().out.strip()).resolve() == open_run().path.resolve() / "report.html"
+
+
+@pytest.mark.parametrize("name", ["folder", "last", "id"])
+def test_a_run_is_replayed_by_its_folder_or_its_id(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = open_run()
+    run = {"folder": str(first.path), "last": "last", "id": first.path.name}[name]
+    assert main(["run", "my_env.py", "--policy", f"replay:{run}", "--group", "2"]) == 0
+    assert [each.messages for each in open_run().trajectories] == [each.messages for each in first.trajectories]
+
+
+def test_no_description_of_a_setting_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "terminal_test", "--help-all"]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.endswith("...") or len(line) > 160]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def test_a_new_environment_proves_itself(
     monkeypatch.chdir(tmp_path)
     assert said("env", "new", "my_words", *form) == 0
     assert capsys.readouterr().out == "my_words_env.py\n"
+    assert "palaestra." not in "".join(re.findall("^(?:from|import) .*", Path("my_words_env.py").read_text(), re.M))
     assert said("env", "check", "--only", "stale-reward", "--json", "my_words_env.py") == 0
     proof = json.loads(capsys.readouterr().out)
     assert proof["proven"]

@@ -16,8 +16,7 @@ palaestra env check {path}
 
 from collections.abc import Iterator
 
-from palaestra import Task, environment
-from palaestra.sandbox.slot import Slot
+from palaestra import Slot, Task, environment
 
 
 @environment(toolsets=["terminal"])

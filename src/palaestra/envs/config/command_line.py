@@ -7,6 +7,7 @@ alternatives.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import textwrap
@@ -341,7 +342,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             if clash:
                 policy = "policy" if given.source == ARGUMENT else "--policy"
                 raise ConfigError(f"{policy} and {flags.spelled[min(clash)]} exclude each other")
-            scripted = {"server_type": "scripted", "model_name": given.policy}
+            scripted = {"server_type": "scripted", "model_name": _with_run(given.policy)}
             top.append(ConfigLayer(given.source, scripted, dict.fromkeys(scripted, "--policy")))
         if given.policy is not None or any("base_url" in layer.values for layer in top):
             servers = servers[:1]
@@ -448,6 +449,17 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
     yield f"{problem} hermes is used instead"
 
 
+def _with_run(policy: str) -> str:
+    """The policy, with the journal in place of the id of a run, or `last`, to replay."""
+    name, _, run = policy.partition(":")
+    if name == "replay" and run and not Path(run).exists():
+        from palaestra.rollouts.journal.reader import journal_of  # here, because most policies replay nothing
+
+        with contextlib.suppress(ConfigError):  # the policy reports a missing file
+            return f"replay:{journal_of(run)}"
+    return policy
+
+
 def check_general_flags(argv: Sequence[str]) -> None:
     """Raise `ConfigError` for a misspelt flag of those that every environment has. It needs no environment, whose
     loading may take long."""
@@ -550,4 +562,4 @@ def _field(group: str, model_type: type[BaseModel], name: str, own_default: JSON
     shown = "" if default is PydanticUndefined else f" [{_shown(name, default)}]"
     flag = f"--{group}.{name} {describe(info.annotation)}"
     text = f"  {flag:<46} {info.description or ''}{shown}"
-    return text if len(text) <= 160 else text[:157] + "..."
+    return textwrap.fill(text, 160, subsequent_indent=" " * 49, break_long_words=False, break_on_hyphens=False)

@@ -159,12 +159,13 @@ class PatchPolicy(Policy):
 class ReplayPolicy(Policy):
     """Plays the assistant's side of recorded trajectories, selected by task id and index.
 
-    A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run. Other lines
-    and a torn last line are ignored. Of two trajectories with one task id and index, the later counts.
+    A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run, also named
+    by the run's folder. Other lines and a torn last line are ignored. Of two trajectories with one task id and index,
+    the later counts.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path / "journal.jsonl" if path.is_dir() else path
         self._turns: Mapping[tuple[str, int], list[RecordedReply]] = {}
 
     async def start(self) -> None:

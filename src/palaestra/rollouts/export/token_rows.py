@@ -151,10 +151,10 @@ def _require_tokens(trajectory: Trajectory, meta: ExportMeta) -> None:
     if meta.placeholders or trajectory.ledger is not None:
         return
     if trajectory.row is None or trajectory.row.source == PLACEHOLDER:
+        shape = "" if trajectory.row is None else ", or export with --placeholders to see the shape: they train nothing"
         raise ConfigError(
-            f"rollout {trajectory.rollout_id} has no tokens that were sampled: its engine gave none. Run with a "
-            "token-exact server (--openai.server_type sglang, vllm or transformers), or export with --placeholders to "
-            "see the shape; such rows train nothing"
+            f"rollout {trajectory.rollout_id} has no tokens that were sampled: its model server gave none. Run with a "
+            f"token-exact server (--openai.server_type sglang, vllm or transformers){shape}"
         )
 
 
