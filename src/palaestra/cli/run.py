@@ -73,7 +73,7 @@ command = front_door(
     default, and settings:
 
     \b
-      --policy NAME      a scripted policy: oracle, noop, patch:FILE, replay:FILE
+      --policy NAME      a scripted policy: oracle, noop, patch:FILE, replay:RUN
       --base-url URL     an OpenAI-compatible server      --model NAME   its model
       --tasks N          groups, at most                  --group N      rollouts per task
       --concurrency N    groups at once                   --backend B    where slots come from

@@ -499,7 +499,7 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         f"  {run} … --dry-run                                  # what would be run; nothing is made",
         "",
         "  process writes groups of rollouts; evaluate scores once and reports; serve feeds a trainer.",
-        "  Short: --policy oracle|noop|patch:FILE|replay:FILE  --model  --base-url  --tasks (env.total_steps)",
+        "  Short: --policy oracle|noop|patch:FILE|replay:RUN  --model  --base-url  --tasks (env.total_steps)",
         "         --group (env.group_size)  --concurrency (env.max_num_workers)  --slots (env.slots)",
         "         --backend (env.tool_pool_mode)",
         "         --max-cost (env.max_cost)  --max-infra-rate (env.max_infra_rate)  --metrics-port (env.metrics_port)",
