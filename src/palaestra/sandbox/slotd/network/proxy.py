@@ -16,6 +16,7 @@ import contextlib
 import encodings.idna  # noqa: F401 - afterwards the user may not read modules
 import json
 import os
+import resource
 import signal
 import socket
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from ..exec import pipes
 from . import allowlist
 from .allowlist import Rule
 from .forward import HEAD_BYTES, Forwarder
-from .tunnel import Tunnel
+from .tunnel import Tunnel, share
 
 MAX_MESSAGE = 60_000
 MAX_CONNECTIONS = 64  # per slot
@@ -91,6 +92,7 @@ class _Proxy:
             elif name in self._gates:
                 for part in self._gates.pop(name):
                     part.close()
+                self._divide()
 
     def _take(self) -> None:
         data, fds = pipes.receive(self._control, MAX_MESSAGE, 3)
@@ -98,11 +100,18 @@ class _Proxy:
             self._over.set()
         self._orders.put_nowait((json.loads(data or b"{}"), fds))
 
+    def _divide(self) -> None:
+        """Divide the descriptors of this process among the slots."""
+        tunnels = [part for parts in self._gates.values() for part in parts if isinstance(part, Tunnel)]
+        for tunnel in tunnels:
+            tunnel.most = share(resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(tunnels))
+
     async def _add(self, name: str, message: dict[str, Any], fds: list[int]) -> None:
         if "ports" in message:
             tunnel = Tunnel(fds[0], [socket.socket(fileno=fd) for fd in fds[1:]], message["ports"])
             await tunnel.start()
             self._gates[name] = (tunnel,)
+            self._divide()
             return
         fd, entries = fds[0], message["allow"]
         rules = _Rules([allowlist.parse(entry) for entry in entries])

@@ -29,6 +29,7 @@ from .forward import copy
 from .tunnel_device import GATEWAY, SLOT
 
 MOST_CONNECTIONS, MOST_UDP = 512, 256  # of one slot at a time
+_FEWEST_CONNECTIONS, _KEPT_DESCRIPTORS = 16, 256
 _MOST_FLOWS = 16_384  # with those that have ended
 _PACKET, _BURST = 1 << 16, 64
 _CONNECT_S, _ACCEPT_S, _LINGER_S, _UDP_S = 30.0, 30.0, 30.0, 120.0
@@ -64,6 +65,12 @@ def _is_own(address: Address) -> bool:
         return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0]) == address
 
 
+def share(descriptors: int, tunnels: int) -> int:
+    """The most connections of each of some tunnels, so that none takes the descriptors of the others. A connection
+    takes two, and datagrams take some."""
+    return max(_FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, (descriptors - _KEPT_DESCRIPTORS) // (3 * max(1, tunnels))))
+
+
 def resolvers() -> list[str]:
     """The host's resolvers, from resolv.conf(5)."""
     with contextlib.suppress(OSError), open("/etc/resolv.conf", encoding="utf-8", errors="replace") as file:
@@ -88,7 +95,10 @@ class _Flow:
 
 
 class Tunnel:
-    """The device of one slot. `ports` are those of the host's loopback that the slot may reach at the gateway."""
+    """The device of one slot. `ports` are those of the host's loopback that the slot may reach at the gateway, `most`
+    bounds its connections, and its pairs of addresses for datagrams by a half."""
+
+    most = MOST_CONNECTIONS
 
     def __init__(self, device: int, listeners: Sequence[socket.socket], ports: Collection[int]) -> None:
         self._device, self._ports = device, frozenset(ports)
@@ -177,7 +187,7 @@ class Tunnel:
             self._send(_reset(version, head, packet))
 
     def _open(self, version: int, packet: bytes, key: bytes) -> None:
-        if self._live >= MOST_CONNECTIONS or len(self._flows) >= _MOST_FLOWS:
+        if self._live >= self.most or len(self._flows) >= _MOST_FLOWS:
             self._send(_reset(version, _head(version, packet), packet))
             return
         port = next(port for port in self._next if port not in self._by_port)
@@ -291,7 +301,7 @@ class Tunnel:
             hosts = self._destinations(address, port)
             if not hosts:
                 return
-            if len(self._udp) >= MOST_UDP:
+            if len(self._udp) >= min(MOST_UDP, self.most // 2):
                 min(self._udp.values(), key=lambda each: each.last).close()
             try:
                 datagrams = _Datagrams(self, version, key, hosts[0], port)
