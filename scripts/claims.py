@@ -48,6 +48,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     ),
     "this machine and other slots with the network on": (
         "network:host_is_out_of_reach", "network:datagrams_do_not_reach", "network:slots_with_the_network_on",
+        "network:flood_of_packets",
     ),
     "cloud metadata with the network on": ("network:metadata_addresses",),
     "processes and threads without bound": ("processes:fork_bomb", "processes:threads_count"),

@@ -221,6 +221,53 @@ except OSError: pass
 
 
 @pytest.mark.contained_on("full", "userns")
+def test_a_flood_of_packets_leaves_the_neighbour_its_network(arena: Arena) -> None:
+    """Datagrams to everywhere, and connections that nobody answers; the addresses are those of documentation."""
+    flood = """
+import os, random, socket, time
+end = time.time() + 5
+for _ in range(6):
+    if os.fork() == 0:
+        with socket.socket(2, 2) as s:
+            while time.time() < end:
+                try: s.sendto(bytes(1400), (f'198.51.100.{random.randrange(1, 255)}', 9))
+                except OSError: pass
+        os._exit(0)
+print('begun', flush=True)
+kept = []
+while time.time() < end:
+    s = socket.socket()
+    s.setblocking(False)
+    try: s.connect((f'198.51.100.{random.randrange(1, 255)}', 80))
+    except OSError: pass
+    kept = [*kept[-30:], s]
+"""
+    ask = """
+import socket, time
+begun = time.time()
+for _ in range(5):
+    try: socket.create_connection(('198.18.0.2', 1), 10)
+    except ConnectionRefusedError: pass
+print(time.time() - begun < 5)
+"""
+
+    async def case(slot: Slot) -> None:
+        if not _holds(arena):  # the flood would be the machine's
+            return
+        one = await arena.backend.create(SlotSpec(network=Network.ON), "one")
+        two = await arena.backend.create(SlotSpec(network=Network.ON), "two")
+        begun = asyncio.Event()
+        flooding = asyncio.ensure_future(one.execute(["python3", "-c", flood], on_output=lambda data: begun.set()))
+        await asyncio.wait_for(begun.wait(), 10)
+        assert (await python(two, ask)).output == "True\n"
+        await flooding
+        for each in (one, two):
+            await arena.backend.destroy(each)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns")
 def test_metadata_addresses_are_refused_with_the_network_on(arena: Arena) -> None:
     refused = ("169.254.169.254", "169.254.170.2", "100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254",
                "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe")  # fmt: skip
