@@ -95,6 +95,18 @@ def test_without_the_token_nothing_is_answered() -> None:
     run(body)
 
 
+def test_a_wrong_token_is_refused_before_its_body_is_read() -> None:
+    async def body(address: Address, process: subprocess.Popen[bytes]) -> None:
+        head = "POST /execute HTTP/1.1\r\nAuthorization: Bearer wr\xf6ng\r\nContent-Length: 1000000\r\n\r\n"
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(head.encode("latin-1"))
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+    run(body)
+
+
 def test_before_the_files_arrive_requests_wait_and_wrong_ones_do_no_harm() -> None:
     async def body(address: Address, process: subprocess.Popen[bytes]) -> None:
         assert (await ask(address, TOKEN, "GET", "/health"))[0] == 503

@@ -9,8 +9,9 @@ A stream has a slot server of its own, which ends with it: streams share no slot
 one. The other routes are the contract's, for its existing clients: a numbered slot is made by its first call and ends
 with `/reset`, at the network that this call allows; a later call that needs another network is refused.
 
-Every request needs `Authorization: Bearer TOKEN`. A connection that a user of a slot makes is closed whatever it sends:
-slots with the network on share this host's. Standard library and this package's own files only.
+Every request needs `Authorization: Bearer TOKEN`, which is checked before its body is read. A connection that a user of
+a slot makes is closed whatever it sends: slots with the network on share this host's. Standard library and this
+package's own files only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -44,6 +45,8 @@ from palaestra.sandbox.slotd import syscalls
 
 UPGRADE = "palaestra-slots"
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
+HEAD_S, BODY_S, MAX_CONNECTIONS = 60.0, 60.0, 1024
+"""How long a connection may be silent before a request, how long a body may take, and connections at a time."""
 MAX_OUTPUT_BYTES = 50_000
 """Of one call by the contract's routes, as the contract has it."""
 FIRST_SLOT_UID = 65536
@@ -64,13 +67,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request."""
+    """One request. The body is read once its sender is known."""
 
     method: str
     path: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
-    body: bytes
+    body: bytes = b""
 
     def json(self) -> JSON:
         """The body. Raises `Refused` for one that is not JSON."""
@@ -121,7 +124,7 @@ class PortServer:
         self._token = token.encode()
         self._backend = Here()
         self._slots = {f"slot_{number}": Numbered(f"slot_{number}") for number in range(slots)}
-        self._streams = 0
+        self._streams = self._connections = 0
         self._left = time.monotonic()
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -133,23 +136,30 @@ class PortServer:
             await server.serve_forever()
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
         try:
+            if self._connections > MAX_CONNECTIONS:
+                return
             if is_of_a_slot(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
                 return
-            while (request := await _read(reader)) is not None:
-                if await self._answer(request, writer):
+            while (request := await _read_head(reader)) is not None:
+                if await self._answer(request, reader, writer):
                     return
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
             pass  # it sent no request
         finally:
+            self._connections -= 1
             writer.close()
 
-    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+    async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer a request; True if the connection is used up."""
+        known = False
         try:
             sent = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(sent, b"Bearer " + self._token):
+            known = hmac.compare_digest(sent, b"Bearer " + self._token)
+            if not known:
                 raise Refused(401, "the token is missing or wrong")
+            request = replace(request, body=await _read_body(reader, request))
             if request.path == "/stream":
                 await self._stream(request, writer)
                 return True
@@ -162,7 +172,7 @@ class PortServer:
         head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
-        return request.headers.get("connection", "").lower() == "close"
+        return not known or request.headers.get("connection", "").lower() == "close"
 
     async def _route(self, request: Request) -> JSON:
         match request.method, request.path:
@@ -321,10 +331,12 @@ _REASONS = {
 }  # fmt: skip
 
 
-async def _read(reader: asyncio.StreamReader) -> Request | None:
-    """The next request of a connection; None at its end. Raises ValueError for what is not one."""
+async def _read_head(reader: asyncio.StreamReader) -> Request | None:
+    """The next request of a connection, without its body; None at its end. Raises ValueError for what is not one, and
+    `TimeoutError`."""
     try:
-        head = await reader.readuntil(b"\r\n\r\n")
+        async with asyncio.timeout(HEAD_S):
+            head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
         if not error.partial:
             return None
@@ -332,11 +344,18 @@ async def _read(reader: asyncio.StreamReader) -> Request | None:
     first, *lines = head.decode("latin-1").rstrip().split("\r\n")
     method, target, _ = first.split(" ", 2)
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    size = int(headers.get("content-length", "0"))
+    url = urllib.parse.urlsplit(target)
+    return Request(method, url.path, dict(urllib.parse.parse_qsl(url.query)), headers)
+
+
+async def _read_body(reader: asyncio.StreamReader, request: Request) -> bytes:
+    """The body of a request. Raises ValueError for one without a known size or that is too large, and
+    `TimeoutError`."""
+    size = int(request.headers.get("content-length", "0"))
     if not 0 <= size <= MAX_BODY:
         raise ValueError("the body is too large")
-    url = urllib.parse.urlsplit(target)
-    return Request(method, url.path, dict(urllib.parse.parse_qsl(url.query)), headers, await reader.readexactly(size))
+    async with asyncio.timeout(BODY_S):
+        return await reader.readexactly(size)
 
 
 def _result(call: Mapping[str, JSON], success: bool, output: str, error: str, metadata: dict[str, JSON]) -> JSON:
