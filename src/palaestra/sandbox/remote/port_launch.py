@@ -23,8 +23,8 @@ PATIENCE_S = 10.0
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
 
 
-def receive(connection: socket.socket) -> tuple[str, dict[str, str], bytes]:
-    """The first line, the headers and the body of a request. Raises ValueError for one that is too large."""
+def receive_head(connection: socket.socket) -> tuple[str, dict[str, str], bytes]:
+    """The first line, the headers, and what has come of the body. Raises ValueError for what is not a request."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = connection.recv(MAX_HEAD)
@@ -34,16 +34,21 @@ def receive(connection: socket.socket) -> tuple[str, dict[str, str], bytes]:
     head, _, body = data.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return first, headers, body
+
+
+def receive_body(connection: socket.socket, headers: dict[str, str], begun: bytes) -> bytes:
+    """The whole body. Raises ValueError for one that is too large or not whole."""
     size = int(headers.get("content-length", "0"))
     if size > MAX_BODY:
         raise ValueError("too large")
-    rest = bytearray(body)
-    while len(rest) < size:
-        piece = connection.recv(size - len(rest))
+    body = bytearray(begun)
+    while len(body) < size:
+        piece = connection.recv(size - len(body))
         if not piece:
             raise ValueError("the request ended early")
-        rest += piece
-    return first, headers, bytes(rest)
+        body += piece
+    return bytes(body)
 
 
 def unpack(archive: bytes) -> str:
@@ -57,14 +62,19 @@ def unpack(archive: bytes) -> str:
 
 def answer(connection: socket.socket, token: str) -> str:
     """Answer one request; the folder of the files if it brought them, else an empty text."""
-    first, headers, body = receive(connection)
+    first, headers, begun = receive_head(connection)
     folder, status, text = "", "503 Service Unavailable", '{"status": "waiting"}'
     if not hmac.compare_digest(headers.get("authorization", "").encode(), b"Bearer " + token.encode()):
         status, text = "401 Unauthorized", '{"error": "the token is missing or wrong"}'
     elif first.startswith("PUT /server "):
-        folder, status, text = unpack(body), "200 OK", '{"status": "ok"}'
+        folder = unpack(receive_body(connection, headers, begun))
+        status, text = "200 OK", '{"status": "ok"}'
     reply = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
     connection.sendall(f"{reply}Connection: close\r\n\r\n{text}".encode())
+    connection.shutdown(socket.SHUT_WR)
+    left = MAX_BODY
+    while left > 0 and (piece := connection.recv(MAX_HEAD)):  # a reset would take the answer away
+        left -= len(piece)
     return folder
 
 
