@@ -12,7 +12,9 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +143,23 @@ def test_a_stream_has_its_own_slots_and_ends_with_its_client() -> None:
         assert health["unattended_s"] >= 0
 
     run(body)
+
+
+def test_the_files_of_a_killed_server_are_removed_by_the_next() -> None:
+    def folders(process: subprocess.Popen[bytes]) -> list[Path]:
+        return list(Path(tempfile.gettempdir()).glob(f"palaestra-port-{process.pid}-*"))
+
+    async def main() -> None:
+        async with served() as (_, killed):
+            assert len(folders(killed)) == 1
+        async with served() as (address, process):
+            assert folders(killed) == []
+            assert (await ask(address, TOKEN, "GET", "/health"))[0] == 200
+            process.terminate()
+            await asyncio.to_thread(process.wait, 20)
+            assert folders(process) == []
+
+    asyncio.run(main())
 
 
 def test_the_end_of_the_place_is_a_lost_slot() -> None:

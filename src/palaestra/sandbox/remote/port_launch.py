@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import io
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ import tempfile
 from typing import NoReturn
 
 NEEDED = (3, 11)
+PREFIX = "palaestra-port-"
 PATIENCE_S = 10.0
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
 
@@ -52,8 +54,12 @@ def receive_body(connection: socket.socket, headers: dict[str, str], begun: byte
 
 
 def unpack(archive: bytes) -> str:
-    """A new folder with the files."""
-    folder = tempfile.mkdtemp(prefix="palaestra-port-")
+    """A new folder with the files. Removes those of servers that were killed."""
+    for name in os.listdir(tempfile.gettempdir()):
+        pid = name[len(PREFIX) :].split("-")[0]
+        if name.startswith(PREFIX) and not os.path.exists("/proc/" + pid):
+            shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")  # the server keeps this process's number
     os.chmod(folder, 0o755)  # noqa: S103 - users of slots run the init
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder)  # noqa: S202 - our own archive
