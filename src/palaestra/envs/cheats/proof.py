@@ -206,7 +206,8 @@ class EnvironmentProof:
             if "/" in task.paths:
                 yield f"{task.id}: its score sees all of the agent's new libraries and packages (paths: /)"
         for task, solved in self._solved:
-            if left_out := solved.detail.get("left_out"):
+            left_out = solved.detail.get("left_out")
+            if left_out and (solved.reward is None or solved.reward < FULL):
                 shown = ", ".join(left_out[:5])
                 yield f"{task.id}: the reference solution changes {shown}, which the score does not see; declare paths"
             if names := solved.detail.get("uncontrolled"):
