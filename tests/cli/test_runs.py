@@ -86,6 +86,12 @@ def test_a_resumed_run_can_be_extended(capsys: pytest.CaptureFixture[str]) -> No
     assert len(list(Path("runs").glob("*/*"))) == 1
 
 
+def test_a_resumed_run_reports_a_setting_that_differs(caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["resume", "last", "--env.n", "1"]) == 0
+    assert "resumed with another setting: n was 2, is 1" in caplog.text
+    assert len(open_run().groups) == 2
+
+
 def test_an_unknown_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", "nothing"]) == 2
     assert "no run folder nothing" in capsys.readouterr().err
