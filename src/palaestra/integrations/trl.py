@@ -74,7 +74,7 @@ class EnvironmentFactory:
 
     def __init__(self, env: object, settings: Mapping[str, Any]) -> None:
         self._opened = ExitStack()
-        self._session = self._opened.enter_context(Session(env, **settings))
+        self._session = self._opened.enter_context(Session(env, policy="caller", **settings))
         self.path = self._session.path
         try:
             if not (first := self._session.tasks(1)):

@@ -181,7 +181,7 @@ async def test_an_engine_is_used_as_it_is_started_and_closed() -> None:
 
 @in_loop
 async def test_a_program_plays_a_rollout_itself() -> None:
-    async with Session(squares(n=3)) as session:
+    async with Session(squares(n=3), policy="caller") as session:
         assert {each["function"]["name"] for each in await session.tools("square-2")} == {"process", "terminal"}
         play = await session.play("square-2")
         assert [message["content"] for message in play.messages] == ["Square 2"]
@@ -198,7 +198,7 @@ async def test_a_program_plays_a_rollout_itself() -> None:
 
 @in_loop
 async def test_a_played_rollout_may_end_before_it_is_finished() -> None:
-    async with Session(squares(n=3), max_agent_turns=1) as session:
+    async with Session(squares(n=3), policy="caller", max_agent_turns=1) as session:
         play = await session.play("square-2")
         assert '"exit_code": 0' in await play.call("terminal", {"command": "echo 4 > answer.txt"})
         assert (await play.finish()).outcome is palaestra.Outcome.MAX_TURNS
@@ -206,7 +206,7 @@ async def test_a_played_rollout_may_end_before_it_is_finished() -> None:
 
 @in_loop
 async def test_the_end_of_the_session_cancels_what_is_not_finished() -> None:
-    async with Session(squares(n=3)) as session:
+    async with Session(squares(n=3), policy="caller") as session:
         done, _ = await session.play("square-1"), await session.play("square-2")
         await done.call("terminal", {"command": "echo 1 > answer.txt"})
         await done.finish()
@@ -216,14 +216,19 @@ async def test_the_end_of_the_session_cancels_what_is_not_finished() -> None:
 
 
 @in_loop
-async def test_only_a_session_without_a_model_is_played() -> None:
+async def test_only_a_session_of_the_caller_is_played() -> None:
     async with Session(squares(n=3), policy="oracle") as session:
-        with pytest.raises(ConfigError, match="play"):
+        with pytest.raises(ConfigError, match="caller"):
             await session.play("square-2")
+    with pytest.raises(ConfigError, match="caller"):
+        Session(squares(n=3), policy="caller", model="m")
+    async with Session(squares(n=3), policy="caller") as session:
+        with pytest.raises(ConfigError, match="play"):
+            await session.roll_out("square-2")
 
 
 def test_a_rollout_is_played_in_calls_that_block() -> None:
-    with Session(squares(n=2)) as session:
+    with Session(squares(n=2), policy="caller") as session:
         play = session.play("square-1")
         assert session.tools("square-1")
         assert play.messages

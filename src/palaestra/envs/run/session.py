@@ -33,11 +33,14 @@ from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals, first_failure
 
+CALLER = "caller"
+"""The policy of sessions whose agent is the program."""
+
 
 class Session:
     """A run that stays open. Use it in an `async with` block, or in `with` for `SyncSession`. Arguments are those of
-    `palaestra.run`; `group_size` is the default of `roll_out`. Without policy, model and server the program plays the
-    rollouts itself (`play`).
+    `palaestra.run`; `group_size` is the default of `roll_out`. With `policy="caller"` the program plays the rollouts
+    itself (`play`).
 
     Entering the block raises what `palaestra.run` raises if the run cannot start. Leaving it waits for the groups in
     flight, cancels rollouts that the program plays, and finishes the record.
@@ -56,9 +59,11 @@ class Session:
         progress: bool = False,
         **settings: JSON,
     ) -> None:
-        if policy is None and model is None and base_url is None and server is None:
-            server = CallerEngine()
-        self._played = isinstance(server, CallerEngine)
+        self._played = policy == CALLER
+        if self._played:
+            if model is not None or base_url is not None or server is not None:
+                raise ConfigError(f"policy={CALLER!r} excludes model, base_url and server: the program is the agent")
+            policy, server = None, CallerEngine()
         self._arguments = (env, "process", server, folder)
         self._progress = progress
         self._settings = settings | {"policy": policy, "model": model, "base_url": base_url, "group_size": group_size}
@@ -125,9 +130,11 @@ class Session:
     async def roll_out(self, *tasks: str | Task, group_size: int | None = None) -> list[Group]:
         """Roll out tasks, by their ids, concurrently; return one finished group per task, in their order.
 
-        Failed rollouts are in the groups. Raises `ConfigError` for an unknown task, and `EngineUnavailable` or
-        `RunStopped` when the run stops, after which the session can only be closed.
+        Failed rollouts are in the groups. Raises `ConfigError` for an unknown task or the policy "caller", and
+        `EngineUnavailable` or `RunStopped` when the run stops, after which the session can only be closed.
         """
+        if self._played:
+            raise ConfigError(f"a session with policy={CALLER!r} has no model: use play")
         chosen = [await self._find(task) if isinstance(task, str) else task for task in tasks]
         with python_names():
             return await asyncio.gather(
@@ -141,9 +148,9 @@ class Session:
 
     async def play(self, task: str | Task) -> Play:
         """Begin a rollout, a group of its own, whose agent is the caller. Raises `ConfigError` for an unknown task or a
-        session with a model."""
+        session with another policy."""
         if not self._played:
-            raise ConfigError("play needs a session without a policy, a model and a server")
+            raise ConfigError(f"play needs a session with policy={CALLER!r}")
         found = await self._find(task) if isinstance(task, str) else task
         self._plays = [play for play in self._plays if not play._group.done()]
         play = Play(found)

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
-from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
@@ -56,6 +55,5 @@ class CallerEngine(ServerEngine):
 
     def session(self, context: SessionContext) -> ChatServer:
         player = PLAYER.get()
-        if player is None:
-            raise ConfigError("This session has neither a model nor a policy, so its rollouts must be played: use play")
+        assert player is not None, "only a rollout with a player asks this engine"
         return player
