@@ -63,6 +63,7 @@ async def test_tasks_are_rolled_out_in_the_order_of_the_calls_and_recorded_as_on
         first = await session.roll_out("square-3", "square-1")
         (second,) = await session.roll_out("square-3", group_size=1)
         assert session.path.is_dir()
+        assert session.path.is_absolute()
     assert [group.task_id for group in (*first, second)] == ["square-3", "square-1", "square-3"]
     assert [group.group_id for group in (*first, second)] == ["000000-square-3", "000001-square-1", "000002-square-3"]
     assert [[each.reward for each in group.trajectories] for group in (*first, second)] == [[1.0] * 2, [1.0] * 2, [1.0]]

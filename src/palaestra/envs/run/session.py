@@ -117,7 +117,7 @@ class Session:
     @property
     def path(self) -> Path:
         """The run's folder."""
-        return self._runner.run_context.events.journal.path.parent
+        return self._path
 
     async def tasks(self, limit: int | None = None) -> list[Task]:
         """The first `limit` tasks of the environment, or all. Not all environments end."""
@@ -195,6 +195,7 @@ class Session:
     async def _drive(self, runner: Runner) -> Totals:
         """Let the caller's tasks be rolled out until the session is closed."""
         self._runner = runner
+        self._path = runner.run_context.events.journal.path.parent.absolute()
         self._places = asyncio.Semaphore(runner.concurrency)
         self._source: AsyncIterator[Task] = runner.env.tasks()
         try:
