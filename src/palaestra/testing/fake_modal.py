@@ -212,7 +212,7 @@ class FakeModal:
 
     async def _close(self) -> None:
         await self._stop()
-        await asyncio.gather(*(sandbox.end(_TERMINATED) for sandbox in self.running))
+        await asyncio.gather(*(sandbox.end(_TERMINATED) for sandbox in self.sandboxes.values()))
 
     async def _watch(self) -> None:
         """End sandboxes at their limits."""
@@ -473,6 +473,7 @@ class FakeSandbox:
     _active_at: float = field(default_factory=time.monotonic)
     _home: tempfile.TemporaryDirectory[str] | None = None
     _init: asyncio.subprocess.Process | None = None
+    _ending: asyncio.Task[None] | None = None
 
     @property
     def is_late(self) -> bool:
@@ -554,10 +555,13 @@ class FakeSandbox:
         return {**own, **self.variables, **variables}
 
     async def end(self, status: api_pb2.GenericResult.GenericStatus.ValueType, code: int = 137) -> None:
-        """End it with all its processes. Idempotent."""
-        if self.result is not None:
-            return
-        self.result, self.ended_at = api_pb2.GenericResult(status=status, exitcode=code), time.time()
+        """End it with all its processes. Idempotent, and done even if the caller is cancelled."""
+        if self._ending is None:
+            self.result, self.ended_at = api_pb2.GenericResult(status=status, exitcode=code), time.time()
+            self._ending = asyncio.create_task(self._finish())
+        await asyncio.shield(self._ending)
+
+    async def _finish(self) -> None:
         processes = [command.process for command in self.commands.values()]
         if self._init is not None:
             processes.append(self._init)
