@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import platform
 import shutil
 from pathlib import Path
@@ -104,6 +105,8 @@ def test_an_author_is_warned_of_what_a_score_depends_on(tmp_path: Path) -> None:
     assert "/opt/made" in proof.warnings[2]
 
 
+PATCH = "--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n"
+
 UNPLAYED = """
 from palaestra import Task, environment
 
@@ -129,6 +132,18 @@ def test_a_reward_is_held_against_its_own_tasks_floor_and_what_was_not_played_is
     path.write_text(UNPLAYED.replace("FLOOR", "'none'"))
     with pytest.raises(ConfigError, match=r"task word: its floor .none."):
         check_environment(str(path), [], tasks=2, only=["named-files"], quiet=True)
+
+
+def test_a_task_that_cannot_be_used_does_not_end_the_check(tmp_path: Path) -> None:
+    row = {"instance_id": "o__n-1", "repo": "o/n", "base_commit": "a" * 40, "problem_statement": "p", "patch": PATCH,
+           "test_patch": PATCH, "FAIL_TO_PASS": ["a.py::test_a"], "repo_path": str(tmp_path / "missing")}  # fmt: skip
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({**row, "instance_id": name}) + "\n" for name in ("o__n-1", "o__n-2")))
+    settings = ["--env.dataset_name", str(rows), "--env.cache_dir", str(tmp_path / "cache"), "--env.shuffle", "false"]
+    proof = check_environment("swe_smith_oracle", settings, tasks=2, only=["named-files"], quiet=True)
+    assert proof.tasks == ("o__n-1", "o__n-2")
+    assert [(line.policy, line.ok) for line in proof.lines[:2]] == [("oracle", False), ("noop", False)]
+    assert all(line.error.startswith("o__n-1: ") and "missing" in line.error for line in proof.lines)
 
 
 def test_a_check_knows_the_variables_that_a_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

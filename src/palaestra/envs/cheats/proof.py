@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, InfraError, TaskError
 from palaestra.core.types import JSON, Message, Task, ToolStep, number
 from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.forged_results import FORGERIES
@@ -156,7 +156,7 @@ class EnvironmentProof:
     async def run(self, count: int) -> Proof:
         """Play `count` tasks with every policy. Raises `ConfigError` without tasks."""
         tasks = await first_tasks(self.environment, count)
-        resolved = [await self.environment.resolve(task) for task in tasks]
+        resolved = [each for task in tasks if (each := await self._resolved(task)) is not None]
         solved = all(task.solution is not None for task in resolved)
         width = asyncio.Semaphore(os.cpu_count() or 1)
 
@@ -185,6 +185,13 @@ class EnvironmentProof:
         lines = tuple(self._lines[name] for name in (*plain, *cheats) if name in self._lines)
         names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(resolved))
         return Proof(self.environment.name, names, lines, solved, skipped, self._classes(), warnings)
+
+    async def _resolved(self, task: Task) -> Task | None:
+        """The task as it is played; None for an unusable one, whose groups report why."""
+        try:
+            return await self.environment.resolve(task)
+        except (TaskError, InfraError):
+            return None
 
     def _classes(self) -> dict[str, str]:
         played = {
@@ -216,9 +223,10 @@ class EnvironmentProof:
     def _judge(self, name: str, groups: Sequence[tuple[Task, Group]]) -> PolicyResult:
         played = [(task, trajectory) for task, group in groups for trajectory in group.trajectories]
         rewards = tuple(trajectory.reward for _, trajectory in played)
-        errors = [group.error for _, group in groups] + [trajectory.error for _, trajectory in played]
-        errors += [str(trajectory.detail.get("tampering") or "") for _, trajectory in played if name == "oracle"]
-        error = next(filter(None, errors), "")
+        reasons = [(task, group.error) for task, group in groups]
+        reasons += [(task, trajectory.error) for task, trajectory in played]
+        reasons += [(task, str(each.detail.get("tampering") or "")) for task, each in played if name == "oracle"]
+        error = next((f"{task.id}: {reason}" for task, reason in reasons if reason), "")
         good = len(played) == len(groups)  # a task without a rollout proves nothing
         if name == "oracle":
             good = good and all(reward is not None and reward >= FULL for reward in rewards)
