@@ -51,6 +51,8 @@ def test_releases_and_tools_that_there_are_not(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ImageError, match="mmdebstrap"):
         asyncio.run(make_root("debian:12", tmp_path, verify=False))
+    with pytest.raises(ImageError, match=r"own\.gpg.*--keyring"):
+        asyncio.run(make_root("ubuntu:24.04", tmp_path, keyring=str(tmp_path / "own.gpg")))
     assert roots(tmp_path) == []
 
 

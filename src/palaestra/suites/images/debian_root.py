@@ -68,11 +68,11 @@ class Root:
 
 
 async def make_root(
-    name: str, folder: Path, *, include: Sequence[str] = (), mirror: str = "", verify: bool = True
+    name: str, folder: Path, *, include: Sequence[str] = (), mirror: str = "", verify: bool = True, keyring: str = ""
 ) -> Path:
     """Make the root of a release with further packages in `folder`, and return its tar file.
 
-    `verify`: check the signatures of the release, which needs its keyring on this machine.
+    `verify`: check the signatures of the release with `keyring`, or the one of its package on this machine.
     Raises `ConfigError` for an unknown release, `ImageError` if no tool is installed or the tool fails.
     """
     if name not in RELEASES:
@@ -82,9 +82,12 @@ async def make_root(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="new-") as temporary:
         fresh = Path(temporary, "root.tar")
-        key = f"/usr/share/keyrings/{release.keyring}.gpg"
+        key = keyring or f"/usr/share/keyrings/{release.keyring}.gpg"
         if verify and not os.path.isfile(key):
-            raise ImageError(f"verifying {name} needs the package {release.keyring}; install it, or give --insecure")
+            raise ImageError(
+                f"verifying {name} needs the keyring {key}: install {release.keyring}, name the file of another "
+                "machine with --keyring FILE, or give --insecure"
+            )
         for command in _commands(release, fresh, include, mirror or release.mirror, key if verify else None):
             problem = f"making {name} failed: {command[0]}"
             await check_process(command, problem, timeout_s=_MAKE_S, error=ImageError)
@@ -135,11 +138,12 @@ _folder = click.option("--dir", "folder", default=ROOTS, show_default=True, help
 @_folder
 @click.option("--include", multiple=True, metavar="PACKAGE", help="A further package. May be given again.")
 @click.option("--mirror", default="", metavar="URL", help="Where the packages come from. Default: the release's own.")
+@click.option("--keyring", default="", metavar="FILE", help="The keyring. Default: the one of the release's package.")
 @click.option("--insecure", is_flag=True, help="Do not verify signatures.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("release", metavar="RELEASE")
 def make_command(
-    folder: str, include: tuple[str, ...], mirror: str, insecure: bool, as_json: bool, release: str
+    folder: str, include: tuple[str, ...], mirror: str, keyring: str, insecure: bool, as_json: bool, release: str
 ) -> None:
     """Make a root file system of Debian or Ubuntu without docker, and print its path.
 
@@ -150,9 +154,12 @@ def make_command(
 
     RELEASE is debian:11, debian:12, debian:13, ubuntu:22.04 or ubuntu:24.04. mmdebstrap or debootstrap must be
     installed; mmdebstrap needs no root. The packages come from the network, and their signatures are verified with
-    the distribution's keyring (debian-archive-keyring or ubuntu-archive-keyring).
+    the distribution's keyring (debian-archive-keyring or ubuntu-archive-keyring). Debian 12 has no package of Ubuntu's
+    keyring: copy the file from a machine with Ubuntu and name it with --keyring.
     """
-    path = asyncio.run(make_root(release, local_path(folder), include=include, mirror=mirror, verify=not insecure))
+    key = str(local_path(keyring)) if keyring else ""
+    made = make_root(release, local_path(folder), include=include, mirror=mirror, verify=not insecure, keyring=key)
+    path = asyncio.run(made)
     click.echo(json.dumps({"release": release, "path": str(path)}) if as_json else path)
 
 
