@@ -38,7 +38,7 @@ def test_a_source_without_a_usable_row_is_one_message(
     wanted = {
         "absent.jsonl": "there is no data set absent.jsonl",
         "empty.jsonl": "no task",
-        "bad.csv": "1 of it are left out",
+        "bad.csv": "1 left out",
     }
     for source, message in wanted.items():
         told(name, source)

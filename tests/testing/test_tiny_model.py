@@ -98,7 +98,7 @@ def test_the_examination_finds_nothing_wrong_with_it(folder: Path) -> None:
 
 @pytest.mark.skipif(HAS_TORCH, reason="only where torch is missing")
 def test_without_torch_the_error_names_the_extra(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'palaestra\[train\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[train\]"):
         make_tiny(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

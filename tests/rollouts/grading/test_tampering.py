@@ -123,9 +123,7 @@ def test_a_check_sees_only_what_its_task_declares(level: str, tmp_path: Path, mo
     Path("undeclared_env.py").write_text(UNDECLARED)
     argv = ["run", "undeclared_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
     assert main(argv) == 0
-    assert [json.loads(line)["scores"] for line in Path("data/undeclared.jsonl").read_text().splitlines()] == [
-        [0.25]
-    ] * 2
+    assert [json.loads(line)["scores"] for line in groups_file().read_text().splitlines()] == [[0.25]] * 2
 
 
 FILES = """

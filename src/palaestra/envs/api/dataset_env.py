@@ -83,7 +83,7 @@ class ListedEnv(HermesAgentBaseEnv):
         if len(self.left_out) > MOST_SHOWN:
             logger.warning("left out: %d more that cannot be used", len(self.left_out) - MOST_SHOWN)
         if not self.items:
-            said = f"; {len(self.left_out)} are left out, for the reasons above" if self.left_out else ""
+            said = f"; {len(self.left_out)} left out, for the reasons above" if self.left_out else ""
             raise ConfigError(f"{self.source} has no task that can be used and is chosen{said}")
 
     @property
