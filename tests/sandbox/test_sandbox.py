@@ -41,6 +41,42 @@ def test_a_fork_and_a_snapshot_have_their_own_files() -> None:
     asyncio.run(go())
 
 
+def test_blocking_sandboxes_start_from_a_blocking_snapshot() -> None:
+    with Sandbox() as box:
+        box.write_text("a", "1")
+        with box.fork() as fork:
+            fork.write_text("a", "2")
+            snapshots = (box.snapshot(), fork.snapshot())
+        for snapshot, text in zip(snapshots, "12", strict=True):
+            with Sandbox(snapshot=snapshot) as other:
+                assert other.read_text("a") == text
+
+
+def test_a_snapshot_is_refused_after_its_sandbox_and_on_another_loop() -> None:
+    with Sandbox() as box:
+        blocking = box.snapshot()
+
+        async def elsewhere() -> None:
+            async with Sandbox(snapshot=blocking):
+                pass
+
+        with pytest.raises(SandboxError, match="another event loop"):
+            asyncio.run(elsewhere())
+    with pytest.raises(SandboxError, match="ended with the sandbox"), Sandbox(snapshot=blocking):
+        pass
+
+    async def go() -> None:
+        async with Sandbox() as one:
+            snapshot = await one.snapshot()
+            with pytest.raises(SandboxError, match="another event loop"), Sandbox(snapshot=snapshot):
+                pass
+        with pytest.raises(SandboxError, match="ended with the sandbox"):
+            async with Sandbox(snapshot=snapshot):
+                pass
+
+    asyncio.run(go())
+
+
 def test_sandboxes_of_a_pool_with_its_defaults() -> None:
     async def go() -> None:
         async with SlotPool() as pool, Sandbox(pool=pool) as one, Sandbox(pool=pool) as two:
@@ -80,8 +116,10 @@ def test_sizes(size: str | int, count: int) -> None:
 def test_unusable_arguments() -> None:
     with pytest.raises(ConfigError, match="'much' is not a size"):
         Sandbox(memory="much")
-    with pytest.raises(ValueError, match="'sometimes'"):
+    with pytest.raises(ConfigError, match="'sometimes'"):
         Sandbox(network="sometimes")
+    with pytest.raises(ConfigError, match="env"):
+        Sandbox(env=["A=1"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unknown isolation 'best-ever'"), Sandbox(isolation="best-ever"):
         pass
     assert Sandbox(limits=Limits(pids=5))._spec.limits.pids == 5

@@ -10,11 +10,12 @@ A sandbox starts a slot server of its own, unless it is given a pool or a snapsh
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from palaestra.core.errors import ConfigError, SandboxError
@@ -33,10 +34,26 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class SandboxSnapshot:
-    """The files of a sandbox at one moment, for `Sandbox(snapshot=…)`. It exists as long as the sandbox's pool runs."""
+    """The files of a sandbox at one moment, for `Sandbox(snapshot=…)` inside the block of the sandbox that made it.
+
+    `loop` is the event loop of that sandbox, and `thread` the one that runs it for a blocking sandbox.
+    """
 
     snapshot: Snapshot
     pool: SlotPool
+    loop: asyncio.AbstractEventLoop
+    thread: LoopThread | None = None
+
+    def check_open(self) -> None:
+        """Raises `SandboxError` after the end of its sandbox."""
+        if self.loop.is_closed() or not self.pool.get_stats()["started"]:
+            raise SandboxError("the snapshot ended with the sandbox that made it: open others inside its block")
+
+    def check_loop(self) -> None:
+        """Raises `SandboxError` where another event loop runs than that of its sandbox."""
+        if self.loop is not asyncio.get_running_loop():
+            here = "`with`" if self.thread is not None else "`async with`, in the same event loop"
+            raise SandboxError(f"the snapshot belongs to another event loop: open sandboxes from it in {here}")
 
 
 def _of_slot(method: Callable[Concatenate[Slot, P], T]) -> Callable[Concatenate[Sandbox, P], T]:
@@ -57,7 +74,7 @@ class Sandbox:
     is "best" or the least level to accept: "full", "userns", "confined", "none". `pool` or `snapshot` place the sandbox
     in a pool that runs already.
 
-    Raises `ConfigError` or `ValueError` for an unusable argument, and `IsolationUnavailable` when the block is entered
+    Raises `ConfigError` for an unusable argument, and `IsolationUnavailable` when the block is entered
     and this machine cannot isolate.
     """
 
@@ -86,10 +103,14 @@ class Sandbox:
         if snapshot is not None:
             image = image or snapshot.snapshot.spec.image
             pool = pool or snapshot.pool
-        self._spec = SlotSpec(image, Network(network) if isinstance(network, str) else network, limits, env=_pairs(env))
+        try:
+            allowed = network if isinstance(network, AllowList) else Network(network)
+        except ValueError:
+            raise ConfigError(f'network is "off", "on" or a list of hosts, not {network!r:.100}') from None
+        self._spec = SlotSpec(image, allowed, limits, env=_pairs(env))
         self._isolation = isolation
         self._pool = pool
-        self._snapshot = snapshot.snapshot if snapshot is not None else None
+        self._snapshot = snapshot
         self._slot: Slot | None = None
         self._running: SlotPool
         self._open: AsyncExitStack | None = None
@@ -109,13 +130,17 @@ class Sandbox:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            pool = self._pool
+            pool, snapshot = self._pool, self._snapshot
+            if snapshot is not None:
+                snapshot.check_open()
+                snapshot.check_loop()
             if pool is None:
                 backend = LocalBackend.from_isolation(self._isolation)
                 pool = await stack.enter_async_context(SlotPool(backend=backend))
             elif self._isolation != "best" and pool.rung < Rung[self._isolation.upper()]:
                 raise ConfigError(f"the pool's isolation is {pool.rung.label}, not {self._isolation}")
-            slot = await pool.acquire("sandbox", spec=self._spec, snapshot=self._snapshot)
+            layers = None if snapshot is None else snapshot.snapshot
+            slot = await pool.acquire("sandbox", spec=self._spec, snapshot=layers)
             stack.push_async_callback(pool.release, slot)
             self._slot, self._running, self._open = slot, pool, stack.pop_all()
         return self
@@ -126,7 +151,9 @@ class Sandbox:
             await stack.aclose()
 
     def __enter__(self) -> SyncSandbox:
-        self._sync = SyncSandbox(self)
+        if self._snapshot is not None:
+            self._snapshot.check_open()
+        self._sync = SyncSandbox(self, None if self._snapshot is None else self._snapshot.thread)
         return self._sync.__enter__()
 
     def __exit__(self, *exc: object) -> None:
@@ -163,7 +190,8 @@ class Sandbox:
 
     async def snapshot(self) -> SandboxSnapshot:
         """The present files, from which other sandboxes start; this one continues."""
-        return SandboxSnapshot(await self._running.checkpoint(self.slot), self._running)
+        layers = await self._running.checkpoint(self.slot)
+        return SandboxSnapshot(layers, self._running, asyncio.get_running_loop())
 
 
 def _blocking(
@@ -193,7 +221,8 @@ class SyncSandbox:
         try:
             self._loop.wait(self._box.__aenter__())
         except BaseException:
-            self._loop.close()
+            if self._own_loop:
+                self._loop.close()
             raise
         return self
 
@@ -217,7 +246,9 @@ class SyncSandbox:
     download = _blocking(Sandbox.download)
     changes = _blocking(Sandbox.changes)
 
-    snapshot = _blocking(Sandbox.snapshot)
+    def snapshot(self) -> SandboxSnapshot:
+        """`Sandbox.snapshot`, for other blocking sandboxes."""
+        return replace(self._loop.wait(self._box.snapshot()), thread=self._loop)
 
     @contextmanager
     def fork(self) -> Iterator[SyncSandbox]:
@@ -241,4 +272,6 @@ def size_in_bytes(size: str | int) -> int:
 
 
 def _pairs(env: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    if env is not None and not isinstance(env, Mapping):
+        raise ConfigError(f"env is a mapping of names to texts, not {env!r:.100}")
     return tuple((env or {}).items())
