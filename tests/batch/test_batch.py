@@ -207,6 +207,18 @@ def test_changed_rows_are_noticed_and_further_ones_are_added(folder: Path, serve
     assert "task 0" in done.stderr
 
 
+def test_stdin_is_kept_unless_nothing_is_to_be_made(folder: Path) -> None:
+    words = ("-", "--policy", "noop", *TOOLS)
+    done = batch(*words, "--dry-run", stdin='{"prompt": "Do 1"}\n')
+    assert done.returncode == 0, done.stderr
+    assert [*folder.iterdir()] == []
+    (folder / "data").write_text("in the way")
+    done = batch(*words, stdin='{"prompt": "Do 1"}\n')
+    assert done.returncode == 1
+    assert "cannot write data/stdin-" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_distributions_are_listed(folder: Path) -> None:
     done = batch("--list_distributions")
     assert done.returncode == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -86,14 +87,15 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
         click.echo(_distributions())
         return
     name, resumes, rest = _own_flags(words)
-    rest = list(_settings(rest))
     folder = DATA / name if name else None
-    if resumes:
-        from palaestra.cli.resume import resume_run
+    with tempfile.TemporaryDirectory() as temporary:
+        rest = list(_settings(rest, Path(temporary) if "--dry-run" in rest else DATA))
+        if resumes:
+            from palaestra.cli.resume import resume_run
 
-        context.exit(resume_run(str(folder), rest, "palaestra batch"))
-    form = load_environment("batch", Path.cwd())
-    context.exit(run_command(form, rest, prog="palaestra batch", command="process", folder=folder))
+            context.exit(resume_run(str(folder), rest, "palaestra batch"))
+        form = load_environment("batch", Path.cwd())
+        context.exit(run_command(form, rest, prog="palaestra batch", command="process", folder=folder))
 
 
 def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
@@ -120,11 +122,12 @@ def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
     return name, resumes, rest
 
 
-def _settings(words: Sequence[str]) -> Iterator[str]:
-    """The words with settings in place of the batch's flags, and the file in front of them as a setting."""
+def _settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
+    """The words with settings in place of the batch's flags, and the file in front of them as a setting. `stdin` is the
+    folder for the rows of stdin."""
     rest = list(words)
     if rest and (rest[0] == "-" or not rest[0].startswith("-")):
-        yield from ("--env.dataset_name", _kept_stdin() if rest[0] == "-" else rest[0])
+        yield from ("--env.dataset_name", _kept_stdin(stdin) if rest[0] == "-" else rest[0])
         rest.pop(0)
     for word in rest:
         written, equals, value = word.partition("=")
@@ -137,12 +140,15 @@ def _dashed(written: str) -> str:
     return written.replace("_", "-") if written.startswith("--") and "." not in written else written
 
 
-def _kept_stdin() -> str:
-    """The file that keeps the rows of stdin, for a batch that is resumed."""
+def _kept_stdin(folder: Path) -> str:
+    """The file in `folder` that keeps the rows of stdin, for a batch that is resumed. Raises `DiskError`."""
+    from palaestra.core.io.durable_files import writing
+
     rows = sys.stdin.buffer.read()
-    path = DATA / f"stdin-{hashlib.sha256(rows).hexdigest()[:12]}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(rows)
+    path = folder / f"stdin-{hashlib.sha256(rows).hexdigest()[:12]}.jsonl"
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(rows)
     return str(path)
 
 

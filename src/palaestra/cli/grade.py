@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     \b
       palaestra run my_env.py --keep-workspaces --base-url URL --model NAME
       palaestra grade last                         # after a change of the score in my_env.py
-      palaestra grade RUN --env other_env.py:NAME --json
+      palaestra grade RUN --environment other_env.py:NAME --json
 
     RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces
     (--keep-workspaces). Rollouts whose reward is another one now are listed. The run itself does not change. The exit
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
-@click.option("--env", "environment", metavar="FILE.py:NAME", help="The environment, if its file has moved.")
+@click.option(
+    "--environment", "--env", "environment", metavar="FILE.py:NAME", help="The environment, if its file has moved."
+)
 @click.option("--network", is_flag=True, help="Give the checks the network that their tasks ask for.")
 @click.option("--json", "as_json", is_flag=True, help="Print every rollout as one line of JSON.")
 @click.pass_context
 def command(context: click.Context, run: str, environment: str | None, network: bool, as_json: bool) -> None:
+    from palaestra.core.errors import ConfigError
     from palaestra.envs.run.grade import grade_run
     from palaestra.rollouts.finished_run import open_run
 
@@ -44,11 +47,13 @@ def command(context: click.Context, run: str, environment: str | None, network: 
             found.append(regraded)
             if as_json:
                 click.echo(json.dumps(_fields(regraded)))
-            elif regraded.changed:
+            elif regraded.changed or regraded.score is None:
                 click.echo(_line(regraded))
         return found
 
     found = asyncio.run(grade())
+    if not found:
+        raise ConfigError(f"{run} has no scored rollout to grade: none of its groups has finished")
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
     click.echo(f"{len(found)} rollouts graded, {changed} with another reward, {failed} failed", err=True)
     context.exit(1 if failed else 0)

@@ -8,6 +8,7 @@ import click
 
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
 from palaestra.cli.run import first_word
+from palaestra.core.errors import ConfigError
 
 
 @click.command(
@@ -24,6 +25,7 @@ from palaestra.cli.run import first_word
       palaestra resume last
       palaestra resume 20260101T000000Z-0a1b --max-cost 20
       palaestra resume last --tasks 200            # a finished run can be extended
+      palaestra resume RUN --environment my_env.py:NAME     # its file has moved
       palaestra resume last --dry-run              # only show what is kept and what would be run
 
     RUN is a run's folder, an id or the beginning of one, or `last`. Settings come from the run's record; those that
@@ -40,7 +42,8 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
 
 
 def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
-    """Continue a run with its recorded settings, which those given replace; returns the exit code."""
+    """Continue a run with its recorded settings, which those given replace; returns the exit code. `--environment`
+    among them names the environment in place of the recorded one."""
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.origin import is_ours
     from palaestra.envs.run.replay_run import HOST_SETTINGS, REACHING_SETTINGS, recorded_form, where_it_ran
@@ -56,7 +59,8 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
         err=True,
     )
     verb = str(recorded.get("command") or "process")
-    form = recorded_form(recording, None)
+    environment, settings = _environment(settings)
+    form = recorded_form(recording, environment)
     if not is_ours(recording):
         foreign = HOST_SETTINGS | REACHING_SETTINGS
         env = {name: value for name, value in dict(recorded.get("env") or {}).items() if name not in foreign}
@@ -68,3 +72,17 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
         )
     with where_it_ran(recorded):
         return run_command(form, [verb, "--resume", str(folder), *settings], prog=prog, recorded=recorded)
+
+
+def _environment(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `--environment`, and the other words. Raises `ConfigError`."""
+    rest, named = list(words), None
+    for place, word in enumerate(rest):
+        flag, equals, value = word.partition("=")
+        if flag == "--environment":
+            named = value if equals else "".join(rest[place + 1 : place + 2])
+            if not named or named.startswith("--"):
+                raise ConfigError("--environment takes a file, FILE.py:NAME")
+            del rest[place : place + (1 if equals else 2)]
+            break
+    return named, rest

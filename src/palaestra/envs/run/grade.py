@@ -37,7 +37,7 @@ class Regraded:
 
     @property
     def changed(self) -> bool:
-        return self.score is None or self.score.reward != self.trajectory.reward
+        return self.score is not None and self.score.reward != self.trajectory.reward
 
 
 async def grade(env: object, trajectory: Trajectory) -> Score:
