@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from random import SystemRandom
 
@@ -120,7 +120,7 @@ async def verify(
     `made` are the paths that the agent created or changed. Raises `GraderError`.
     """
     await install(slot, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
-    return await _once(slot, task, script, setup, {}, alone=alone, made=made)
+    return await _once(slot, task, script, setup, alone=alone, made=made)
 
 
 async def find_tampering(
@@ -134,28 +134,35 @@ async def find_tampering(
     controls = Controls({path: text for path, (_, text) in files.items()}, passed, (), once=True)
     await controls.calibrate(None)
 
-    async def look(texts: Mapping[str, str]) -> VerifierVerdict | None:
-        """One more run with these texts in place of tests; None if it judges nothing. Raises `GraderError` if it does
-        not end, since a slow machine is no sign of tampering."""
+    @asynccontextmanager
+    async def look() -> AsyncIterator[Slot]:
+        """A slot for one more run, which may judge nothing. Raises `GraderError` if the run does not end, since a slow
+        machine is no sign of tampering."""
         async with views() as fork:
             await install(fork, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
-            instead = {files[path][0]: text for path, text in texts.items()}
             try:
-                return await _once(fork, task, script, setup, instead, alone=False, made=())
+                yield fork
             except _TimedOut:
                 raise
             except GraderError:
-                return None
+                pass
 
     async def same() -> str | None:
-        again = await look({})
+        again = None
+        async with look() as fork:
+            again = await _once(fork, task, script, setup, alone=False, made=())
         if again is None or again.reward < verdict.reward:
             return "the verifier gives less when it runs the same tests again"
         return again.doubt
 
     async def rewritten(texts: Mapping[str, str], _: object) -> TestRun:
-        again = await look(texts)
-        return TestRun({}, complete=False) if again is None or again.run is None else again.run
+        """A script may write no reward if a test fails, as a falsified one must: only the tests count."""
+        instead = {files[path][0]: text for path, text in texts.items()}
+        async with look() as fork:
+            session = await _session(fork, task, script, setup, instead, alone=False, made=())
+            if session.run is not None:
+                return session.run
+        return TestRun({}, complete=False)
 
     first_is_same = SystemRandom().random() < 0.5
     if first_is_same and (problem := await same()):
@@ -177,7 +184,17 @@ def _test_files(task: TerminalTask, node_ids: Sequence[str]) -> dict[str, tuple[
     return found
 
 
-async def _once(
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """One run of the script. `run` is what pytest reported, None if the script does not use pytest."""
+
+    records: Sequence[Mapping[str, JSON]]
+    exit_code: int
+    run: TestRun | None
+    output: str
+
+
+async def _session(
     slot: Slot,
     task: TerminalTask,
     script: OfflineScript,
@@ -186,7 +203,8 @@ async def _once(
     *,
     alone: bool,
     made: Collection[str],
-) -> VerifierVerdict:
+) -> _Session:
+    """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it judged nothing."""
     await place_tests(slot, task, script, instead)
     bait = {"PALAESTRA_NONCE": secrets.token_hex(16)}  # no record carries it
     result = await slot.execute(
@@ -202,6 +220,20 @@ async def _once(
     output = await _output(slot)
     run = read_run(records, result) if script.pytest else None
     _check_ran(task, records, result, run, output, made, setup.out_of_reach)
+    return _Session(records, result.exit_code, run, output)
+
+
+async def _once(
+    slot: Slot,
+    task: TerminalTask,
+    script: OfflineScript,
+    setup: VerifierSetup,
+    *,
+    alone: bool,
+    made: Collection[str],
+) -> VerifierVerdict:
+    session = await _session(slot, task, script, setup, {}, alone=alone, made=made)
+    records, run, output = session.records, session.run, session.output
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
         passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
@@ -210,7 +242,7 @@ async def _once(
         try:
             rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
         except GraderError as error:
-            raise GraderError(f"{error} (exit status {result.exit_code}){_tail(output)}") from None
+            raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward = single(rewards)
     if reward > 0 and run is not None and not has_started(records):
         raise _PaysWithoutTests(
@@ -218,7 +250,8 @@ async def _once(
         )
     if reward < 1 and needs_network(script.text, output):
         raise GraderError(f"the verifier of {task.name} needs the network, which it does not have:\n{output[-1500:]}")
-    return VerifierVerdict(reward, rewards, run, output, result.exit_code, await _doubt(slot, reward, run, alone=alone))
+    doubt = await _doubt(slot, reward, run, alone=alone)
+    return VerifierVerdict(reward, rewards, run, output, session.exit_code, doubt)
 
 
 async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
