@@ -81,7 +81,8 @@ def test_without_network_not_even_the_hosts_loopback(on_each_rung: WithSlot) -> 
             probe = f"(exec 3<>/dev/tcp/127.0.0.1/{port}) 2>/dev/null && echo reached; :"
             assert (await slot.execute(probe)).output == ""
             online = await backend.create(SlotSpec(network=Network.ON), "online")
-            assert (await online.execute(probe)).output == ""
+            own_network = os.access("/dev/net/tun", os.R_OK | os.W_OK)  # without it, a warning is given
+            assert (await online.execute(probe)).output == ("" if own_network else "reached\n")
         assert (await slot.execute("cat /etc/resolv.conf")).exit_code != 0
         served = "python3 -m http.server --bind 127.0.0.1 80 &\n"
         served += "until (exec 3<>/dev/tcp/127.0.0.1/80) 2>/dev/null; do :; done; echo up"
