@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import json
 import os
 import tempfile
@@ -32,7 +31,7 @@ class CreationGate:
         self, name: str, *, per_s: float | None = None, most: int | None = None, folder: Path | None = None
     ) -> None:
         self._per_s, self._most = per_s, most
-        self._folder = folder or Path(tempfile.gettempdir(), f"palaestra-gates-{getpass.getuser()}")
+        self._folder = folder or Path(tempfile.gettempdir(), f"palaestra-gates-{os.geteuid()}")
         self._name = name
 
     @contextlib.asynccontextmanager
