@@ -109,7 +109,7 @@ def test_work_that_exhausts_or_hangs_its_check_scores_nothing(tmp_path: Path, mo
     Path("exhausting_env.py").write_text(EXHAUSTING)
     assert main(["run", "exhausting_env.py", "--policy", "oracle", "--env.group_size", "2"]) == 0
     scores = {}
-    for line in Path("data/exhausting.jsonl").read_text().splitlines():
+    for line in groups_file().read_text().splitlines():
         row = json.loads(line)
         scores[row["task_id"]] = row["scores"]
     assert scores.pop("honest") == [1.0, 1.0]
