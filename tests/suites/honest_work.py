@@ -311,7 +311,7 @@ async def play_variants(
     """Grade variants of the solutions of an environment's first tasks, in the environment's own way."""
     form = load_environment(reference, Path.cwd())
     own = {} if settings else form.check_values()
-    parsed = parse_settings("honest work", settings, env_type=form.config_type(), name=form.name, env_values=own)
+    parsed = parse_settings("honest work", settings, env_type=form.config_type(), env_values=own)
     engine, width = ServerGroup(parsed.server_configs), asyncio.Semaphore(3)
     async with contextlib.aclosing(engine), make_pool(parsed.env_config, local=True) as pool:
         await engine.start()
