@@ -162,7 +162,9 @@ def test_datagrams_do_not_reach_the_host_with_the_network_on(arena: Arena) -> No
         program = f"""
 import socket
 for host in ('127.0.0.1', '127.8.8.8', '0.0.0.0', '198.18.0.2', {_own_address()!r}):
-    with socket.socket(2, 2) as s: s.sendto(b'hostile', (host, {port}))
+    with socket.socket(2, 2) as s:
+        try: s.sendto(b'hostile', (host, {port}))
+        except OSError: pass  # a container without a network
 """
 
         async def case(slot: Slot) -> None:
