@@ -94,7 +94,7 @@ def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[-2].startswith("+0.333 (-0.")
     assert lines[-1].startswith("no winner: ")
     assert "6 of 7 rollouts scored, 4 tasks" in lines[0]
-    assert f"1 tasks have a reward only in {other}" in told.err
+    assert f"only in {other}: a reward of 1 task\n" in told.err
     assert said(other, first, "--json") == 0
     assert json.loads(capsys.readouterr().out)["difference"] == pytest.approx(-0.5)
     empty = write_run(tmp_path / "empty", group(0, "z", 1.0))

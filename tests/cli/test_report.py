@@ -54,7 +54,7 @@ def test_the_first_page_has_pass_at_k_categories_cost_failures_and_settings(page
     ]  # fmt: skip
     assert "<b>1.00</b><span>cost" in page
     assert "<b>200</b><span>tokens written, 4,000 read" in page
-    assert "1 rollouts failed (grader), first g1/1: no such column" in page
+    assert "1 rollout failed (grader), first g1/1: no such column" in page
     assert "env.max_agent_turns (command line)" in page
     assert "abc123" in page
     assert "group_size" not in page

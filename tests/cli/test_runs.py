@@ -70,7 +70,7 @@ def test_a_run_is_resumed_with_the_settings_that_it_was_given(
     monkeypatch.chdir(elsewhere)
     assert main(["resume", str(journal.parent)]) == 0
     said = capsys.readouterr().err
-    assert "1 groups and 2 rollouts are kept, 1 groups were in progress" in said
+    assert "kept 1 group with 2 rollouts, in progress 1 group" in said
     run = open_run(journal.parent)
     assert [len(group.trajectories) for group in run.groups] == [2, 2]
     assert run.recording.meta.seed == 7
@@ -79,7 +79,7 @@ def test_a_run_is_resumed_with_the_settings_that_it_was_given(
 def test_a_resumed_run_can_be_extended(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", "last", "--env.n", "3"]) == 0
     said = capsys.readouterr().err
-    assert "2 groups are kept from before" in said
+    assert "2 groups kept from before" in said
     assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("[")] == ["[3/3] w2"]
     assert [group.task_id for group in open_run().groups] == ["w0", "w1", "w2"]
     assert main(["run", "my_env.py", "--policy", "oracle", "--group", "2", "--env.seed", "7", "--resume", "last"]) == 0

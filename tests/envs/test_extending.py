@@ -192,7 +192,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_way_on(
             (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
             assert "No space left on device" in line
             (journal,) = Path().glob("runs/*/*/journal.jsonl")
-            assert f"continue with --resume {journal.parent}" in said
+            assert f"continue with palaestra resume {journal.parent}" in said
             subprocess.run(["mount", "-o", "remount,size=8m", "../small"], check=True)
             assert palaestra(*run, "--resume", str(journal.parent)) == 0
             assert [len(json.loads(line)["scores"]) for line in groups_file().read_text().splitlines()] == [4] * 12

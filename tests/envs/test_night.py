@@ -99,7 +99,7 @@ def test_sigterm_lets_what_is_in_flight_finish(tmp_path: Path) -> None:
     assert going.returncode == 130, said
     run = run_of(tmp_path)
     assert endings(run) == ([("task-0", Outcome.NATURAL), ("task-1", Outcome.NATURAL)], ["interrupted"])
-    assert f"continue with --resume {run.relative_to(tmp_path)}" in said
+    assert f"continue with palaestra resume {run.relative_to(tmp_path)}" in said
     with start(tmp_path, "--resume", str(run)) as again:
         said = end(again)
     assert again.returncode == 0, said

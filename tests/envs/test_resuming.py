@@ -105,7 +105,7 @@ def test_with_a_process_in_the_background_it_begins_anew(
     assert events
     assert {event.anew for event in events} == {Mismatch.BACKGROUND}
     (run,) = tmp_path.glob("runs/*/*")
-    assert f"began anew ({Mismatch.BACKGROUND}: {len(events)})" in capsys.readouterr().err
+    assert f"started again ({Mismatch.BACKGROUND}: {len(events)})" in capsys.readouterr().err
     assert palaestra("status", str(run)) == 0
     assert f"{Mismatch.BACKGROUND}: {len(events)}" in capsys.readouterr().out
     report = groups_file(tmp_path).with_name("report.html")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.core.printable import plural
+
 if TYPE_CHECKING:
     from palaestra.core.types import JSON
     from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores
@@ -101,10 +103,12 @@ def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComp
         click.echo(f"{pair.difference:+8.3f}  {pair.first:.3f} against {pair.other:.3f}  {pair.task}")
     if len(changed) > _SHOWN:
         click.echo(f"          the {_SHOWN} tasks that differ most are shown, of {len(changed)}")
-    counts = f"{len(found.pairs)} tasks: better on {found.better}, worse on {found.worse}"
+    counts = f"{plural(len(found.pairs), 'task')}: better on {found.better}, worse on {found.worse}"
     click.echo(f"{found.difference:+.3f}{found.interval} over {counts}")
     if whole.pairs != found.pairs:
-        click.echo(f"{whole.difference:+.3f}{whole.interval} with the unscored as 0, over {len(whole.pairs)} tasks")
+        click.echo(
+            f"{whole.difference:+.3f}{whole.interval} with the unscored as 0, over {plural(len(whole.pairs), 'task')}"
+        )
     best = run if found.winner > 0 else other
     click.echo(f"no winner: {found.undecided}" if not found.winner else f"better: {best.name} ({best.model})")
     if found.asked_otherwise:
@@ -115,4 +119,4 @@ def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComp
         )
     for where, tasks in ((run, found.only_first), (other, found.only_other)):
         if tasks:
-            click.echo(f"{len(tasks)} tasks have a reward only in {where.name}", err=True)
+            click.echo(f"only in {where.name}: a reward of {plural(len(tasks), 'task')}", err=True)

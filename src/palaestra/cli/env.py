@@ -17,7 +17,7 @@ from palaestra.cli.main import PluginGroup
 from palaestra.cli.run import first_word
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
-from palaestra.core.printable import printable
+from palaestra.core.printable import plural, printable
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
@@ -286,22 +286,22 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
     failed = [line for line in proof.lines if not line.ok]
     if failed or everything:
         _print_results(proof, [each for each in proof.lines if everything or each.policy in _PLAIN or not each.ok])
-    names, count = ", ".join(proof.tasks), len(proof.tasks)
-    click.echo(printable(f"{proof.environment}: {count} task{'s' * (count > 1)} ({names}); --tasks N plays more"))
+    names = ", ".join(proof.tasks)
+    click.echo(printable(f"{proof.environment}: {plural(len(proof.tasks), 'task')} ({names}); --tasks N plays more"))
     cheats = sum(line.policy not in _PLAIN for line in proof.lines)
     if failed:
         listed = ", ".join(line.policy for line in failed[:_NAMED]) + (", …" if len(failed) > _NAMED else "")
         click.echo(f"{len(proof.lines)} policies, {len(failed)} failed: {listed}")
     else:
         oracle = "the reference solution scores 1; " if proof.proven else ""
-        click.echo(f"ok: {oracle}doing nothing and {cheats} ways of reward hacking score nothing")
+        click.echo(f"ok: {oracle}doing nothing and {plural(cheats, 'way')} of reward hacking score nothing")
     for kind, state in proof.classes.items():
         if state == "open" or everything:
             click.echo(printable(f"  {state:6} {kind}"))
     for warning in proof.warnings:
         click.echo(printable(f"warning: {warning}"))
     if proof.skipped:
-        click.echo(f"{proof.skipped} ways of reward hacking were not played: fix the score first")
+        click.echo(f"not played: {plural(proof.skipped, 'way')} of reward hacking: fix the score first")
     if not proof.proven:
         click.echo("unproven: the tasks have no solution that the oracle could play")
 

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_formats, complete_runs
+from palaestra.core.printable import plural
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import Exporter, ExportReport
@@ -206,12 +207,12 @@ def _say(exporter: Exporter, report: ExportReport, path: Path | None, recording:
 
     facts = report.to_dict() | {"format": exporter.name, "path": str(path) if path else None}
     facts["unfinished_groups"] = recording.unfinished
-    lines = [f"{exporter.name}: {report.records} records from {report.rollouts} rollouts"]
+    lines = [f"{exporter.name}: {plural(report.records, 'record')} from {plural(report.rollouts, 'rollout')}"]
     lines += [f"  left out  {count:>6}  {reason}" for reason, count in (+report.left_out).most_common()]
     lines += [f"  remark    {count:>6}  {remark}" for remark, count in (+report.remarks).most_common()]
     unscored = report.left_out[UNSCORED]
     if recording.unfinished:
-        lines.append(f"  {recording.unfinished} groups had not ended and are not in it")
+        lines.append(f"  left out: {plural(recording.unfinished, 'group')} that had not ended")
     if not report.records:
         lines.append("  there is nothing in it" + (": --all takes rollouts without a reward" if unscored else ""))
     click.echo("\n".join(lines), err=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
+from palaestra.core.printable import plural
 
 if TYPE_CHECKING:
     from palaestra.envs.run.grade import Regraded
@@ -55,7 +56,7 @@ def command(context: click.Context, run: str, environment: str | None, network: 
     if not found:
         raise ConfigError(f"{run} has no scored rollout to grade: none of its groups has finished")
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
-    click.echo(f"{len(found)} rollouts graded, {changed} with another reward, {failed} failed", err=True)
+    click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with another reward, {failed} failed", err=True)
     context.exit(1 if failed else 0)
 
 

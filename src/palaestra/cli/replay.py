@@ -11,6 +11,7 @@ import click
 
 from palaestra.cli.completion import complete_runs
 from palaestra.core.exits import FAILED
+from palaestra.core.printable import plural
 
 if TYPE_CHECKING:
     from palaestra.rollouts.journal.reader import Recording
@@ -85,7 +86,7 @@ def _lines(comparison: Comparison, recording: Recording) -> list[str]:
         f"rewards       {comparison.rewards_equal} of {comparison.rewards} equal",
     ]
     if recording.unfinished:
-        lines.append(f"left out      {recording.unfinished} groups that had not ended")
+        lines.append(f"left out      {plural(recording.unfinished, 'group')} that had not ended")
     for each in comparison.differences[:_SHOWN]:
         whose = f", sub-agent {each.subagent}" if each.subagent else ""
         lines.append(f"{each.rollout_id}{whose}, turn {each.turn}: {each.kind}")

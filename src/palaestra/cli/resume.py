@@ -9,6 +9,7 @@ import click
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
 from palaestra.cli.run import first_word
 from palaestra.core.errors import ConfigError
+from palaestra.core.printable import plural
 
 
 @click.command(
@@ -54,8 +55,8 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     recorded, folder = recording.meta.config, recording.path.parent.resolve()
     status = RunReader(recording.path).read()
     click.echo(
-        f"{folder}: {status.groups_ended} groups and {status.rollouts} rollouts are kept, "
-        f"{status.groups_begun - status.groups_ended} groups were in progress",
+        f"{folder}: kept {plural(status.groups_ended, 'group')} with {plural(status.rollouts, 'rollout')}, "
+        f"in progress {plural(status.groups_begun - status.groups_ended, 'group')}",
         err=True,
     )
     verb = str(recorded.get("command") or "process")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
+from palaestra.core.printable import plural
 
 if TYPE_CHECKING:
     from palaestra.rollouts.observe.status import RunStatus
@@ -94,7 +95,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
 
 
 def _prepared(status: RunStatus) -> str:
-    return f"{status.prepared} workspaces, {status.from_store} of them found prepared on this machine"
+    return f"{plural(status.prepared, 'workspace')}, {status.from_store} of them found prepared on this machine"
 
 
 def _reward(status: RunStatus) -> str:
@@ -103,7 +104,7 @@ def _reward(status: RunStatus) -> str:
     if status.mean_reward is None:
         return "none yet"
     lost = status.rollouts - status.scored
-    covered = f"{status.scored} of {status.planned} rollouts scored"
+    covered = f"{status.scored} of {plural(status.planned, 'rollout')} scored"
     scored = f"{status.mean_reward:.3f}{in_words(status.mean_interval)}"
     with_unscored = f"{status.mean_with_unscored:.3f}{in_words(status.mean_with_unscored_interval)}"
     full = status.full

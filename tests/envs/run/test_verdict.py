@@ -96,8 +96,17 @@ def served(server: LoopbackServer, *flags: str) -> tuple[int, str]:
     return asyncio.run(run())
 
 
-def error(status: int, message: str) -> FakeAnswer:
-    return FakeAnswer({"error": {"message": message}}, status=status)
+def error(status: int, message: str, *, retry_after: str = "") -> FakeAnswer:
+    headers = {"Retry-After": retry_after} if retry_after else {}
+    return FakeAnswer({"error": {"message": message}}, status=status, headers=headers)
+
+
+def test_a_server_that_dies_fails_the_run_with_its_own_exit_code() -> None:
+    code, said = served(LoopbackServer(error(500, "boom", retry_after="0")), "--model", "m", "--env.n", "1")
+    assert code == 4
+    assert "failed after" in said
+    assert "1 rollout failed (engine)" in said
+    assert "palaestra resume runs/" in said
 
 
 def test_a_server_that_refuses_tools_is_known_before_any_slot_is_made() -> None:

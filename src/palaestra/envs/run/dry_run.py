@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from palaestra.core.printable import plural
 from palaestra.envs.config.build import server_settings
 from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment
@@ -42,7 +43,7 @@ class RunPlan:
         if self.tasks is not None:
             named = ", ".join(self.first_tasks) + (", …" if self.tasks > len(self.first_tasks) else "")
             tasks = f"{self.tasks} ({named})" if self.tasks else "none"
-            tasks += f", {self.tasks * self.group_size} rollouts"
+            tasks += f", {plural(self.tasks * self.group_size, 'rollout')}"
         kept = f"; {self.kept_groups} of its groups are kept" if self.kept_groups else ""
         return "\n".join([
             f"{self.command} {self.environment} (dry run: nothing was made)",

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.io.durable_files import private, writing
+from palaestra.core.printable import plural
 from palaestra.core.types import JSON, Task, numbers
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.rollouts.environment import Environment
@@ -134,8 +135,12 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
         f"{name} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}" for name in names
     ]
     tasks, tried = int(metrics["tasks"]), int(metrics.get(f"{names[0]}/tasks", metrics["tasks"]))
-    count = f"{tried} tasks" if tried == tasks else f"{tried} of {tasks} tasks"
-    covered = f", {metrics['scored']:.0f} of {metrics['planned']:.0f} rollouts scored" if "planned" in metrics else ""
+    count = plural(tried, "task") if tried == tasks else f"{tried} of {plural(tasks, 'task')}"
+    covered = (
+        f", {metrics['scored']:.0f} of {plural(round(metrics['planned']), 'rollout')} scored"
+        if "planned" in metrics
+        else ""
+    )
     return f"{', '.join(parts)} over {count}{covered}"
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from palaestra.core.errors import TrainerUnavailable
+from palaestra.core.printable import plural
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.evaluate import Gate, OnGroup
@@ -86,7 +87,7 @@ class Serving:
                 return await roll_out(hand_on, feed.admit)
         finally:
             left = "".join(f"; {count} {why}" for why, count in self._unsent.items())
-            self._note(f"{len(deliveries)} groups delivered to {config.rollout_server_url}{left}")
+            self._note(f"{plural(len(deliveries), 'group')} delivered to {config.rollout_server_url}{left}")
             deliveries.close()
 
     def step(self) -> int:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from palaestra.core.config import DEFAULT
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.exits import DONE, TOO_MANY_FAILURES
-from palaestra.core.types import JSON, Task, numbers
+from palaestra.core.printable import plural
+from palaestra.core.types import JSON, Blame, Task, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -177,15 +178,14 @@ async def run(
             totals = await command.run(console, stream)
         finally:
             gc.unfreeze()
-    failed = totals.failed + totals.failed_groups * config.group_size > config.max_failures
     return RunReport(
-        exit_code=limits.exit_code if limits.reason else TOO_MANY_FAILURES if failed else DONE,
+        exit_code=limits.exit_code if limits.reason else command.exit_code,
         totals=totals,
         folder=output.folder.path,
         journal=output.folder.journal,
         groups=output.groups.path,
         report=output.folder.report,
-        reason=limits.reason or "done",
+        reason=command.reason,
     )
 
 
@@ -277,10 +277,13 @@ class CommandRun:
     evaluations: PeriodicEvaluation | None = None
     begun: bool = False
     """Whether a group may be in flight."""
+    exit_code: int = DONE
+    reason: str = "failed"
+    """How the run ended: done, failed, or why it stopped."""
 
     async def run(self, console: Console, stream: TextIO) -> Totals:
         """Run the command with its console on `stream`, and finish the output however it ends."""
-        reason, limits, output = "failed", self.context.limits, self.output
+        limits, output = self.context.limits, self.output
         totals = None
         try:
             with console:
@@ -288,25 +291,39 @@ class CommandRun:
                 _warn_once(self.context, console)
                 async with self._watched(console):
                     totals = await self._until_stopped()
-            reason = limits.reason or "done"
+            self._settle(totals)
             return totals
         except asyncio.CancelledError:
-            reason = INTERRUPTED_BY
+            self.reason = INTERRUPTED_BY
             raise
         finally:
             figures: dict[str, float] = {}
             try:
-                figures = output.close(reason)
+                figures = output.close(self.reason)
             finally:
-                output.begun |= reason == "done" and self.drive is None
+                output.begun |= self.reason == "done" and self.drive is None
                 if output.begun:
-                    unfinished = "" if reason == "done" and figures else "the run is not finished"
+                    unfinished = "" if self.reason == "done" and figures else "the run is not finished"
                     if limits.reason:
                         unfinished = f"{limits.reason}: {limits.message}"
-                    _print_verdict(output, figures, reason, console.elapsed_s, totals or Totals(), unfinished, stream)
+                    elif output.failures.blames(Blame.ENGINE):
+                        unfinished = "rollouts failed at the model server, and are rolled out again by a resumed run"
+                    _print_verdict(
+                        output, figures, self.reason, console.elapsed_s, totals or Totals(), unfinished, stream
+                    )
                     stream.writelines(f"  {line}\n" for line in self.environment.write_files(output.folder.path))
                 self.reporting.note = _writing_on(stream)
                 await self.reporting.finish(self.environment, figures)
+
+    def _settle(self, totals: Totals) -> None:
+        """Set the reason and the exit code of a run that has come to its end."""
+        config, limits = self.parsed.env_config, self.context.limits
+        self.reason = limits.reason or "done"
+        if totals.failed + totals.failed_groups * config.group_size > config.max_failures:
+            only_server = self.output.failures.blames(Blame.ENGINE, only=True)
+            self.exit_code = EngineUnavailable.exit_code if only_server else TOO_MANY_FAILURES
+            if only_server and not totals.scored:
+                self.reason = limits.reason or "failed"
 
     @asynccontextmanager
     async def _watched(self, console: Console) -> AsyncIterator[None]:
@@ -505,16 +522,18 @@ def _print_verdict(
     """Report how the run ended: its score and what that covers, the failures by cause, its files."""
     groups, failed, rollouts, planned, scored = (int(figures.get(name, 0)) for name in _COUNTS)
     outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
-    counts = f"{groups} groups ({failed} failed), {rollouts} rollouts{f' ({outcomes})' if outcomes else ''}"
+    counts = f"{plural(groups, 'group')} ({failed} failed), {plural(rollouts, 'rollout')}"
+    counts += f" ({outcomes})" if outcomes else ""
     lines = [f"{reason} after {duration(seconds)}: {counts}"]
     if (mean := figures.get("reward/mean")) is not None:
-        reward = f"mean reward {mean:.3f}{_interval(figures, 'reward/mean')}, {scored} of {planned} rollouts scored"
+        covered = f"{scored} of {plural(planned, 'rollout')} scored"
+        reward = f"mean reward {mean:.3f}{_interval(figures, 'reward/mean')}, {covered}"
         if scored < planned:
             name = "reward/mean_with_unscored"
             reward += f"; {figures[name]:.3f}{_interval(figures, name)} with the unscored as 0"
         lines.append(f"  {reward}")
     elif rollouts:
-        lines.append(f"  no reward, 0 of {planned} rollouts scored")
+        lines.append(f"  no reward, 0 of {plural(planned, 'rollout')} scored")
     if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):
         lines.append(f"  {evaluated}")
     causes = output.failures.causes()
@@ -526,11 +545,11 @@ def _print_verdict(
         lines.append(f"  resumed {output.resumed}")
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     if found:
-        lines.append(f"  {found} of {prepared} workspaces were prepared already on this machine")
+        lines.append(f"  prepared already on this machine: {found} of {plural(prepared, 'workspace')}")
     lines += [f"  {line}" for line in _slots(figures)]
     lines += _files(output)
     if unfinished:
-        lines.append(f"  {unfinished}; continue with --resume {output.folder.path}")
+        lines.append(f"  {unfinished}; continue with palaestra resume {output.folder.path}")
     stream.write("".join(f"{line}\n" for line in lines))
 
 
@@ -540,7 +559,7 @@ def _slots(figures: dict[str, float]) -> Iterator[str]:
         hours, begun = figures[f"slots/{backend}/hours"], int(figures[f"slots/{backend}/begun"])
         cost = figures.get(f"slots/{backend}/cost")
         price = "" if cost is None else f", cost {cost:.4f}"
-        yield f"slots in {backend}: {begun} containers for {hours:.3f} hours together{price}"
+        yield f"slots in {backend}: {plural(begun, 'container')} for {hours:.3f} hours together{price}"
 
 
 def _files(output: RunOutput) -> list[str]:

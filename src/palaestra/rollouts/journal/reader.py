@@ -14,6 +14,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.printable import plural
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta
@@ -216,7 +217,7 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
         return found[0]
     if found:
         names = ", ".join(str(each) for each in found[:5])
-        raise ConfigError(f"{text!r} names {len(found)} runs: {names}{', …' if len(found) > 5 else ''}")
+        raise ConfigError(f"{text!r} names {plural(len(found), 'run')}: {names}{', …' if len(found) > 5 else ''}")
     raise ConfigError(f"there is no run folder {text}: name the folder of a run, its id or `last`{_latest(Path())}")
 
 

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from palaestra.core.printable import plural
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, Interval, clustered_interval, in_words, mean_interval
 from palaestra.rollouts.observe.metrics import group_size
@@ -93,7 +94,7 @@ class RunScores:
     def line(self) -> str:
         """The run in one line: its model, its mean reward and what that covers."""
         mean = "no reward" if self.mean is None else f"mean reward {self.mean:.3f}{in_words(self.interval)}"
-        covered = f"{self.scored} of {self.planned} rollouts scored, {len(self.tasks)} tasks"
+        covered = f"{self.scored} of {plural(self.planned, 'rollout')} scored, {plural(len(self.tasks), 'task')}"
         return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}"
 
     def to_json(self) -> dict[str, JSON]:
@@ -192,12 +193,12 @@ def _undecided(
 ) -> str:
     """Why neither run can be called better; empty if one can."""
     if unpaired:
-        return f"{len(unpaired)} tasks have a reward in one run only"
+        return f"a reward in one run only: {plural(len(unpaired), 'task')}"
     if first.scored * other.planned != other.scored * first.planned:
         shares = f"{first.scored} of {first.planned} against {other.scored} of {other.planned}"
         return f"the runs differ in the share of their rollouts that is scored, {shares}"
     if asked_otherwise:
-        return f"{len(asked_otherwise)} tasks have another prompt in the other run"
+        return f"another prompt in the other run: {plural(len(asked_otherwise), 'task')}"
     if low is None or high is None:
         return "no interval is known"
     return "the interval contains 0" if low <= 0 <= high else ""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.printable import printable
+from palaestra.core.printable import plural, printable
 from palaestra.rollouts.events import (
     GroupFinished,
     GroupsPlanned,
@@ -100,14 +100,14 @@ class Console:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last group at the pace so far; None while that is unknown.
+        """Seconds until the last group at the pace so far; None while that is unknown, and when nothing is left.
 
         Groups that failed before they had a rollout count as done, so the groups set the pace once there are some.
         """
-        if self.groups_total is None or not (self.groups_done or self.rollouts_done):
-            return None
         done = max(self.groups_done, self.rollouts_done / self.group_size)
-        return max(0.0, self.groups_total - done) * self.elapsed_s / done
+        if self.groups_total is None or not 0 < done < self.groups_total:
+            return None
+        return (self.groups_total - done) * self.elapsed_s / done
 
     def running(self) -> list[tuple[str, int]]:
         """How many are at each stage, most first. Copies first: the live view asks from a thread of its own."""
@@ -162,7 +162,7 @@ class PlainConsole(Console):
     def _write_kept(self) -> None:
         """Report the groups of the run's earlier part in one line."""
         if self._kept:
-            self._write(f"{self._kept} groups are kept from before")
+            self._write(f"{plural(self._kept, 'group')} kept from before")
             self._kept = 0
 
     def note(self, text: str) -> None:

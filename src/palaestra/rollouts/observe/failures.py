@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from palaestra.core.printable import printable
+from palaestra.core.printable import plural, printable
 from palaestra.core.types import Blame
 from palaestra.rollouts.records import Group
 
@@ -27,7 +27,8 @@ class Cause:
     groups: int = 0
 
     def line(self) -> str:
-        counts = [f"{self.groups} groups" if self.groups else "", f"{self.rollouts} rollouts" if self.rollouts else ""]
+        counts = [plural(self.groups, "group") if self.groups else ""]
+        counts += [plural(self.rollouts, "rollout") if self.rollouts else ""]
         return f"{' and '.join(filter(None, counts))} failed ({self.blame}), first {self.first}: {self.error}"
 
 
@@ -57,6 +58,11 @@ class Failures:
         if key not in self._causes:
             self._causes[key] = Cause(whose, _short(error), name)
         return self._causes[key]
+
+    def blames(self, blame: Blame, *, only: bool = False) -> bool:
+        """Whether any failure, or every one, has this attribution."""
+        found = {cause.blame for cause in self._causes.values()}
+        return found == {blame.value} if only else blame.value in found
 
     def causes(self) -> list[Cause]:
         """The causes, the most frequent first."""

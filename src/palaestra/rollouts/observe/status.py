@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.printable import plural
 from palaestra.core.types import JSON, Prices
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
@@ -118,9 +119,9 @@ class RunStatus:
         """A sentence on the rollouts that were cut off and resumed; empty if there are none."""
         if not self.taken_up and not self.begun_anew:
             return ""
-        text = f"{self.taken_up} rollouts went on where they had been cut off"
+        text = f"{plural(self.taken_up, 'rollout')} continued after a kill"
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.begun_anew.items())
-        return f"{text}, {sum(self.begun_anew.values())} began anew ({reasons})" if reasons else text
+        return f"{text}, {sum(self.begun_anew.values())} started again ({reasons})" if reasons else text
 
     def to_dict(self) -> dict[str, JSON]:
         """For machines."""
