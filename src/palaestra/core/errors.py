@@ -137,6 +137,24 @@ class ToolServerReplyError(ToolServerError, ValueError):
     """Its reply does not have the shape that the protocol requires."""
 
 
+class PlatformError(InfraError):
+    """A chat platform of the gateway failed. The message names the platform."""
+
+
+class PlatformUnavailable(PlatformError, ConnectionError):
+    """The platform does not answer or limits the rate; a later try can succeed. `retry_after_s` is its own advice."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PlatformRefused(PlatformError, PermissionError):
+    """The platform rejects the token, the chat or the message: retrying cannot help."""
+
+    exit_code = 2
+
+
 class PrepareError(InfraError):
     """A task's setup failed, so no rollout of it can start."""
 

@@ -1,0 +1,132 @@
+"""`GatewayConfig`: the settings of `palaestra gateway`, in the contract's shape, and the file that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+from pydantic import Field
+
+from palaestra.core.config import Settings, local_path, nearest, sent_secret, setting
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.gateway.platform import Address, ChatType
+from palaestra.gateway.session_reset import SessionResetPolicy
+
+CONFIG_NAME = "gateway.yaml"
+
+
+class HomeChannel(Settings):
+    """The chat that gets notices: failures, missed jobs, messages that could not be sent."""
+
+    platform: str = setting("", "The platform's name; empty for the platform that the channel stands under.")
+    chat_id: str = Field(description="The chat's id on the platform.")
+    name: str = setting("", "A name for people to read.")
+    chat_type: ChatType = setting("dm", "dm, group or channel.")
+    thread_id: str = setting("", "A thread of the chat; empty for the chat itself.")
+
+    @property
+    def address(self) -> Address:
+        return Address(self.platform, self.chat_id, self.chat_type, self.thread_id)
+
+
+class PlatformConfig(Settings):
+    """One platform. `extra` has the platform's own settings, which docs/gateway.md lists."""
+
+    enabled: bool = setting(True, "Whether the gateway connects to it.")
+    token: str | None = setting(None, "The bot's token or password.")
+    token_file: Path | None = setting(None, "The file that holds the token, instead of `token`.")
+    api_key: str | None = setting(None, "A second secret, where the platform has one.")
+    home_channel: HomeChannel | None = setting(None, "The chat that gets notices.")
+    allowed_users: list[str] = Field(
+        default_factory=list, description="User ids that may talk to the agent; `*` is everybody."
+    )
+    extra: dict[str, JSON] = Field(default_factory=dict, description="The platform's own settings.")
+
+    def secret(self, name: str) -> str | None:
+        """The token, from the settings or their file. Raises `ConfigError`."""
+        if self.token and self.token_file:
+            raise ConfigError(f"platforms.{name} has both token and token_file; keep one of them")
+        if self.token_file is None:
+            return sent_secret(self.token, f"platforms.{name}.token")
+        path = local_path(self.token_file)
+        try:
+            return sent_secret(path.read_text(encoding="utf-8"), f"platforms.{name}.token_file")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"platforms.{name}.token_file: cannot read {path}: {error}") from None
+
+
+class UserLimits(Settings):
+    """What one person may use. Beyond it, a message is answered with the time at which the next one is taken."""
+
+    messages_per_hour: int = setting(120, "Messages that one person may send in an hour; 0: any number.", ge=0)
+    cost_per_day: float = setting(0.0, "Cost of one person's turns in 24 hours, in dollars; 0: any cost.", ge=0)
+
+
+class GatewayConfig(Settings):
+    """The contract's configuration. `from_dict({})` and `GatewayConfig()` are equal."""
+
+    platforms: dict[str, PlatformConfig] = Field(default_factory=dict, description="The platforms, by name.")
+    default_reset_policy: SessionResetPolicy = Field(
+        default_factory=SessionResetPolicy, description="When a session begins anew."
+    )
+    reset_by_type: dict[ChatType, SessionResetPolicy] = Field(
+        default_factory=dict, description="Other policies for chats of a type (dm, group, channel)."
+    )
+    reset_by_platform: dict[str, SessionResetPolicy] = Field(
+        default_factory=dict, description="Other policies for platforms; they come before those of types."
+    )
+    group_sessions_per_user: bool = setting(True, "Whether each member of a group has a session of their own.")
+    limits: UserLimits = Field(default_factory=UserLimits, description="What one person may use.")
+    max_message_bytes: int = setting(1 << 20, "A longer text is refused with an answer that says so.", ge=1000)
+    max_attachment_bytes: int = setting(20 << 20, "A larger file is refused with an answer that says so.", ge=0)
+    max_queued: int = setting(50, "Messages of one session that may wait; further ones are refused.", ge=1)
+    approval_timeout_s: float = setting(300.0, "Seconds to wait for /approve; then the command is not run.", gt=0)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, JSON] | None) -> GatewayConfig:
+        """From a mapping; a missing key, and one whose value is None, has its default. Raises `ConfigError`."""
+        return cls(**_without_none(dict(values or {})))
+
+    def to_dict(self) -> dict[str, JSON]:
+        return self.recorded()
+
+    def reset_policy(self, platform: str, chat_type: ChatType) -> SessionResetPolicy:
+        """The policy of a chat: its platform's, or its type's, or the default."""
+        return self.reset_by_platform.get(platform) or self.reset_by_type.get(chat_type) or self.default_reset_policy
+
+    def home_channel(self, platform: str = "") -> Address | None:
+        """The platform's home channel, or the first of any."""
+        own = self.platforms.get(platform)
+        for name, each in ([(platform, own)] if own is not None else []) + list(self.platforms.items()):
+            if each.enabled and each.home_channel is not None:
+                home = each.home_channel
+                return home.address if home.platform else home.model_copy(update={"platform": name}).address
+        return None
+
+
+def read_config(path: Path) -> GatewayConfig:
+    """The configuration of a YAML file. Raises `ConfigError`."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration {path}; write one: palaestra gateway example > {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    if values is not None and not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold settings by name, such as `platforms:`")
+    return GatewayConfig.from_dict(values)
+
+
+def unknown_platform(name: str, known: list[str]) -> ConfigError:
+    return ConfigError(f"there is no platform {name!r}; there are {', '.join(known)}.{nearest(name, known)}")
+
+
+def _without_none(values: dict[str, JSON]) -> dict[str, JSON]:
+    """Without the keys whose value is None, in mappings of mappings too."""
+    return {
+        name: _without_none(value) if isinstance(value, dict) and name != "extra" else value
+        for name, value in values.items()
+        if value is not None
+    }

@@ -1,0 +1,144 @@
+"""`Platform`: what carries messages between people and the gateway, such as Matrix or e-mail.
+
+A platform knows nothing of sessions, models or permissions. Its rules, which `palaestra.testing.platform_conformance`
+checks:
+
+- `start` returns once messages can arrive. It raises `PlatformRefused` for a wrong token or address, and
+  `PlatformUnavailable` if the server does not answer.
+- Each message is handed to `deliver` with the platform's own id. `deliver` returns when the message is on the disk;
+  only then does the platform acknowledge it. A message that comes twice has the same id, chat and thread both times.
+- Sending raises `PlatformUnavailable` if a later try can succeed and `PlatformRefused` if none can. `key` names the
+  message: where the platform's API takes such a key (`Limits.idempotent`), two sends with one key are one message.
+- `stop` is idempotent. Nothing is delivered after it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+from urllib.parse import quote
+
+ChatType: TypeAlias = Literal["dm", "group", "channel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where messages go: a chat of a platform, or a thread in it."""
+
+    platform: str
+    chat_id: str
+    chat_type: ChatType = "dm"
+    thread_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A file. Images have a `media_type` that begins with `image/`."""
+
+    name: str
+    media_type: str
+    data: bytes
+
+    @property
+    def is_image(self) -> bool:
+        return self.media_type.startswith("image/")
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A message from a person. `message_id` is unique in its chat. `problem` is what could not be read of it. For a
+    `trusted` message the platform has checked a secret of the sender's, so that no allow-list is needed."""
+
+    address: Address
+    message_id: str
+    user_id: str
+    text: str = ""
+    attachments: tuple[Attachment, ...] = ()
+    user_name: str = ""
+    problem: str = ""
+    trusted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Which message an outgoing one answers, and whether it is the `last` one to do so."""
+
+    message_id: str
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a platform can carry. `unit` is what `max_text` counts: characters, UTF-16 units or bytes of UTF-8."""
+
+    max_text: int
+    unit: Literal["characters", "utf16", "utf8"] = "characters"
+    max_file_bytes: int = 20 << 20
+    edits: bool = False
+    typing: bool = False
+    streams: bool = False
+    idempotent: bool = False
+
+
+Deliver: TypeAlias = Callable[[Incoming], Awaitable[None]]
+"""Takes a message; returns once it is on the disk. Raises `DiskError`."""
+
+
+class Platform(Protocol):
+    """See the module's docstring for the rules."""
+
+    @property
+    def name(self) -> str:
+        """The name in the configuration and in session keys."""
+        ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    async def start(self, deliver: Deliver) -> None:
+        """Connect and begin to deliver messages."""
+        ...
+
+    async def stop(self) -> None:
+        """Disconnect. Messages that are not acknowledged come again after the next start."""
+        ...
+
+    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+        """Send Markdown of at most `limits.max_text`; returns the platform's id of the message."""
+        ...
+
+    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+        """Replace the text of a message that the gateway sent. Only with `limits.edits`."""
+        ...
+
+    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+        """Send a file of at most `limits.max_file_bytes`, an image so that it is shown. Returns the message's id."""
+        ...
+
+    async def stream_text(self, message: Incoming, text: str) -> None:
+        """Show a piece of the answer to `message` as it comes. Only with `limits.streams`; the whole is sent later."""
+        ...
+
+    async def set_typing(self, address: Address, typing: bool) -> None:
+        """Show that an answer is being written, or no longer. Only with `limits.typing`; an error has no effect."""
+        ...
+
+
+def session_key(message: Incoming, *, per_user: bool = True, agent: str = "main") -> str:
+    """The key of a message's session: `agent:main:PLATFORM:TYPE:CHAT[:THREAD][:USER]`.
+
+    A group's members have sessions of their own with `per_user`. A colon or per cent sign in an id is written `%3A` or
+    `%25`, so that two places never share a key.
+    """
+    address = message.address
+    parts = ["agent", agent, address.platform, address.chat_type, address.chat_id]
+    if address.thread_id:
+        parts.append(address.thread_id)
+    if per_user and address.chat_type != "dm":
+        parts.append(message.user_id)
+    return ":".join(_escaped(part) for part in parts)
+
+
+def _escaped(part: str) -> str:
+    return part.replace("%", "%25").replace(":", quote(":", safe=""))

@@ -1,0 +1,51 @@
+"""When a session of the gateway begins anew: after hours without a message, or at an hour of the day.
+
+Invariant: a session whose background processes run is not reset, for as long as `bg_process_max_age_hours` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from palaestra.core.config import Settings, setting
+from palaestra.core.types import JSON
+
+
+class SessionResetPolicy(Settings):
+    """The contract's policy. `from_dict({})` and `SessionResetPolicy()` are equal."""
+
+    mode: Literal["daily", "idle", "both", "none"] = setting(
+        "both", "daily: at an hour of the day; idle: after minutes without a message; both: whichever comes first."
+    )
+    at_hour: int = setting(4, "The hour of a daily reset, in this machine's time zone.", ge=0, le=23)
+    idle_minutes: int = setting(1440, "Minutes without a message until an idle reset.", ge=1)
+    notify: bool = setting(True, "Whether the chat is told of a reset.")
+    bg_process_max_age_hours: float = setting(
+        24.0, "Hours for which a running background process prevents a reset.", ge=0
+    )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, JSON] | None) -> SessionResetPolicy:
+        """From a mapping; a missing key, and one whose value is None, has its default. Raises `ConfigError`."""
+        return cls(**{name: value for name, value in (values or {}).items() if value is not None})
+
+    def to_dict(self) -> dict[str, JSON]:
+        return self.recorded()
+
+    def reason(self, idle_s: float, now: datetime) -> Literal["daily", "idle"] | None:
+        """Why a session that was used `idle_s` ago is to be reset, or None.
+
+        `now` has the time zone that `at_hour` counts in. `idle_s` must come from a monotonic clock where one ran since
+        then, so that a change of the wall clock resets nothing.
+        """
+        if self.mode in ("idle", "both") and idle_s >= self.idle_minutes * 60:
+            return "idle"
+        if self.mode in ("daily", "both"):
+            last_reset = now.replace(hour=self.at_hour, minute=0, second=0, microsecond=0)
+            if last_reset > now:
+                last_reset -= timedelta(days=1)
+            if now.astimezone(UTC) - timedelta(seconds=max(idle_s, 0.0)) < last_reset:
+                return "daily"
+        return None

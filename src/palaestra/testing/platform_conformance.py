@@ -1,0 +1,275 @@
+"""The tests that every chat platform of the gateway passes. Needs pytest.
+
+Subclass `PlatformConformance` and say how a person uses the platform; pytest finds the tests in the subclass:
+
+    class TestMine(PlatformConformance):
+        async def make_platform(self) -> Platform: ...
+        async def person_sends(self, text: str) -> None: ...
+        async def person_sees(self) -> list[str]: ...
+
+Each test has a platform and an event loop of its own, inside the block of `server`. Tests are named after what a
+platform promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from palaestra.core.errors import PlatformRefused, PlatformUnavailable
+from palaestra.gateway.long_replies import size
+from palaestra.gateway.platform import Address, Attachment, Incoming, Platform
+
+PATIENCE_S = 20.0
+
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
+    "1f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
+)
+"""An image of one pixel."""
+
+
+class PlatformConformance(ABC):
+    """What a platform promises, as tests."""
+
+    @asynccontextmanager
+    async def server(self) -> AsyncIterator[None]:
+        """Run the platform's server while the block runs. The default is for a server that runs already."""
+        yield
+
+    @abstractmethod
+    async def make_platform(self) -> Platform:
+        """A platform that is not started, for one bot."""
+
+    @abstractmethod
+    async def person_sends(self, text: str) -> None:
+        """A person writes to the bot. With the bot's answer, it makes one chat."""
+
+    @abstractmethod
+    async def person_sees(self) -> list[str]:
+        """The texts of the bot that the person sees in that chat, in order, edited ones as they are now."""
+
+    async def person_sees_files(self) -> list[bytes]:
+        """The files of the bot that the person sees."""
+        pytest.skip("the platform's tests do not say how a person sees files")
+
+    async def person_sends_file(self, file: Attachment, text: str) -> None:
+        """A person sends a file, with a text where the platform has one."""
+        pytest.skip("the platform's tests do not say how a person sends files")
+
+    async def break_connection(self) -> None:
+        """Make the platform's server unreachable."""
+        pytest.skip("the platform's tests do not say how its server becomes unreachable")
+
+    def unknown_chat(self, address: Address) -> Address:
+        """The address of a chat that does not exist."""
+        pytest.skip("the platform has no chats that do not exist")
+
+    async def make_refused(self) -> Platform:
+        """A platform with a wrong token."""
+        pytest.skip("the platform has no token")
+
+    def run(self, body: Callable[[Platform, list[Incoming]], Awaitable[None]]) -> None:
+        """Run `body` with a started platform and the messages that it delivers."""
+
+        async def main() -> None:
+            async with self.server():
+                platform = await self.make_platform()
+                arrived: list[Incoming] = []
+
+                async def deliver(message: Incoming) -> None:
+                    arrived.append(message)
+
+                await platform.start(deliver)
+                try:
+                    await body(platform, arrived)
+                finally:
+                    await platform.stop()
+
+        asyncio.run(main())
+
+    async def chat(self, arrived: list[Incoming], text: str = "hello") -> Address:
+        """The chat that begins with a person's message."""
+        before = len(arrived)
+        await self.person_sends(text)
+        await _until(lambda: _true(len(arrived) > before), "the person's message is delivered")
+        return arrived[-1].address
+
+    def test_a_message_arrives_with_its_text_sender_and_id(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            await self.chat(arrived, "first, with ünïcode 語 😀")
+            await self.chat(arrived, "second\nline")
+            first, second = arrived
+            assert first.text.strip() == "first, with ünïcode 語 😀"
+            assert second.text.strip().replace("\r\n", "\n") == "second\nline"
+            assert first.address == second.address
+            assert first.address.platform == platform.name
+            assert first.message_id != second.message_id
+            assert first.user_id == second.user_id != ""
+
+        self.run(body)
+
+    def test_a_text_is_seen_by_the_person(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            address = await self.chat(arrived)
+            await platform.send_text(address, "an answer", key="k1")
+            await platform.send_text(address, "with ünïcode 語 😀 and <b>&amp; *signs_ [x](y", key="k2")
+            await self._sees(lambda seen: len(seen) == 2)
+            seen = await self.person_sees()
+            assert seen[0].strip() == "an answer"
+            assert "ünïcode 語 😀" in seen[1]
+            assert "signs" in seen[1]
+
+        self.run(body)
+
+    def test_the_longest_text_is_taken(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            address, limits = await self.chat(arrived), platform.limits
+            most = min(limits.max_text, 200_000)
+            text = "語" * (most // 3) if limits.unit == "utf8" else "x" * most
+            text += "y" * (most - size(text, limits))
+            await platform.send_text(address, text, key="long")
+            await self._sees(lambda seen: len(seen) == 1)
+            assert (await self.person_sees())[0].strip() == text
+
+        self.run(body)
+
+    def test_a_text_that_is_sent_twice_with_one_key_is_seen_once(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            if not platform.limits.idempotent:
+                pytest.skip("the platform takes no keys")
+            address = await self.chat(arrived)
+            await platform.send_text(address, "once", key="same")
+            await platform.send_text(address, "once", key="same")
+            await platform.send_text(address, "twice", key="other")
+            await self._sees(lambda seen: "twice" in [each.strip() for each in seen])
+            assert [each.strip() for each in await self.person_sees()] == ["once", "twice"]
+
+        self.run(body)
+
+    def test_a_text_is_edited(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            if not platform.limits.edits:
+                pytest.skip("the platform has no edits")
+            address = await self.chat(arrived)
+            message_id = await platform.send_text(address, "draft", key="k")
+            await platform.edit_text(address, message_id, "final")
+            await self._sees(lambda seen: [each.strip() for each in seen] == ["final"])
+
+        self.run(body)
+
+    def test_files_and_images_are_seen_with_their_bytes(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            address = await self.chat(arrived)
+            data = bytes(range(256)) * 40
+            await platform.send_file(address, Attachment("all bytes.bin", "application/octet-stream", data), key="f1")
+            await platform.send_file(address, Attachment("dot.png", "image/png", PNG), key="f2")
+            await _until(lambda: self._has_files([data, PNG]), "the person sees both files")
+
+        self.run(body)
+
+    def test_files_of_the_person_arrive_with_their_bytes(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            await self.person_sends_file(Attachment("dot.png", "image/png", PNG), "look")
+            await _until(lambda: _true(any(each.attachments for each in arrived)), "the file is delivered")
+            file = next(each for message in arrived for each in message.attachments)
+            assert (file.name, file.data, file.is_image) == ("dot.png", PNG, True)
+
+        self.run(body)
+
+    def test_an_unreachable_server_is_tried_again(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            address = await self.chat(arrived)
+            await self.break_connection()
+            with pytest.raises(PlatformUnavailable):
+                await platform.send_text(address, "lost?", key="k")
+
+        self.run(body)
+
+    def test_an_unknown_chat_is_refused(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            address = self.unknown_chat(await self.chat(arrived))
+            with pytest.raises(PlatformRefused):
+                await platform.send_text(address, "nobody", key="k")
+
+        self.run(body)
+
+    def test_a_wrong_token_is_refused_at_the_start(self) -> None:
+        async def deliver(message: Incoming) -> None:
+            raise AssertionError("nothing is delivered")
+
+        async def main() -> None:
+            async with self.server():
+                platform = await self.make_refused()
+                try:
+                    with pytest.raises(PlatformRefused):
+                        await platform.start(deliver)
+                finally:
+                    await platform.stop()
+
+        asyncio.run(main())
+
+    def test_a_message_that_was_not_taken_comes_again(self) -> None:
+        async def main() -> None:
+            arrived: list[Incoming] = []
+            failed = asyncio.Event()
+
+            async def fail(message: Incoming) -> None:
+                failed.set()
+                raise OSError("the disk is full")
+
+            async def deliver(message: Incoming) -> None:
+                arrived.append(message)
+
+            async with self.server():
+                platform = await self.make_platform()
+                await platform.start(fail)
+                try:
+                    await self.person_sends("keep me")
+                except OSError:
+                    pytest.skip("the sender gets the error, and sends again")
+                await asyncio.wait_for(failed.wait(), PATIENCE_S)
+                await platform.stop()
+                again = await self.make_platform()
+                await again.start(deliver)
+                try:
+                    await _until(lambda: _true(bool(arrived)), "the message comes again")
+                finally:
+                    await again.stop()
+                assert arrived[0].text.strip() == "keep me"
+
+        asyncio.run(main())
+
+    def test_stopping_twice_is_harmless(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            await platform.stop()
+            await platform.stop()
+
+        self.run(body)
+
+    async def _sees(self, condition: Callable[[list[str]], bool]) -> None:
+        async def seen() -> bool:
+            return condition(await self.person_sees())
+
+        await _until(seen, "the person sees the messages")
+
+    async def _has_files(self, expected: list[bytes]) -> bool:
+        return await self.person_sees_files() == expected
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait for a condition. Fails after `PATIENCE_S`."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await condition():  # noqa: ASYNC110 (a server is asked)
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"not within {PATIENCE_S:g} s: {what}")
