@@ -1,4 +1,7 @@
-"""The conformance suite on every backend that can run here: local, docker (a real daemon) and ssh (a real sshd)."""
+"""The conformance suite on local slots, docker (a real daemon), ssh (a real sshd) and Apptainer.
+
+`test_modal.py` and `test_nomad.py` run it on the stand-ins of those platforms.
+"""
 
 from __future__ import annotations
 
@@ -159,19 +162,59 @@ class TestSSH(BackendConformance):
         assert status == 0, text
 
 
-@pytest.mark.skipif(not (shutil.which("apptainer") or shutil.which("singularity")), reason="apptainer is not installed")
 class TestSingularity(BackendConformance):
     root: ClassVar[Path]
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _running(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        cls.root = make_python_root(tmp_path_factory.mktemp("root"))
+        cls.root = python_image(tmp_path_factory)
         yield from cls.running()
 
     @classmethod
     def make_backend(cls) -> Backend:
         return SingularityBackend(str(cls.root))
+
+    async def end_place(self, slot: Slot) -> None:
+        status, text = await run_command(["pkill", "-KILL", "-P", str(os.getpid()), "-f", "runtime parent"], 20)
+        assert status == 0, text
+
+    def test_slots_have_namespaces(self) -> None:
+        assert self.backend.rung is Rung.USERNS
+
+    def test_an_image_that_is_missing_or_has_no_python_is_named(self, tmp_path: Path) -> None:
+        for image in (tmp_path / "missing.sif", tmp_path):
+            with pytest.raises(ConfigError, match=str(image)):
+                self.runner.run(SingularityBackend(str(image)).start())
+
+
+class TestConfinedInSingularity(BackendConformance):
+    root: ClassVar[Path]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _running(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        cls.root = python_image(tmp_path_factory)
+        yield from cls.running()
+
+    @classmethod
+    def make_backend(cls) -> Backend:
+        return SingularityBackend(str(cls.root), rung=Rung.CONFINED)
+
+    def test_a_slot_sees_no_process_of_the_host(self) -> None:
+        async def body(slot: Slot) -> None:
+            listed = await slot.execute("ls /proc")
+            assert str(os.getpid()) not in listed.output.split()
+
+        self.in_slot(body)
+
+
+def python_image(folders: pytest.TempPathFactory) -> Path:
+    """A directory that Apptainer runs; skips the test without it."""
+    program = shutil.which("apptainer") or shutil.which("singularity")
+    if program is None or os.geteuid() != 0:
+        pytest.skip("needs root and apptainer (scripts/install_apptainer)")
+    return make_python_root(folders.mktemp("root"))
 
 
 @contextlib.contextmanager

@@ -86,17 +86,21 @@ class ServerBackend(StartedBackend):
     async def start(self) -> None:
         """Start the server at the best allowed level and prove it in a throw-away slot. Idempotent.
 
-        Raises `IsolationUnavailable`, with the reasons, before any other slot exists.
+        Raises `IsolationUnavailable` with the reasons before any other slot exists, or `SandboxError` if no level was
+        reached for one and the same reason.
         """
         if self._server is not None:
             return
-        reasons = []
+        reasons: dict[str, str] = {}
         for rung in self._candidates():
             reason = await self.attempt(rung)
             if reason is None:
                 return
-            reasons.append(f"{rung.label}: {reason}")
-        raise IsolationUnavailable(f"no isolation is available here ({'; '.join(reasons)}). To fix it: {_TO_FIX}.")
+            reasons[rung.label] = reason
+        if len(reasons) > 1 and len(set(reasons.values())) == 1:  # then it is not the level
+            raise SandboxError(f"{self.name} cannot start slots: {reason}")
+        found = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
+        raise IsolationUnavailable(f"no isolation is available here ({found}). To fix it: {_TO_FIX}.")
 
     def _candidates(self) -> list[Rung]:
         wanted = [rung for rung in BUILT if rung > Rung.NONE] if self._wanted is None else [self._wanted]

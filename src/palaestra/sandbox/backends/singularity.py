@@ -1,15 +1,16 @@
 """Slots in containers of Apptainer or Singularity, many slots in each container.
 
 A container is started with `apptainer exec` (or `singularity exec`) and ends with this process. It has the user's own
-rights and kernel, a root of its own and no directory of the host's but what slots mount. Its slots are isolated from
-each other at the level `confined`, or better where the host allows user namespaces in it; the network is the host's,
-and slots without a network are cut off by their own level.
+rights (as root, only those that slots need), processes and a root file system of its own, and no directory of the
+host's but what slots mount. Its slots are isolated from each other at the level `userns` where the host allows user
+namespaces, otherwise at `confined`. The container uses the host's network; slots without a network are cut off from it.
 
 The image is what `apptainer exec` takes: a `.sif` file, a directory, or an address. It needs Python 3.11 as `python3`.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 
@@ -20,7 +21,18 @@ from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 _CHECK_S = 60.0
-_ISOLATE = ("--contain", "--no-home", "--cleanenv", "--writable-tmpfs")
+_PULL_S = 1800.0
+_ISOLATE = ("--containall", "--no-home", "--writable-tmpfs")
+
+_ROOT_KEEPS = ",".join(
+    f"CAP_{name}"
+    for name in (
+        *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "SYS_CHROOT"),
+        *("NET_BIND_SERVICE", "SYS_ADMIN", "NET_ADMIN"),
+    )
+)
+"""What root needs in a container to make slots at `userns` and `confined`. Apptainer gives root every capability
+otherwise, and fails where this process does not have them all, as in most containers."""
 
 
 class SingularityBackend(RemoteBackend):
@@ -60,6 +72,12 @@ class SingularityBackend(RemoteBackend):
         status, text = await run_command([self._program, "version"], _CHECK_S)
         if status != 0:
             raise ConfigError(f"apptainer does not run here: {text}. Install the package apptainer")
+        if self._image is not None:
+            status, text = await run_command(self.command(PlaceSpec(image=self._image), ["python3", "-V"]), _PULL_S)
+            if status != 0:
+                raise ConfigError(
+                    f"apptainer cannot run python3 in {self._image}: {text}. Set another singularity_image"
+                )
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
         wanted = super().place_spec(spec)
@@ -69,5 +87,6 @@ class SingularityBackend(RemoteBackend):
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         assert place.image is not None
+        rights = ["--no-privs", "--add-caps", _ROOT_KEEPS] if os.geteuid() == 0 else []
         binds = [word for mount in place.mounts for word in ("--bind", f"{mount.source}:{mount.target}:ro")]
-        return [self._program, "exec", *_ISOLATE, *binds, *self._options, place.image, *call]
+        return [self._program, "exec", *_ISOLATE, *rights, *binds, *self._options, place.image, *call]

@@ -139,7 +139,7 @@ def prepare_shared(own_devices: bool) -> bool:
     os.mkdir(_DEV, 0o755)
     syscalls.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
     own_devices = own_devices and _make_devices()
-    for name in () if own_devices else _DEVICES:
+    for name in () if own_devices else _present_devices():
         os.close(os.open(f"{_DEV}/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
         syscalls.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND)
     for name in ("pts", "shm"):
@@ -154,10 +154,15 @@ def prepare_shared(own_devices: bool) -> bool:
     return own_devices
 
 
+def _present_devices() -> list[str]:
+    """Those of the usual devices that are here: the /dev of an Apptainer container has no full."""
+    return [name for name in _DEVICES if os.path.exists(f"{HOST}/dev/{name}")]
+
+
 def _make_devices() -> bool:
     """Make files for the devices; whether this process may, and they work."""
     try:
-        for name in _DEVICES:
+        for name in _present_devices():
             os.mknod(f"{_DEV}/{name}", 0o666 | stat.S_IFCHR, os.stat(f"{HOST}/dev/{name}").st_rdev)
             os.chmod(f"{_DEV}/{name}", 0o666)  # noqa: S103 - as on every system
         os.close(os.open(f"{_DEV}/null", os.O_WRONLY | os.O_CLOEXEC))
