@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from batch.answering import answering, asked, bodies
+from palaestra import open_run
+from palaestra.cli.main import main
 from palaestra.tools.registry.catalog import get_all_tool_names
 
 TIMEOUT_S = 100
@@ -86,6 +88,32 @@ def test_rows_become_conversations(folder: Path, server: str) -> None:
     assert statistics["tool_statistics"]["terminal"]["count"] == 4
     assert statistics["total_batches"] == 3
     assert json.loads((folder / "data/first/checkpoint.json").read_text())["completed_prompts"] == list(range(7))
+
+
+@pytest.mark.slots
+def test_a_named_batch_is_found_like_any_run(folder: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(folder / "p.jsonl", *prompts(range(2)))
+    assert batch(file, "--run-name", "first2", *of(server)).returncode == 0
+    done = batch(file, "--run-name", "first", "--require", "reasoning", *of(server))
+    assert done.returncode == 0
+    assert "reward" not in done.stderr, "nothing is graded"
+    assert "0-" in done.stderr
+    assert ": kept 1" in done.stderr
+    assert main(["runs"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first.split()[:3], second.split()[:3]) == (["first", "done", "batch"], ["first2", "done", "batch"])
+    assert "kept 0.500" in first
+    for name in ("first", "last", "data/first"):
+        assert open_run(name).path == folder / "data/first"
+    assert open_run("last:2").path == folder / "data/first2"
+    assert main(["status", "first"]) == 0
+    assert "reward" not in capsys.readouterr().out
+
+
+def test_a_batch_without_a_model_names_the_policies_without_one(folder: Path) -> None:
+    done = batch(write(folder / "p.jsonl", *prompts(range(1))))
+    assert done.returncode == 2
+    assert "--policy noop" in done.stderr
 
 
 @pytest.mark.slots

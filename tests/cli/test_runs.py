@@ -48,7 +48,18 @@ def test_runs_are_listed_the_latest_first(capsys: pytest.CaptureFixture[str]) ->
     assert main(["runs", "--limit", "1"]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith(rows[0]["id"])
-    assert "1 older runs" in shown.err
+    assert "1 older run " in shown.err
+
+
+def test_an_evaluation_is_listed_as_one_and_an_impossible_folder_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "my_env.py", "--policy", "oracle"]) == 0
+    capsys.readouterr()
+    assert main(["runs", "--json"]) == 0
+    assert [row["kind"] for row in json.loads(capsys.readouterr().out)] == ["eval", "run"]
+    assert main(["runs", "--root", str(tmp_path / "nope"), "--json"]) == 2
+    assert "nope" in json.loads(capsys.readouterr().err)["error"]["message"]
 
 
 @pytest.mark.parametrize("command", [["status"], ["export", "--to", "table", "--out", "-"], ["replay"], ["verify"]])

@@ -104,6 +104,7 @@ class BatchEnvironment(EvaluatedEnvironment):
     """One task per row of the file."""
 
     name = BatchForm.name
+    score_name = "kept"
 
     def __init__(self, config: BatchConfig) -> None:
         """Raises `ConfigError` for a file of messages that cannot be used."""

@@ -12,9 +12,6 @@ import click
 
 from palaestra.core.errors import ConfigError
 
-DATA = Path("data")
-"""The folder of named batches."""
-
 SETTINGS = {
     "--dataset-file": "--env.dataset_name",
     "--batch-size": "--env.batch_size",
@@ -82,14 +79,15 @@ statistics.json and the journal, from which `palaestra export` makes every other
 def command(context: click.Context, words: tuple[str, ...]) -> None:
     from palaestra.envs.discovery import load_environment
     from palaestra.envs.run.command import run_command
+    from palaestra.rollouts.journal.reader import BATCHES
 
     if "--list-distributions" in (word.replace("_", "-") for word in words):
         click.echo(_distributions())
         return
     name, resumes, rest = _own_flags(words)
-    folder = DATA / name if name else None
+    folder = BATCHES / name if name else None
     with tempfile.TemporaryDirectory() as temporary:
-        rest = list(_settings(rest, Path(temporary) if "--dry-run" in rest else DATA))
+        rest = list(_settings(rest, Path(temporary) if "--dry-run" in rest else BATCHES))
         if resumes:
             from palaestra.cli.resume import resume_run
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from palaestra.core.printable import plural
+from palaestra.core.types import JSON
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.observe.status import RunStatus
 
 
 @click.command(
@@ -17,45 +24,46 @@ import click
       palaestra runs
       palaestra runs --limit 100 --json | jq -r '.[] | select(.state == "done") | .path'
 
-    Each line has the run's id, its state, finished groups, mean reward, the rollouts that have a reward of those that
-    were planned, environment and model. Other commands take the id, or its beginning, as RUN; `last` is the first run
-    of this list, `last:2` the second.
+    Each line has the run's id, its state, its kind (run, eval, feed or batch), finished groups, mean reward (of a
+    batch: the share of samples that are kept), the rollouts that have a reward of those that were planned, environment
+    and model. Other commands take the id, or its beginning, as RUN; `last` is the first run of this list, `last:2` the
+    second. Batches with a name (data/NAME) are in the list.
     """,
 )
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, at most.")
-@click.option("--root", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Their folder.")
+@click.option("--root", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Their folder [runs].")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(limit: int, root: Path, as_json: bool) -> None:
-    from palaestra.rollouts.journal.reader import JOURNAL_NAME, list_runs
-    from palaestra.rollouts.observe.status import RunReader
+def command(limit: int, root: Path | None, as_json: bool) -> None:
+    from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, list_runs
+    from palaestra.rollouts.observe.status import RunReader, score_name
 
-    folders = list_runs(root)
-    rows = []
-    for folder in folders[:limit]:
-        status = RunReader(folder / JOURNAL_NAME).read()
-        rows.append(
-            {
-                "id": folder.name,
-                "path": str(folder),
-                "state": status.state,
-                "groups": status.groups_ended,
-                "rollouts": status.rollouts,
-                "scored": status.scored,
-                "planned": status.planned,
-                "mean_reward": status.mean_reward,
-                "env": status.env,
-                "model": status.model,
-            }
-        )
+    folders = list_runs(root or RUNS)
+    found = [(folder, RunReader(folder / JOURNAL_NAME).read()) for folder in folders[:limit]]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps([_fields(*each) for each in found], indent=2))
         return
-    for row in rows:
-        reward = "-" if row["mean_reward"] is None else f"{row['mean_reward']:.3f}"
-        covered = f"{row['scored']} of {row['planned']} scored"
-        counts = f"{row['groups']:>6} groups  reward {reward:<6} ({covered})"
-        click.echo(f"{row['id']}  {row['state']:<11} {counts}  {row['env']} with {row['model']}")
+    for folder, status in found:
+        mean = "-" if status.mean_reward is None else f"{status.mean_reward:.3f}"
+        covered = f"{status.scored} of {status.planned} scored"
+        counts = f"{plural(status.groups_ended, 'group'):>10}  {score_name(status.kind):>6} {mean:<5} ({covered})"
+        click.echo(f"{folder.name:<21}  {status.state:<11} {status.kind:<5} {counts}  {status.env} with {status.model}")
     if not folders:
-        click.echo(f"there are no runs in {root.resolve()}", err=True)
+        click.echo(f"there are no runs in {(root or RUNS).resolve()}", err=True)
     elif len(folders) > limit:
-        click.echo(f"{len(folders) - limit} older runs are not listed (--limit)", err=True)
+        click.echo(f"not listed: {plural(len(folders) - limit, 'older run')} (--limit)", err=True)
+
+
+def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
+    return {
+        "id": folder.name,
+        "path": str(folder),
+        "state": status.state,
+        "kind": status.kind,
+        "groups": status.groups_ended,
+        "rollouts": status.rollouts,
+        "scored": status.scored,
+        "planned": status.planned,
+        "mean_reward": status.mean_reward,
+        "env": status.env,
+        "model": status.model,
+    }

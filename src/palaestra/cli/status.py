@@ -64,18 +64,19 @@ def command(run: str, watch: bool, every: float, as_json: bool) -> None:
 
 def _lines(status: RunStatus, now: float) -> list[str]:
     from palaestra.rollouts.observe.console import duration
+    from palaestra.rollouts.observe.status import score_name
 
     until = now if status.state == "running" else status.last_at
     failed = f", {status.groups_failed} failed" if status.groups_failed else ""
     flying = ", ".join(f"{stage} {count}" for stage, count in sorted(status.in_flight.items())) or "nothing"
     lines = [
-        f"run        {status.run_id}: {status.env} with {status.model}",
+        f"{status.kind:<10} {status.run_id}: {status.env} with {status.model}",
         f"state      {status.state} after {duration(max(0.0, until - status.started_at))}",
         f"groups     {status.groups_ended} ended of {status.groups_begun} begun{failed}",
         *([f"prepared   {_prepared(status)}"] if status.prepared else []),
         f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
         *([f"resumed    {status.resumed}"] if status.resumed else []),
-        f"reward     {_reward(status)}",
+        f"{score_name(status.kind):<10} {_reward(status)}",
         f"in flight  {flying}",
     ]
     for idle in status.oldest[:_SHOWN]:

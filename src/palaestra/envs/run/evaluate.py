@@ -33,6 +33,9 @@ Gate = Callable[[], Awaitable[bool]]
 class EvaluatedEnvironment(Environment):
     """An environment with tasks to evaluate."""
 
+    score_name = "reward"
+    """What the score of a rollout is called where it is shown."""
+
     chooses_evaluation = False
     """Whether only the environment knows how many tasks it evaluates."""
 

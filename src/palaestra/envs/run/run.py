@@ -153,7 +153,7 @@ async def run(
             spans = await stack.enter_async_context(traces)
         events = EventStream(output.journal, output, limits)
         console, status = make_console(stream), StatusFile(events.in_flight)
-        console.in_flight = events.in_flight
+        console.in_flight, console.score_name = events.in_flight, environment.score_name
         for each in (console, reporting, *(() if spans is None else (spans,)), *subscribers):
             events.subscribe(each)
         context = RunContext(
@@ -309,7 +309,13 @@ class CommandRun:
                     elif output.failures.blames(Blame.ENGINE):
                         unfinished = "rollouts failed at the model server, and are rolled out again by a resumed run"
                     _print_verdict(
-                        output, figures, self.reason, console.elapsed_s, totals or Totals(), unfinished, stream
+                        output,
+                        figures,
+                        self.reason,
+                        console,
+                        totals or Totals(),
+                        unfinished,
+                        stream,
                     )
                     stream.writelines(f"  {line}\n" for line in self.environment.write_files(output.folder.path))
                 self.reporting.note = _writing_on(stream)
@@ -514,7 +520,7 @@ def _print_verdict(
     output: RunOutput,
     figures: dict[str, float],
     reason: str,
-    seconds: float,
+    console: Console,
     totals: Totals,
     unfinished: str,
     stream: TextIO,
@@ -524,16 +530,9 @@ def _print_verdict(
     outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
     counts = f"{plural(groups, 'group')} ({failed} failed), {plural(rollouts, 'rollout')}"
     counts += f" ({outcomes})" if outcomes else ""
-    lines = [f"{reason} after {duration(seconds)}: {counts}"]
-    if (mean := figures.get("reward/mean")) is not None:
-        covered = f"{scored} of {plural(planned, 'rollout')} scored"
-        reward = f"mean reward {mean:.3f}{_interval(figures, 'reward/mean')}, {covered}"
-        if scored < planned:
-            name = "reward/mean_with_unscored"
-            reward += f"; {figures[name]:.3f}{_interval(figures, name)} with the unscored as 0"
-        lines.append(f"  {reward}")
-    elif rollouts:
-        lines.append(f"  no reward, 0 of {plural(planned, 'rollout')} scored")
+    lines = [f"{reason} after {duration(console.elapsed_s)}: {counts}"]
+    if rollouts and console.score_name == "reward":  # other environments report themselves what they made
+        lines.append(f"  {_mean_reward(figures, scored, planned)}")
     if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):
         lines.append(f"  {evaluated}")
     causes = output.failures.causes()
@@ -551,6 +550,16 @@ def _print_verdict(
     if unfinished:
         lines.append(f"  {unfinished}; continue with palaestra resume {output.folder.path}")
     stream.write("".join(f"{line}\n" for line in lines))
+
+
+def _mean_reward(figures: dict[str, float], scored: int, planned: int) -> str:
+    """The mean reward of a run and what it covers."""
+    mean, covered = figures.get("reward/mean"), f"{scored} of {plural(planned, 'rollout')} scored"
+    if mean is None:
+        return f"no reward, {covered}"
+    text, name = f"mean reward {mean:.3f}{_interval(figures, 'reward/mean')}, {covered}", "reward/mean_with_unscored"
+    more = f"; {figures[name]:.3f}{_interval(figures, name)} with the unscored as 0" if scored < planned else ""
+    return text + more
 
 
 def _slots(figures: dict[str, float]) -> Iterator[str]:

@@ -6,6 +6,8 @@ killed run had not finished are counted and left out.
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +26,10 @@ from palaestra.rollouts.records import Group
 JOURNAL_NAME = "journal.jsonl"
 
 RUNS = Path("runs")
-"""Where runs lie by default."""
+"""The folder of runs by default."""
+
+BATCHES = Path("data")
+"""The folder of batches that their users named, next to `RUNS`."""
 
 LAST = "last"
 
@@ -201,8 +206,8 @@ def journal_of(run: str | Path) -> Path:
 
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
-    """The folder of a run: a path, `last`, `last:2` for the one before, or the beginning or end of an id. Raises
-    `ConfigError` for none or several."""
+    """The folder of a run: a path, `last`, `last:2` for the one before, the name of a batch, or the beginning or end of
+    an id. Raises `ConfigError` for none or several."""
     text = str(run)
     if Path(text).exists():
         return Path(text)
@@ -212,7 +217,7 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
         if not place.isdecimal() or not 1 <= int(place) <= len(folders):
             raise ConfigError(f"{text!r} names no run: there are {len(folders)} in {Path(root).resolve()}")
         return folders[int(place) - 1]
-    found = [each for each in folders if _is_called(each, text)]
+    found = [each for each in folders if each.name == text] or [each for each in folders if _is_called(each, text)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -222,15 +227,21 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
 
 
 def list_runs(root: str | Path = RUNS) -> list[Path]:
-    """The folders of the runs below `root`, the latest first."""
-    folders = [path.parent for path in Path(root).glob(f"*/*/{JOURNAL_NAME}")]
-    return sorted(folders, key=lambda path: (path.name[:16], _started(path)), reverse=True)
+    """The folders of the runs below `root`, the latest first. Named batches are among those of `RUNS`."""
+    journals = [*Path(root).glob(f"*/*/{JOURNAL_NAME}")]
+    if Path(root) == RUNS:
+        journals += BATCHES.glob(f"*/{JOURNAL_NAME}")
+    return sorted((path.parent for path in journals), key=_began, reverse=True)
 
 
-def _started(folder: Path) -> float:
-    """When a run began, to order those of one second: its settings are written once."""
+def _began(folder: Path) -> tuple[str, float]:
+    """When a run began: the second in its id, then the time of its settings, which are written once."""
     path = folder / "config.json"
-    return path.stat().st_mtime if path.is_file() else 0.0
+    written = path.stat().st_mtime if path.is_file() else 0.0
+    second = folder.name[:16]
+    if not re.fullmatch(r"\d{8}T\d{6}Z", second):
+        second = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(written))
+    return second, written
 
 
 def _is_called(folder: Path, text: str) -> bool:

@@ -43,6 +43,7 @@ class Console:
     """Counts what happens, and shows nothing. A context manager: leaving it puts the display away."""
 
     def __init__(self, clock: Clock | None = None) -> None:
+        self.score_name = "reward"
         self.in_flight: InFlight = {}
         """What is counted as running: `EventStream.in_flight` of the run."""
         self._clock = clock or SystemClock()
@@ -121,7 +122,7 @@ class Console:
     def results(self) -> str:
         """Mean reward, outcomes and pace, as far as there are any."""
         covered = f"{self.scored} of {self.rollouts_done} scored"
-        parts = [f"reward {self.reward_sum / self.scored:.3f} ({covered})"] if self.scored else []
+        parts = [f"{self.score_name} {self.reward_sum / self.scored:.3f} ({covered})"] if self.scored else []
         parts += [f"{name} {count}" for name, count in self.outcomes.most_common()]
         if self.rollouts_done and self.elapsed_s > 0:
             parts.append(_pace(self.rollouts_done / self.elapsed_s))
@@ -157,7 +158,8 @@ class PlainConsole(Console):
             return
         self._write_kept()
         total = "" if self.groups_total is None else f"/{self.groups_total}"
-        self._write(f"[{self.groups_done}{total}] {describe(event.group, self._failures.add(event.group))}")
+        line = describe(event.group, self._failures.add(event.group), self.score_name)
+        self._write(f"[{self.groups_done}{total}] {line}")
 
     def _write_kept(self) -> None:
         """Report the groups of the run's earlier part in one line."""
@@ -210,7 +212,7 @@ class LiveConsole(Console):
         super().on_group(event)
         group = event.group
         if not event.kept and (len(group.scored) < len(group.trajectories) or not group.trajectories):
-            self.note(describe(group, self._failures.add(group)))
+            self.note(describe(group, self._failures.add(group), self.score_name))
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -247,7 +249,7 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
     return PlainConsole(stream, clock)
 
 
-def describe(group: Group, causes: Mapping[str, Cause] | None = None) -> str:
+def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name: str = "reward") -> str:
     """One line on a finished group: its task, its rewards, and its failures. `causes` are these by the id of the
     rollout or group; one that came before refers to its first."""
     causes = Failures().add(group) if causes is None else causes
@@ -267,7 +269,7 @@ def describe(group: Group, causes: Mapping[str, Cause] | None = None) -> str:
         f"{t.outcome.value}{f' ({t.blame.value})' if t.blame else ''}: {error(t.rollout_id, t.error)}"
         for t in reversed(kinds.values())
     ]
-    return "; ".join([f"{_one_line(group.task_id)}: reward {rewards} · {duration(seconds)}", *dict.fromkeys(why)])
+    return "; ".join([f"{_one_line(group.task_id)}: {score_name} {rewards} · {duration(seconds)}", *dict.fromkeys(why)])
 
 
 def duration(seconds: float) -> str:

@@ -67,9 +67,9 @@ class Latency:
 class RunStatus:
     """The status of a run at one moment.
 
-    `state` is running, killed, the reason for which the run ended, or elsewhere (it runs on another host, and this one
-    cannot check it). `in_flight` is by stage. `prepared` workspaces were made for groups, `from_store` of them were
-    found prepared on the machine.
+    `kind` is run, eval, feed or batch. `state` is running, killed, the reason for which the run ended, or elsewhere (it
+    runs on another host, and this one cannot check it). `in_flight` is by stage. `prepared` workspaces were made for
+    groups, `from_store` of them were found prepared on the machine.
 
     `blame` counts finished rollouts. `mean_reward` is over the scored ones; in `mean_with_unscored` the others count as
     0; `full` is the share of scored rollouts with a reward of 1 or more. `…_interval` is the 95 % interval of a mean,
@@ -84,6 +84,7 @@ class RunStatus:
     env: str = ""
     model: str = ""
     state: str = RUNNING
+    kind: str = "run"
     started_at: float = 0.0
     last_at: float = 0.0
     groups_begun: int = 0
@@ -150,6 +151,15 @@ class _Group(msgspec.Struct):
     from_store: bool = False
 
 
+BATCH = "batch"
+_KINDS = {"evaluate": "eval", "serve": "feed"}
+
+
+def score_name(kind: str) -> str:
+    """What the score of a rollout is called in a run of this kind: a batch keeps samples, and grades none."""
+    return "kept" if kind == BATCH else "reward"
+
+
 class _EnvSettings(msgspec.Struct):
     group_size: int = 0
 
@@ -158,6 +168,12 @@ class _Settings(msgspec.Struct):
     """The settings of a run that are used here."""
 
     env: _EnvSettings = msgspec.field(default_factory=_EnvSettings)
+    command: str = ""
+    environment: str = ""
+
+    @property
+    def kind(self) -> str:
+        return BATCH if self.environment == BATCH else _KINDS.get(self.command, "run")
 
 
 class _Ended(NamedTuple):
@@ -291,7 +307,7 @@ class RunReader:
             case "run" if not status.run_id:
                 check_schema(line.schema, self.journal)
                 status.run_id, status.env, status.model, status.started_at = line.run_id, line.env, line.model, line.at
-                self._group_size = line.config.env.group_size
+                self._group_size, status.kind = line.config.env.group_size, line.config.kind
             case "resume":
                 self._group_size = line.config.env.group_size or self._group_size
                 self._ended = ""
