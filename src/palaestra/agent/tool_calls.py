@@ -97,6 +97,7 @@ class ToolCalls:
         else:
             try:
                 checked = self._tools.check(call.name, call.arguments, by_agent=True)
+                checked.call_id = call.id
                 refused = self._refused.get(call.name)
                 return CallAnswer(call, checked, None if refused is None else ToolOutcome.refused(refused))
             except InvalidArguments as error:

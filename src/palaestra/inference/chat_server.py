@@ -12,7 +12,7 @@ from palaestra.core.types import JSON, Message, Task
 from palaestra.core.user_code import ForeignError, foreign
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, TextCompletion
-from palaestra.inference.ledger import Ledger, Piece
+from palaestra.inference.ledger import Ledger, Piece, SegmentReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class ChatServer:
     """
 
     recorded: Callable[[int], list[Piece] | None] | None = None
+    streams = False
+    """Whether `chat_completion` takes `on_delta`, a hook that gets the reply in pieces as it comes."""
 
     @property
     def ledger(self) -> Ledger | None:
@@ -72,6 +74,9 @@ class ChatServer:
     def child(self, number: int = 0) -> ChatServer:
         """The server for the sub-agent of this number, whose conversation is apart from this one."""
         return self
+
+    def declare(self, reason: SegmentReason) -> None:
+        """Give the reason why the next request does not continue the history; a server without a ledger ignores it."""
 
     def get_state(self) -> dict[str, JSON] | None:
         """The contract's token record with `ledger` and `nodes`; None for a server that only chats."""

@@ -160,6 +160,7 @@ class _FirstAvailable(ChatServer):
 
     def __init__(self, servers: Sequence[JSON]) -> None:
         self.servers = list(servers)
+        self.streams = all(getattr(server, "streams", False) for server in self.servers)
 
     @property
     def name(self) -> str:

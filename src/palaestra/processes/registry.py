@@ -22,7 +22,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakSet
@@ -64,7 +64,8 @@ _known_lock = threading.Lock()
 class ProcessRegistry:
     """Sessions by id. Methods that take `task_id` see that task's sessions; with None, for the owner, all.
 
-    `checkpoint_path` is the file for the next registry. `loop` is that of its sessions, None before the first.
+    `checkpoint_path` is the file for the next registry. With `report_ends` the end of every session is reported. `loop`
+    is that of its sessions, None before the first.
     """
 
     def __init__(
@@ -75,11 +76,13 @@ class ProcessRegistry:
         finished_ttl_s: float = FINISHED_TTL_SECONDS,
         clock: Clock | None = None,
         notifications: Notifications | None = None,
+        report_ends: bool = False,
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.notifications = notifications or Notifications()
         self._path, self._most, self._ttl_s = checkpoint_path, max_processes, finished_ttl_s
         self._clock = clock or SystemClock()
+        self._report_ends = report_ends
         self._sessions: dict[str, ProcessSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers: Counter[str] = Counter()
@@ -120,11 +123,14 @@ class ProcessRegistry:
         process, status = await self._started(slot.spawn(command, cwd=cwd, env=environment, terminal=size))
         session = ProcessSession(
             self._new_id(task_id), command, task_id, session_key or task_id, cwd, slot.slot_id, started_at, process,
-            status, watch or Watch(),
+            status, self._watch(watch or Watch()),
         )  # fmt: skip
         self._add(session)
         self._save()
         return session
+
+    def _watch(self, watch: Watch) -> Watch:
+        return replace(watch, on_exit=True) if self._report_ends else watch
 
     def get(self, session_id: str, task_id: str | None = None) -> ProcessSession | None:
         """The session of that id; None if it is unknown or another task's."""

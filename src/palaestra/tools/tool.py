@@ -164,6 +164,8 @@ class ToolRun:
         """The beginning of the prompt."""
         self.timeout_s = timeout_s
         """The default time limit of a command."""
+        self.session_key = ""
+        """The conversation that background processes belong to; empty: the task."""
         self.shared = States() if shared is None else shared
         """Objects that all rollouts of a run share, such as one browser."""
         self._own_shared = shared is None

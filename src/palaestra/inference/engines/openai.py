@@ -46,6 +46,8 @@ R = TypeVar("R", ChatCompletion, TextCompletion)
 class OpenAIEngine(ServerEngine):
     """One chat completions server. All rollouts share it: a conversation's whole state is its messages."""
 
+    streams = True
+
     def __init__(
         self,
         config: APIServerConfig,

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -70,15 +71,25 @@ class SessionMatch:
     score: float
 
 
+class SessionSource(Protocol):
+    """Earlier conversations that are kept elsewhere than in a folder."""
+
+    def search(self, query: str, roles: Collection[str], limit: int, *, current: str) -> list[SessionMatch]:
+        """As `Sessions.search`. Called in any thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """The conversations of one folder; None if none are kept. `current` is the one that asks; it is not searched.
+    """The conversations of one folder, or of a `source`; none of both if none are kept. `current` is the one that asks;
+    it is not searched.
 
     Methods block. A file that cannot be read as a session is left out of searches.
     """
 
     folder: Path | None = None
     current: str = ""
+    source: SessionSource | None = None
 
     def save(self, session: Session) -> Path:
         """Write a conversation. Raises `OSError`, and `ConfigError` for an id that is not a file name."""
@@ -97,6 +108,8 @@ class Sessions:
 
         A word that few conversations contain weighs more (as in BM25), and repetitions add little.
         """
+        if self.source is not None:
+            return self.source.search(query, roles, limit, current=self.current)
         words = list(dict.fromkeys(_words(query)))
         texts = [(session, _texts(session, roles)) for session in self._newest()]
         counted = [
@@ -131,7 +144,7 @@ class Sessions:
 async def run_session_search(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Search; the reply has the `results` and their `count`."""
     sessions = run.state(Sessions)
-    if sessions.folder is None:
+    if sessions.folder is None and sessions.source is None:
         raise ToolMistake("No earlier conversations are kept here: no folder is set")
     if not arguments["query"].strip():
         raise ToolMistake("query is empty; give words that were said")
@@ -148,11 +161,11 @@ def _shown(match: SessionMatch) -> dict[str, JSON]:
 
 
 def _texts(session: Session, roles: Collection[str]) -> list[tuple[str, str]]:
-    said = ((str(message.get("role") or ""), _text(message.get("content"))) for message in session.messages)
+    said = ((str(message.get("role") or ""), message_text(message.get("content"))) for message in session.messages)
     return [(role, text) for role, text in said if text and role != "system" and (not roles or role in roles)]
 
 
-def _text(content: JSON) -> str:
+def message_text(content: JSON) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else ()

@@ -157,6 +157,7 @@ async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
             arguments["command"],
             task_id=run.task_id,
             cwd=workdir,
+            session_key=run.session_key,
             use_pty=bool(arguments.get("pty")),
             watch=watch,
         )

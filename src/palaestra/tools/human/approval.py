@@ -23,6 +23,8 @@ class ApprovalAnswer(StrEnum):
 
     ONCE = "once"
     SESSION = "session"
+    ALWAYS = "always"
+    """As `SESSION`; whoever asks keeps it for later sessions."""
     DENY = "deny"
 
 
@@ -92,8 +94,8 @@ class Approvals:
             if not found:
                 return None
             answer = await self.ask(ApprovalRequest(command, found, task_id))
-        if answer is ApprovalAnswer.SESSION:
+        if answer in (ApprovalAnswer.SESSION, ApprovalAnswer.ALWAYS):
             self.allowed.update(found)
-        if answer in (ApprovalAnswer.ONCE, ApprovalAnswer.SESSION):
+        if answer is not ApprovalAnswer.DENY:
             return None
         return f"The user did not allow this command ({'; '.join(found)}); nothing was run. Find another way, or ask."

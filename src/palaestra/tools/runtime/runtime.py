@@ -30,6 +30,7 @@ class CheckedCall:
     """A call that may run: the tool exists and `arguments` fit its schema.
 
     `conversation` is the runtime's. `by_agent` is false for a call from code: a program, a hook, another tool.
+    `call_id` is the model's id of a call by the agent.
     """
 
     tool: Tool
@@ -37,6 +38,7 @@ class CheckedCall:
     run: ToolRun
     conversation: str = ""
     by_agent: bool = False
+    call_id: str = ""
 
     @property
     def name(self) -> str:

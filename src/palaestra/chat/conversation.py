@@ -1,0 +1,773 @@
+"""`Conversation`: one conversation with a person, on the agent loop of rollouts, with one slot and a stored history.
+
+    async for event in conversation.send("What is in this folder?"):
+        ...                                       # events.py; the last one is TurnEnded
+    conversation.interrupt()                      # from elsewhere: stops the model or the running tool
+
+`Conversation.begin` makes a new one, `Conversation.open` takes up a stored one. Invariants:
+
+- Every message is stored when it exists, every tool call before it begins and after it ended (`store.py`).
+- A turn of a killed process stays open. Opening the conversation again closes its calls: one that had ended has its
+  result, one that had begun is reported as *outcome unknown*, to the model as a tool result and to the person as a
+  notice, and is never repeated by itself. `resume` continues the turn.
+- A message with a known `message_id` gets its stored answer, and the model is not asked.
+- The history always ends with a message of the assistant when no turn runs, and every call in it has a result.
+- With a token-exact server, the tokens of the conversation are kept as those of a rollout (`store.ledgers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import fcntl
+import itertools
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self, cast
+
+import msgspec
+
+from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.replies import read_reply
+from palaestra.agent.result import AgentResult, Turn
+from palaestra.agent.subagents import Subagents
+from palaestra.agent.tool_calls import NOT_FINISHED
+from palaestra.chat.events import (
+    INTERRUPTED,
+    NATURAL,
+    Event,
+    Notice,
+    ReasoningDelta,
+    ReplyRestarted,
+    TextDelta,
+    ToolBegun,
+    ToolEnded,
+    ToolOutput,
+    TurnEnded,
+)
+from palaestra.chat.service import ChatService
+from palaestra.chat.store import ConversationRecord, Effect, TurnRecord
+from palaestra.core.errors import ConfigError, EngineError, InfraError, PalaestraError, SandboxError
+from palaestra.core.types import JSON, Message, Outcome
+from palaestra.inference.chat_server import ChatServer, SessionContext
+from palaestra.inference.engine import ChatCompletion
+from palaestra.inference.http.sse import Delta
+from palaestra.inference.ledger import SegmentReason
+from palaestra.inference.server_group import Server
+from palaestra.processes.session import ProcessSession
+from palaestra.rollouts.middleware import Ask, ChatCall
+from palaestra.rollouts.middleware import Conversation as Surrounded
+from palaestra.sandbox.slot import ExecutionResult, Slot, Snapshot
+from palaestra.tools.builtin.clarify import Ask as Answer
+from palaestra.tools.builtin.clarify import User
+from palaestra.tools.builtin.delegate_task import Delegation
+from palaestra.tools.builtin.memory import Notes
+from palaestra.tools.builtin.session_search import Sessions, message_text
+from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals
+from palaestra.tools.human.approval import Ask as Approve
+from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolRuntime
+from palaestra.tools.tool import ToolOutcome
+
+UNKNOWN = (
+    "Outcome unknown: the program that ran this call ended before the call returned. It may have run in whole or in "
+    "part, and it was not repeated. Find out what it has done before you repeat it."
+)
+NOT_BEGUN = "Not run: the program ended before this call began."
+STOPPED = "Interrupted by the user while it ran. It was stopped, and may have run in part."
+NOT_REACHED = "Not run: the user interrupted the turn before this call began."
+NEW_SANDBOX = "The sandbox is a new one: files and processes of the earlier one are gone, unless they were copied out."
+
+_BEYOND = frozenset({"memory", "session_search"})
+_WITH_OUTPUT = frozenset({"terminal", "terminal_stateful", "execute_code"})
+_PREVIEW_CHARS = 120
+_SUMMARIZE = (
+    "Summarize this conversation for yourself, so that you can continue it without its messages: what the user wants "
+    "and has decided, what was done and found, which files and commands matter, what is left to do. Only the summary."
+)
+
+_current_call: ContextVar[str] = ContextVar("current_call", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class People:
+    """Who takes part beside the model. `approve` answers before dangerous commands (None: they run), `answer` the
+    questions of `clarify`, `notice` gets what happens at any time, also between turns."""
+
+    approve: Approve | None = None
+    answer: Answer | None = None
+    notice: Callable[[Notice], None] | None = None
+
+
+class Conversation:
+    """One open conversation. Its methods belong to the event loop of its service; turns run one after the other."""
+
+    def __init__(self, service: ChatService, record: ConversationRecord, people: People, lock: int) -> None:
+        self.id = record.id
+        self.record = record
+        self.people = people
+        self.toolsets: tuple[str, ...] = tuple(record.settings.get("toolsets") or service.settings.toolsets)
+        self.failure: PalaestraError | None = None
+        """The infrastructure failure that ended the latest turn."""
+        self._service, self._store, self._lock = service, service.store, lock
+        model = record.settings.get("model")
+        self._server: Server | Sequence[Server] = service.server if not model else service.server_for(str(model))
+        self._busy = asyncio.Lock()
+        self._running: asyncio.Task[AgentResult] | None = None
+        self._events: asyncio.Queue[Event | None] | None = None
+        self._interrupted = False
+        self._session: ChatServer | None = None
+        self._branches = itertools.count(1)
+        self._part = 0
+        self._part_from = 0
+        self._tools: ToolRuntime | None = None
+        self._slot: Slot | None = None
+        self._snapshot: Snapshot | None = None
+        self._leasing = asyncio.Lock()
+        self._approvals = Approvals(self._approve if people.approve is not None else None)
+        self._approvals.allowed |= self._store.allowed(record.user)
+        self._loop: HermesAgentLoop | None = None
+        self._turn: TurnRecord | None = None
+        self._reply_row: int | None = None
+        self._early = 0
+        self._partial: list[str] = []
+        self._thought = False
+        self._calls: dict[str, Effect] = {}
+        self._notes: list[str] = []
+        self._notices = self._recovered()
+        self.messages = self._store.history(self.id)
+        """The history as the model sees it, the system prompt first."""
+        self._written = len(self.messages)
+        self.context_tokens = int(turns[-1].report.get("context_tokens", 0)) if (turns := self.turns()) else 0
+
+    @classmethod
+    def begin(
+        cls,
+        service: ChatService,
+        people: People | None = None,
+        *,
+        key: str = "",
+        user: str = "",
+        title: str = "",
+        system: str | None = None,
+    ) -> Self:
+        """A new conversation. `key` names where it takes place, `user` whose it is; `system` replaces the settings'
+        prompt."""
+        prompt = service.settings.system_prompt if system is None else system
+        return cls._opened(service, service.store.create(system=prompt, title=title, key=key, user=user), people)
+
+    @classmethod
+    def open(cls, service: ChatService, name: str, people: People | None = None) -> Self:
+        """A stored conversation, by its id, the beginning of its id, its title, or `last`. If it ends with an open
+        turn, `unfinished` is true and `resume` continues it.
+
+        Raises `ConfigError` for an unknown one, and for one that is open already, here or in another process.
+        """
+        return cls._opened(service, service.store.find(name), people)
+
+    @classmethod
+    def _opened(cls, service: ChatService, record: ConversationRecord, people: People | None) -> Self:
+        folder = service.store.path.with_name(f"{service.store.path.name}.locks")
+        conversation = cls(service, record, people or People(), _locked(folder, record.id))
+        service.conversations[record.id] = conversation
+        return conversation
+
+    # What a front door calls
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last turn was cut off with its process, and `resume` would continue it."""
+        return self._running is None and self._open_turn() is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn runs."""
+        return self._busy.locked()
+
+    @property
+    def title(self) -> str:
+        """The title, or the beginning of the first message."""
+        if self.record.title:
+            return self.record.title
+        first = next((turn for turn in self.turns() if turn.kind == "message"), None)
+        return "" if first is None else " ".join(message_text(first.content).split())[:60]
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self._service.model_name(self._server)
+
+    def turns(self) -> list[TurnRecord]:
+        """The turns of the history."""
+        return self._store.turns(self.id)
+
+    async def send(self, content: JSON, *, message_id: str | None = None) -> AsyncGenerator[Event, None]:
+        """Send the user's message (a text, or content parts of the chat completions API) and yield what happens.
+
+        The turn runs while the events are read; leaving the iterator interrupts it. Failures of the model server or the
+        sandbox are the outcome of the turn; `ConfigError` and bugs are raised. A `message_id` that was answered before
+        yields the stored answer; one whose turn was cut off continues that turn. A turn that was cut off and is not
+        resumed ends here, unanswered.
+        """
+        async with self._busy:
+            known = None if message_id is None else self._store.turn_of(self.id, message_id)
+            if known is not None and known.state == "done":
+                if known.answer:
+                    yield TextDelta(text=known.answer)
+                yield _ended(known)
+                return
+            if known is None:
+                if (cut := self._open_turn()) is not None:
+                    self._finish(cut, "interrupted", "the program ended during the turn")
+                known = self._begin(content, message_id)
+            async with aclosing(self._play(known)) as events:
+                async for event in events:
+                    yield event
+
+    async def resume(self) -> AsyncGenerator[Event, None]:
+        """Continue the turn that was cut off, if there is one (`unfinished`). As `send`."""
+        async with self._busy:
+            turn = self._open_turn()
+            if turn is not None:
+                async with aclosing(self._play(turn)) as events:
+                    async for event in events:
+                        yield event
+
+    def interrupt(self) -> bool:
+        """Stop the model or the running tool; the turn ends with outcome `interrupted`. Returns whether one ran."""
+        if self._running is None or self._running.done():
+            return False
+        self._interrupted = True
+        self._running.cancel()
+        return True
+
+    async def undo(self) -> JSON:
+        """Take the last turn out of the history; returns its message, or None. Files stay as they are."""
+        async with self._busy:
+            turns = [turn for turn in self.turns() if turn.kind == "message"]
+            if not turns:
+                return None
+            self._store.undo_turn(turns[-1])
+            self._reload()
+            return turns[-1].content
+
+    async def retry(self) -> AsyncGenerator[Event, None]:
+        """Undo the last turn and send its message again. Raises `ConfigError` without a turn."""
+        content = await self.undo()
+        if content is None:
+            raise ConfigError("there is no message to send again")
+        async with aclosing(self.send(content)) as events:
+            async for event in events:
+                yield event
+
+    async def fork(self, turn: int | None = None, people: People | None = None) -> Self:
+        """A new conversation with the history up to a turn (None: all), and, if the backend has layers, with a copy of
+        the present files. Raises `ConfigError` for an unknown turn."""
+        record = self._store.fork(self.id, turn, title=self.record.title)
+        other = self._opened(self._service, record, people or self.people)
+        if self._slot is not None:
+            try:
+                other._snapshot = await self._service.pool.checkpoint(self._slot)
+            except SandboxError:
+                other._notes.append(NEW_SANDBOX)
+        return other
+
+    async def compact(self) -> str:
+        """Replace the history by a summary that the model writes; returns it. Raises `EngineError`."""
+        async with self._busy:
+            if len(self.turns()) < 2:
+                raise ConfigError("the conversation is too short to be compacted")
+            session = await self._server_session()
+            request: Message = {"role": "user", "content": _SUMMARIZE}
+            completion = await session.child(next(self._branches)).chat_completion(
+                messages=[*self.messages, request], temperature=self._service.settings.temperature
+            )
+            summary = read_reply(completion, 1).content.strip()
+            turn = self._store.begin_turn(
+                self.id, summary, kind="compaction",
+                messages=[
+                    {"role": "user", "content": f"Our conversation so far, as you summarized it:\n\n{summary}"},
+                    {"role": "assistant", "content": "I continue from this summary."},
+                ],
+            )  # fmt: skip
+            self._store.end_turn(turn, answer=summary, outcome=NATURAL)
+            session.declare(SegmentReason.COMPACTION)
+            self._reload()
+            self.context_tokens = 0
+            return summary
+
+    def use_server(self, server: Server) -> None:
+        """Ask another model server, or another model, from the next message on."""
+        self._server, self._session = server, None
+
+    def use_model(self, model: str) -> None:
+        """Ask another model of the service's server, also when the conversation is resumed. Raises `ConfigError`."""
+        self.use_server(self._service.server_for(model))
+        self._change_settings(model=model)
+
+    async def use_toolsets(self, toolsets: Sequence[str]) -> None:
+        """Give the model other tools from the next message on. Raises `ConfigError` for an unknown toolset."""
+        self._service.registry(toolsets)
+        async with self._busy:
+            self.toolsets = tuple(toolsets)
+            self._change_settings(toolsets=list(toolsets))
+            await self._end_tools()
+
+    def rename(self, title: str) -> None:
+        """Give the conversation a title."""
+        self._store.rename(self.id, title)
+        self.record = replace(self.record, title=title)
+
+    async def slot(self) -> Slot:
+        """The conversation's slot, leased at the first call."""
+        async with self._leasing:
+            if self._slot is None:
+                self._slot, kept = await self._service.lease(self.id, self._snapshot)
+                if not kept and self._service.settings.prepare is not None:
+                    await self._service.settings.prepare(self._slot)
+                self._change_settings(sandbox=True)
+            return self._slot
+
+    @property
+    def open_slot(self) -> Slot | None:
+        """The slot, if it was leased."""
+        return self._slot
+
+    async def close(self, *, keep_slot: bool = False) -> None:
+        """Interrupt a running turn, end the slot with its processes, and release the conversation. Idempotent."""
+        if self._service.conversations.get(self.id) is not self:
+            return
+        self.interrupt()
+        async with self._busy:
+            del self._service.conversations[self.id]
+            await self._end_tools()
+            slot, self._slot = self._slot, None
+            if slot is not None and not keep_slot:
+                await self._service.release(slot)
+            os.close(self._lock)
+
+    def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
+        """A report on a background process, for the person and for the model's next turn."""
+        said = text.strip()
+        what = {"completion": f"ended with exit code {exit_code}", "watch_match": "printed", "progress": "printed"}
+        line = f"Background process {session.id} ({session.command:.80}) {what.get(kind, kind)}"
+        self._notice(Notice(text=f"{line}:\n{said}" if said else f"{line}.", kind="process", source=session.id))
+        if kind != "progress":
+            self._notes.append(f"{line}{': ' + said[-500:] if said else '.'}")
+
+    # One turn
+
+    def _begin(self, content: JSON, message_id: str | None) -> TurnRecord:
+        noted, self._notes = self._notes, []
+        full = _with_notes(content, noted)
+        message: Message = {"role": "user", "content": full}
+        turn = self._store.begin_turn(self.id, content, message_id=message_id, messages=[message])
+        self.messages.append(message)
+        self._written = len(self.messages)
+        return turn
+
+    async def _play(self, turn: TurnRecord) -> AsyncGenerator[Event, None]:
+        """Run a turn and yield its events."""
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._events, self._turn, self._interrupted, self.failure = events, turn, False, None
+        self._loop, self._partial, self._early, self._calls = None, [], 0, {}
+        for notice in self._notices:
+            self._notice(notice)
+            events.put_nowait(notice)
+        self._notices = []
+        started_s = time.monotonic()
+        task = self._running = asyncio.create_task(self._act(turn), name=f"turn of {self.id}")
+        task.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+        finally:
+            if not task.done():
+                self._interrupted = True
+                task.cancel()
+                await asyncio.wait([task])
+            self._running = self._events = None
+            ended = self._close_turn(turn, task, time.monotonic() - started_s)
+            await self._lose_failed_slot()
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, InfraError):
+            raise error
+        yield ended
+
+    async def _act(self, turn: TurnRecord) -> AgentResult:
+        """Let the agent loop answer the history."""
+        settings, service = self._service.settings, self._service
+        session = await self._server_session()
+        tools = self._runtime(message_text(turn.content))
+        loop = self._loop = HermesAgentLoop(
+            Surrounded(session, [self._streamed]),
+            tools.registry.definitions(),
+            tools.registry.list_tools(),
+            max_turns=settings.max_turns,
+            task_id=self.id,
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            extra_body=settings.extra_body,
+            tool_handler=tools,
+            max_context_tokens=settings.context_tokens,
+            parallel_safe=tools.parallel_safe,
+            on_turn=self._on_turn,
+            budget=settings.budget,
+            beyond=_BEYOND,
+        )
+        tools.share(Delegation(Subagents(loop, tools, numbers=self._branches).work))
+        asked = sum(message.get("role") == "assistant" for message in self.messages)
+        try:
+            return await loop.run(self.messages, after=AgentResult(messages=[], turns_used=asked))
+        finally:
+            tools.share(Delegation())  # the old one holds the loop, which holds the tools
+            self._save_ledger(turn, service)
+
+    async def _streamed(self, call: ChatCall, ask: Ask) -> ChatCompletion:
+        """Chat middleware: passes on the reply in pieces, and stores it before any of its calls begins."""
+        if call.branch or self._loop is None or self._turn is None or self._session is None:
+            return await ask(call)
+        if self._session.streams:
+            call = ChatCall(call.branch, call.messages, {**call.request, "on_delta": self._on_delta})
+        self._partial, self._thought = [], False
+        completion = await ask(call)
+        reply = read_reply(completion, self._loop.result.turns_used + 1)
+        if reply.reasoning and not self._thought:
+            self._emit(ReasoningDelta(text=reply.reasoning))
+        if not self._partial and reply.content:
+            self._emit(TextDelta(text=reply.content))
+        self._reply_row = self._store.add_message(self._turn, reply.message())
+        self._early = 1
+        self._partial = []
+        if reply.prompt_tokens:
+            self.context_tokens = reply.prompt_tokens + reply.completion_tokens
+        return completion
+
+    def _on_delta(self, delta: Delta) -> None:
+        if delta.restarted:
+            self._partial = []
+            self._emit(ReplyRestarted())
+        if delta.reasoning:
+            self._thought = True
+            self._emit(ReasoningDelta(text=delta.reasoning))
+        if delta.content:
+            self._partial.append(delta.content)
+            self._emit(TextDelta(text=delta.content))
+
+    async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
+        """Tool middleware: journals the agent's own calls."""
+        if not call.by_agent or call.conversation or self._turn is None:
+            return await then(call)
+        effect = self._store.begin_effect(
+            self._turn, "tool", call.call_id, call.name, dict(call.arguments), message=self._reply_row
+        )
+        self._calls[call.call_id] = effect
+        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+        self._emit(
+            ToolBegun(
+                call_id=call.call_id, name=call.name, arguments=arguments, preview=preview(call.name, call.arguments)
+            )
+        )
+        started_s = time.monotonic()
+        token = _current_call.set(call.call_id if call.name in _WITH_OUTPUT else "")
+        try:
+            outcome = await then(call)
+        except BaseException as error:
+            stopped = isinstance(error, asyncio.CancelledError)
+            text = STOPPED if stopped else f"{type(error).__name__}: {error}"
+            self._store.end_effect(effect, text, "interrupted" if stopped else "failed")
+            self._emit_result(call.call_id, call.name, text, text, time.monotonic() - started_s)
+            raise
+        finally:
+            _current_call.reset(token)
+        self._store.end_effect(effect, outcome.text)
+        self._emit_result(call.call_id, call.name, outcome.text, outcome.error, time.monotonic() - started_s)
+        return outcome
+
+    def _on_turn(self, turn: Turn, messages: list[Message]) -> None:
+        """Store the results of a model call's tool calls; those that were refused have no events yet."""
+        names = {call["id"]: call["function"] for call in messages[0].get("tool_calls") or ()}
+        for message in messages[1:]:
+            call_id = message.get("tool_call_id", "")
+            if call_id in names and call_id not in self._calls:
+                function, text = names[call_id], str(message["content"])
+                name, arguments = str(function["name"]), str(function["arguments"])
+                self._emit(ToolBegun(call_id=call_id, name=name, arguments=arguments, preview=arguments[:80]))
+                self._emit_result(call_id, name, text, text, 0.0)
+        self._calls = {}
+        self._write()
+        if self._turn is not None:
+            self._save_ledger(self._turn, self._service)
+
+    def _write(self) -> None:
+        """Store the messages that are not stored yet."""
+        assert self._turn is not None
+        for message in self.messages[self._written + self._early :]:
+            self._store.add_message(self._turn, message)
+        self._written, self._early = len(self.messages), 0
+
+    def _close_turn(self, turn: TurnRecord, task: asyncio.Task[AgentResult], seconds: float) -> TurnEnded:
+        """Store the end of a turn, whatever it was, and leave a well-formed history."""
+        result = self._loop.result if self._loop is not None else AgentResult(messages=[], outcome=Outcome.CANCELLED)
+        self.failure = self._loop.failure if self._loop is not None else None
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or self._interrupted:
+            outcome, problem = INTERRUPTED, "interrupted by the user"
+        elif error is not None:
+            self.failure = error if isinstance(error, PalaestraError) else None
+            outcome = (Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR).value
+            problem = str(error)
+        else:
+            outcome, problem = result.outcome.value, result.error
+        for message in self.messages[self._written :]:
+            if message.get("role") == "tool" and message["content"] == NOT_FINISHED:
+                begun = message["tool_call_id"] in self._calls
+                text = (STOPPED if begun else NOT_REACHED) if outcome == INTERRUPTED else f"Not finished: {problem}"
+                message["content"] = json.dumps({"error": text})
+        self._write()
+        used = result.usage
+        report: dict[str, JSON] = {
+            "model_calls": used.calls,
+            "prompt_tokens": used.prompt_tokens,
+            "completion_tokens": used.completion_tokens,
+            "context_tokens": self.context_tokens,
+            "seconds": round(seconds, 3),
+            "model": self.model,
+        }
+        prices = self._service.settings.prices
+        if prices is not None:
+            report["cost"] = prices.cost(used.prompt_tokens, used.completion_tokens)
+        return self._finish(turn, outcome, problem, report)
+
+    def _finish(
+        self, turn: TurnRecord, outcome: str, problem: str, report: Mapping[str, JSON] | None = None
+    ) -> TurnEnded:
+        """End a turn in the store, with a closing message of the assistant if it needs one."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or last.get("tool_calls"):
+            said = "".join(self._partial)
+            note = "[interrupted by the user]" if outcome == INTERRUPTED else f"[the turn ended early: {problem}]"
+            closing: Message = {"role": "assistant", "content": f"{said}\n\n{note}" if said else note}
+            self._store.add_message(turn, closing)
+            self.messages.append(closing)
+            answer = said
+        else:
+            answer = str(last.get("content") or "")
+        self._written, self._partial = len(self.messages), []
+        self._store.end_turn(turn, answer=answer, outcome=outcome, error=problem, report=report)
+        ended = replace(turn, answer=answer, outcome=outcome, error=problem, report=report or {})
+        return _ended(ended, replayed=False)
+
+    # The parts of a turn
+
+    async def _server_session(self) -> ChatServer:
+        if self._session is None:
+            engine = await self._service.engine(self._server)
+            self._session = engine.session(SessionContext(rollout_id=self.id))
+            self._part = len(self._store.ledgers(self.id)) + 1
+            self._part_from = 0
+        return self._session
+
+    def _runtime(self, user_task: str) -> ToolRuntime:
+        if self._tools is None:
+            service, settings = self._service, self._service.settings
+            self._tools = tools = ToolRuntime(
+                service.registry(self.toolsets), self._watched, self.id, user_task, settings.tool_timeout_s,
+                middleware=[self._called],
+            )  # fmt: skip
+            tools.session_key = self.record.key or self.id
+            tools.share(service.processes)
+            tools.share(self._approvals)
+            tools.share(User(self.people.answer))
+            tools.share(Notes(settings.memory))
+            tools.share(Sessions(current=self.id, source=self._store))
+            for thing in settings.shared:
+                tools.share(thing)
+        return self._tools
+
+    async def _watched(self) -> Slot:
+        return cast("Slot", _WatchedSlot(await self.slot(), self._emit))
+
+    async def _approve(self, request: ApprovalRequest) -> ApprovalAnswer:
+        assert self.people.approve is not None
+        answer = await self.people.approve(request)
+        if answer is ApprovalAnswer.ALWAYS:
+            self._store.allow(self.record.user, request.dangers)
+        return answer
+
+    async def _end_tools(self) -> None:
+        tools, self._tools = self._tools, None
+        if tools is not None:
+            await tools.aclose()
+
+    async def _lose_failed_slot(self) -> None:
+        """Give up the slot if it failed; the next command gets a new one."""
+        if not isinstance(self.failure, SandboxError):
+            return
+        await self._end_tools()
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            await self._service.release(slot)
+            self._notes.append(NEW_SANDBOX)
+            self._notice(Notice(text=f"The sandbox failed. {NEW_SANDBOX}", kind="sandbox"))
+
+    def _save_ledger(self, turn: TurnRecord, service: ChatService) -> None:
+        ledger = None if self._session is None else self._session.ledger
+        if ledger is not None and len(ledger):
+            self._part_from = self._part_from or turn.number
+            record = msgspec.msgpack.encode(ledger.record())
+            service.store.save_ledger(self.id, self._part, (self._part_from, turn.number), record)
+
+    def _change_settings(self, **changes: JSON) -> None:
+        settings = {**self.record.settings, **changes}
+        if settings != self.record.settings:
+            self._store.change_settings(self.id, settings)
+            self.record = replace(self.record, settings=settings)
+
+    # Recovery
+
+    def _open_turn(self) -> TurnRecord | None:
+        turns = self.turns()
+        return turns[-1] if turns and turns[-1].state == "open" else None
+
+    def _recovered(self) -> list[Notice]:
+        """Close what a killed process left open; returns what the person should know."""
+        if self.record.settings.get("sandbox") and not self._service.lasting:
+            self._notes.append(NEW_SANDBOX)
+        turn = self._open_turn()
+        if turn is None:
+            return []
+        self.messages = self._store.history(self.id)
+        notices = self._answer_calls(turn, self.messages)
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == "assistant" and not last.get("tool_calls"):  # the answer was complete
+            self._store.end_turn(turn, answer=str(last.get("content") or ""), outcome=NATURAL)
+        return notices
+
+    def _answer_calls(self, turn: TurnRecord, messages: list[Message]) -> list[Notice]:
+        """Store and append the results of the last calls that have none."""
+        stored = self._store.messages_of(turn)
+        asking = next((n for n in range(len(stored) - 1, -1, -1) if stored[n][1].get("role") == "assistant"), None)
+        if asking is None:
+            return []
+        row, reply = stored[asking]
+        answered = {message.get("tool_call_id") for _, message in stored[asking + 1 :]}
+        effects = {effect.key: effect for effect in self._store.effects(turn, kind="tool", message=row)}
+        notices = []
+        for call in reply.get("tool_calls") or ():
+            if call["id"] in answered:
+                continue
+            effect = effects.get(call["id"])
+            if effect is None:
+                text = json.dumps({"error": NOT_BEGUN})
+            elif effect.state == "ended":
+                text = effect.result
+            elif effect.state == "begun":
+                self._store.end_effect(effect, UNKNOWN, "unknown")
+                text = json.dumps({"error": UNKNOWN})
+                shown = preview(effect.name, effect.payload)
+                notices.append(
+                    Notice(
+                        text=f"Outcome unknown: {effect.name} {shown} had begun. It is not repeated.", kind="recovery"
+                    )
+                )
+            else:
+                text = json.dumps({"error": effect.result})
+            message: Message = {"role": "tool", "tool_call_id": call["id"], "content": text}
+            self._store.add_message(turn, message)
+            messages.append(message)
+        return notices
+
+    def _reload(self) -> None:
+        self.messages = self._store.history(self.id)
+        self._written = len(self.messages)
+
+    # Events
+
+    def _emit(self, event: Event) -> None:
+        if self._events is not None:
+            self._events.put_nowait(event)
+
+    def _emit_result(self, call_id: str, name: str, text: str, error: str, seconds: float) -> None:
+        self._emit(ToolEnded(call_id=call_id, name=name, text=text, error=error, seconds=round(seconds, 3)))
+
+    def _notice(self, notice: Notice) -> None:
+        if self.people.notice is not None:
+            self.people.notice(notice)
+
+
+class _WatchedSlot:
+    """A slot whose commands' output is also an event while they run, if a tool call with output runs them."""
+
+    def __init__(self, slot: Slot, emit: Callable[[Event], None]) -> None:
+        self._slot, self._emit = slot, emit
+
+    def __getattr__(self, name: str) -> JSON:
+        return getattr(self._slot, name)
+
+    def execute(self, command: str | Sequence[str], **options: JSON) -> Awaitable[ExecutionResult]:
+        call_id = _current_call.get()
+        if call_id and options.get("on_output") is None:
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+            def on_output(data: bytes) -> None:
+                if text := decoder.decode(data):
+                    self._emit(ToolOutput(call_id=call_id, text=text))
+
+            options["on_output"] = on_output
+        return self._slot.execute(command, **options)
+
+
+def _locked(folder: Path, conversation: str) -> int:
+    """The descriptor of a conversation's lock file, which the kernel releases when the process dies. Raises
+    `ConfigError` if it is open elsewhere."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(folder / conversation, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"conversation {conversation} is open already; end it there, or fork it") from None
+    return descriptor
+
+
+def preview(name: str, arguments: Mapping[str, JSON]) -> str:
+    """A call in one short line: the command, the path, or the arguments."""
+    for key in ("command", "path", "query", "url", "goal", "question", "session_id"):
+        if isinstance(arguments.get(key), str):
+            text = str(arguments[key])
+            break
+    else:
+        text = json.dumps(dict(arguments), ensure_ascii=False)
+    line = " ".join(text.split())
+    return line if len(line) <= _PREVIEW_CHARS else f"{line[:_PREVIEW_CHARS]}…"
+
+
+def _with_notes(content: JSON, notes: Sequence[str]) -> JSON:
+    """A user's message with what has happened since the last one in front."""
+    if not notes:
+        return content
+    text = "\n".join(f"[{note}]" for note in notes)
+    if isinstance(content, str):
+        return f"{text}\n\n{content}"
+    return [{"type": "text", "text": text}, *content]
+
+
+def _ended(turn: TurnRecord, *, replayed: bool = True) -> TurnEnded:
+    report = turn.report
+    return TurnEnded(
+        turn=turn.number,
+        text=turn.answer,
+        outcome=turn.outcome,
+        error=turn.error,
+        replayed=replayed,
+        model_calls=int(report.get("model_calls", 0)),
+        prompt_tokens=int(report.get("prompt_tokens", 0)),
+        completion_tokens=int(report.get("completion_tokens", 0)),
+        context_tokens=int(report.get("context_tokens", 0)),
+        cost=report.get("cost"),
+    )

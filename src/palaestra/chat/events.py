@@ -1,0 +1,96 @@
+"""The events of a conversation, in the order in which they happen. As JSON each is one object with a `type`.
+
+`encode_event` gives the line that `palaestra chat -p … --json` prints.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class _Event(msgspec.Struct, kw_only=True, tag_field="type", gc=False):
+    pass
+
+
+class TextDelta(_Event, tag="text"):
+    """A piece of the model's answer."""
+
+    text: str
+
+
+class ReasoningDelta(_Event, tag="reasoning"):
+    """A piece of the model's thinking."""
+
+    text: str
+
+
+class ReplyRestarted(_Event, tag="restarted"):
+    """The connection to the model server broke: all pieces of the current reply are void and come again."""
+
+
+class ToolBegun(_Event, tag="tool_call"):
+    """A tool call begins. `arguments` is the JSON text as the model wrote it, `preview` a short line for a person."""
+
+    call_id: str
+    name: str
+    arguments: str
+    preview: str
+
+
+class ToolOutput(_Event, tag="tool_output"):
+    """New output of the command that a tool call runs, while it runs."""
+
+    call_id: str
+    text: str
+
+
+class ToolEnded(_Event, tag="tool_result"):
+    """The result of a tool call as the model reads it. `error` is empty unless the call failed, was refused, was
+    interrupted or has an unknown outcome."""
+
+    call_id: str
+    name: str
+    text: str
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Notice(_Event, tag="notice"):
+    """Something that the person should know. `kind` is process, recovery, sandbox, workdir or compaction; `source` the
+    id of the background process, if it is about one."""
+
+    text: str
+    kind: str
+    source: str = ""
+
+
+class TurnEnded(_Event, tag="end"):
+    """The end of a turn, always its last event.
+
+    `outcome` is that of a rollout (`natural`, `max_turns`, `length`, `budget`, `api_error`, `infra_error`) or
+    `interrupted`; `error` explains all but the first. `text` is the answer, `replayed` whether the message had been
+    answered before. Tokens are those of this turn; `context_tokens` are those of the latest model call.
+    """
+
+    turn: int
+    text: str
+    outcome: str
+    error: str = ""
+    replayed: bool = False
+    model_calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    context_tokens: int = 0
+    cost: float | None = None
+
+
+Event: TypeAlias = TextDelta | ReasoningDelta | ReplyRestarted | ToolBegun | ToolOutput | ToolEnded | Notice | TurnEnded
+
+NATURAL, INTERRUPTED = "natural", "interrupted"
+
+
+def encode_event(event: Event) -> str:
+    """The event as one line of JSON."""
+    return msgspec.json.encode(event).decode()

@@ -1,0 +1,240 @@
+"""`ChatService`: what the conversations of one process share: model clients, tools, slots, background processes, store.
+
+    async with ChatService(APIServerConfig(base_url="http://127.0.0.1:8000/v1"), store) as service:
+        conversation = Conversation.begin(service, People(approve=ask_person))
+        async for event in conversation.send("What is in this folder?"):
+            ...
+        await conversation.close()
+
+A terminal has one conversation in it, an editor a few, a gateway hundreds. Nothing is started before it is needed: the
+first message connects to the model server, the first command starts the backend. All of it belongs to one event loop.
+
+With a backend whose slots stay (`LocalBackend(service=…)`) and a `checkpoint` file for processes, the next service
+takes up the slots and processes of one that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias
+
+from palaestra.agent.budget import Budget
+from palaestra.chat.store import ConversationStore
+from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.types import JSON, Prices
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.server_group import Server, ServerGroup
+from palaestra.processes.notifications import Notifications
+from palaestra.processes.registry import ProcessRegistry
+from palaestra.processes.session import ProcessSession
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import Tool
+
+logger = logging.getLogger(__name__)
+
+SYSTEM_PROMPT = (
+    "You are a helpful agent with tools. Do what the user asks: look before you change things, use the tools for what "
+    "they can find out, check your work, and answer briefly. Commands run in an isolated sandbox."
+)
+TOOLSETS = ("terminal", "file")
+
+BuildTools: TypeAlias = Callable[[Sequence[str]], ToolRegistry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """The settings of the conversations of a service.
+
+    `max_turns` are the model calls for one message, `budget` is for one message, `context_tokens` the size of the
+    model's window (None: unknown). `spec` is that of slots, and `prepare` fills a new one. `tools` are added to every
+    toolset's; `build_tools` replaces `build_tool_registry`. `memory` is the folder of the `memory` tool's notes.
+    `shared` are objects that tools find by their type (`ToolRun.state`).
+    """
+
+    system_prompt: str | None = SYSTEM_PROMPT
+    toolsets: Sequence[str] = TOOLSETS
+    tools: Sequence[Tool] = ()
+    build_tools: BuildTools | None = None
+    tool_settings: ToolSettings | None = None
+    max_turns: int = 60
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    context_tokens: int | None = None
+    extra_body: Mapping[str, JSON] | None = None
+    budget: Budget | None = None
+    prices: Prices | None = None
+    tool_timeout_s: float = 120.0
+    spec: SlotSpec = field(default_factory=SlotSpec)
+    memory: Path | None = None
+    prepare: Callable[[Slot], Awaitable[None]] | None = None
+    shared: Sequence[object] = ()
+
+
+class OpenConversation(Protocol):
+    """A conversation as the service knows it (`conversation.py`)."""
+
+    def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
+        """A report on a background process of the conversation."""
+        ...
+
+    async def close(self, *, keep_slot: bool = False) -> None:
+        """Interrupt and close it."""
+        ...
+
+
+class ChatService:
+    """The shared part of conversations. `server` is that of conversations that name no other; `backend` None is this
+    machine's. `checkpoint` is the file of background processes for the next service. The caller closes `store`."""
+
+    def __init__(
+        self,
+        server: Server | Sequence[Server],
+        store: ConversationStore,
+        settings: ChatSettings | None = None,
+        *,
+        backend: Backend | None = None,
+        pool_config: SlotPoolConfig | None = None,
+        checkpoint: Path | None = None,
+    ) -> None:
+        self.store = store
+        self.settings = settings or ChatSettings()
+        self.server = server
+        self.pool = SlotPool(pool_config, backend)
+        self.processes = ProcessRegistry(
+            checkpoint_path=checkpoint, notifications=_Routed(self._report), report_ends=True
+        )
+        self.conversations: dict[str, OpenConversation] = {}
+        """The open conversations by id."""
+        self._lasting = backend if backend is not None and getattr(backend, "stays", False) else None
+        self._kept: dict[str, Slot] = {}
+        self._groups: list[tuple[Server | Sequence[Server], ServerGroup, asyncio.Task[None]]] = []
+        self._registries: dict[tuple[str, ...], ToolRegistry] = {}
+        self._starting = asyncio.Lock()
+        self._started = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Interrupt and close every conversation, then end slots (unless they stay) and connections. Idempotent."""
+        for conversation in list(self.conversations.values()):
+            await conversation.close(keep_slot=self._lasting is not None)
+        await self.processes.aclose()
+        for _, group, starting in self._groups:
+            starting.cancel()
+            await group.aclose()
+        self._groups.clear()
+        self._registries.clear()
+        if self._started:
+            await self.pool.aclose()
+            self._started = False
+
+    def registry(self, toolsets: Sequence[str]) -> ToolRegistry:
+        """The tools of these toolsets, built once. Raises `ConfigError` for an unknown toolset."""
+        key = tuple(toolsets)
+        if key not in self._registries:
+            self._registries[key] = self._build(key)
+        return self._registries[key]
+
+    def _build(self, toolsets: Sequence[str]) -> ToolRegistry:
+        if self.settings.build_tools is not None:
+            return self.settings.build_tools(toolsets)
+        return build_tool_registry(list(toolsets), extra=self.settings.tools, settings=self.settings.tool_settings)
+
+    async def engine(self, server: Server | Sequence[Server]) -> ServerGroup:
+        """The started client of a model server. Raises `EngineError` if it does not answer, and tries again later."""
+        for known, group, starting in self._groups:  # noqa: B007
+            if known == server:
+                break
+        else:
+            group = ServerGroup(server)
+            starting = asyncio.ensure_future(group.start())
+            self._groups.append((server, group, starting))
+        try:
+            await asyncio.shield(starting)
+        except BaseException:
+            if starting.done() and (starting.cancelled() or starting.exception() is not None):
+                self._groups = [each for each in self._groups if each[2] is not starting]
+            raise
+        return group
+
+    async def start(self) -> None:
+        """Start the backend, and take up the slots and processes of an earlier service. Idempotent; the first command
+        does it otherwise. Raises `IsolationUnavailable` and `SandboxError`."""
+        async with self._starting:
+            if self._started:
+                return
+            await self.pool.start()
+            self._started = True
+            if self._lasting is not None:
+                slots: list[Slot] = self._lasting.leases()  # type: ignore[attr-defined]
+                for slot in slots:
+                    self.pool.take_up(slot)
+                    self._kept[slot.trajectory_id] = slot
+                await self.processes.recover_from_checkpoint(slots)
+
+    async def lease(self, conversation: str, snapshot: Snapshot | None = None) -> tuple[Slot, bool]:
+        """The slot of a conversation, and whether it is one that an earlier service had."""
+        await self.start()
+        kept = self._kept.pop(conversation, None)
+        if kept is not None:
+            return kept, True
+        return await self.pool.acquire(conversation, spec=self.settings.spec, snapshot=snapshot), False
+
+    async def release(self, slot: Slot) -> None:
+        """End a conversation's slot, its processes and their records."""
+        await self.processes.kill_all(slot.trajectory_id)
+        self.processes.forget(slot.trajectory_id)
+        with contextlib.suppress(SandboxError):
+            await self.pool.release(slot)
+
+    @property
+    def lasting(self) -> bool:
+        """Whether slots stay when the process ends."""
+        return self._lasting is not None
+
+    def model_name(self, server: Server | Sequence[Server] | None = None) -> str:
+        """The model of a server, as it is known now."""
+        server = self.server if server is None else server
+        for known, group, _ in self._groups:
+            if known == server:
+                return group.name
+        return ServerGroup(server).name
+
+    def server_for(self, model: str) -> Server:
+        """The service's server with another model. Raises `ConfigError` if it has several servers or an engine."""
+        if not isinstance(self.server, APIServerConfig):
+            raise ConfigError("the model can be changed only with one configured server")
+        return self.server.model_copy(update={"model_name": model})
+
+    def _report(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
+        conversation = self.conversations.get(session.task_id)
+        if conversation is not None:
+            conversation.on_process(session, kind, text, exit_code)
+
+
+class _Routed(Notifications):
+    """Also passes each report on."""
+
+    def __init__(self, report: Callable[[ProcessSession, str, str, int | None], None]) -> None:
+        super().__init__()
+        self._route = report
+
+    def add_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
+        super().add_event(session, kind, text, exit_code)
+        self._route(session, kind, text, exit_code)

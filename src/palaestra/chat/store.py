@@ -1,0 +1,499 @@
+"""`ConversationStore`: the conversations of one user of this machine, in one SQLite file, with full-text search.
+
+It is the truth about a conversation: every message is stored when it exists, and every side effect (a tool call, a
+message that a gateway sends) before it begins and after it ends. So the process may be killed at any moment: the next
+one finds an open turn, knows which calls had begun, and answers no message twice (`message_id`).
+
+The file is in WAL mode with `synchronous=NORMAL`: nothing is lost when the process dies; a power failure may take the
+last moments. Several processes may use it. Methods block for some ten microseconds and belong to the thread that made
+the store, except `search`.
+
+Nothing is deleted by `undo`, `fork` or compaction: turns change their state, and history is what the rest adds up to.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.durable_files import private
+from palaestra.core.types import JSON, Message
+from palaestra.tools.builtin.session_search import EXCERPTS, Session, SessionMatch, message_text
+
+SCHEMA_VERSION = 1
+BUSY_S = 10.0
+"""How long a write waits for another process's."""
+
+_TABLES = """
+CREATE TABLE conversations (
+  id TEXT PRIMARY KEY, title TEXT NOT NULL DEFAULT '', key TEXT NOT NULL DEFAULT '', user TEXT NOT NULL DEFAULT '',
+  system TEXT, settings TEXT NOT NULL DEFAULT '{}', parent TEXT, parent_turn INTEGER,
+  created_at REAL NOT NULL, updated_at REAL NOT NULL);
+CREATE INDEX conversations_by_key ON conversations (key, updated_at);
+CREATE TABLE turns (
+  id INTEGER PRIMARY KEY, conversation TEXT NOT NULL REFERENCES conversations, number INTEGER NOT NULL,
+  kind TEXT NOT NULL DEFAULT 'message', message_id TEXT, state TEXT NOT NULL, content TEXT NOT NULL,
+  answer TEXT NOT NULL DEFAULT '', outcome TEXT NOT NULL DEFAULT '', error TEXT NOT NULL DEFAULT '',
+  report TEXT NOT NULL DEFAULT '{}', started_at REAL NOT NULL, ended_at REAL,
+  UNIQUE (conversation, number), UNIQUE (conversation, message_id));
+CREATE TABLE messages (
+  id INTEGER PRIMARY KEY, turn INTEGER NOT NULL REFERENCES turns, role TEXT NOT NULL, body TEXT NOT NULL,
+  text TEXT NOT NULL);
+CREATE INDEX messages_by_turn ON messages (turn, id);
+CREATE TABLE effects (
+  id INTEGER PRIMARY KEY, turn INTEGER NOT NULL REFERENCES turns, message INTEGER, kind TEXT NOT NULL,
+  key TEXT NOT NULL, name TEXT NOT NULL, payload TEXT NOT NULL, state TEXT NOT NULL, result TEXT NOT NULL DEFAULT '',
+  started_at REAL NOT NULL, ended_at REAL);
+CREATE INDEX effects_by_turn ON effects (turn, message, key);
+CREATE TABLE ledgers (
+  conversation TEXT NOT NULL REFERENCES conversations, part INTEGER NOT NULL, first_turn INTEGER NOT NULL,
+  last_turn INTEGER NOT NULL, record BLOB NOT NULL, PRIMARY KEY (conversation, part));
+CREATE TABLE allowed (user TEXT NOT NULL, danger TEXT NOT NULL, PRIMARY KEY (user, danger));
+CREATE TABLE users (name TEXT PRIMARY KEY, consent INTEGER NOT NULL DEFAULT 0);
+CREATE VIRTUAL TABLE said USING fts5 (text, content='messages', content_rowid='id');
+CREATE TRIGGER messages_said AFTER INSERT ON messages WHEN new.role != 'system'
+  BEGIN INSERT INTO said (rowid, text) VALUES (new.id, new.text); END;
+"""
+
+_CONVERSATION = "id, title, key, user, system, settings, parent, parent_turn, created_at, updated_at"
+_TURN = "id, conversation, number, kind, message_id, state, content, answer, outcome, error, report"
+
+
+def state_folder() -> Path:
+    """The user's folder for conversations: `$PALAESTRA_STATE`, else `palaestra` in `$XDG_STATE_HOME` or
+    `~/.local/state`."""
+    if named := os.environ.get("PALAESTRA_STATE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "palaestra"
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationRecord:
+    """One conversation. `key` names where it takes place (a gateway's session key), `user` whose it is, `parent` and
+    `parent_turn` where it was forked. Times are in seconds since the epoch."""
+
+    id: str
+    title: str
+    key: str
+    user: str
+    system: str | None
+    settings: Mapping[str, JSON]
+    parent: str | None
+    parent_turn: int | None
+    created_at: float
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One turn: a user's message and everything up to its answer. `number` counts from 1.
+
+    `kind` is message or compaction, `state` open, done or undone, `content` the message as it was sent, `report` the
+    numbers of its end.
+    """
+
+    row: int
+    conversation: str
+    number: int
+    kind: str
+    message_id: str | None
+    state: str
+    content: JSON
+    answer: str
+    outcome: str
+    error: str
+    report: Mapping[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One side effect. `kind` is tool or message; `key` the call's id, or the caller's name for it.
+
+    `state` is begun, ended, interrupted, failed or unknown.
+    """
+
+    row: int
+    kind: str
+    key: str
+    name: str
+    payload: JSON
+    state: str
+    result: str
+
+
+class ConversationStore:
+    """Opens or creates the file; `path` defaults to `conversations.sqlite` in `state_folder()`. A context manager.
+
+    Raises `ConfigError` for a file that is not a store, or a newer version's.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or state_folder() / "conversations.sqlite"
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(private(str(self.path), os.O_RDWR | os.O_CREAT))
+        self._db = _opened(self.path)
+        try:
+            self._prepare()
+        except (sqlite3.DatabaseError, ConfigError) as error:
+            self._db.close()
+            raise ConfigError(f"{self.path} is not a usable file of conversations: {error}") from None
+
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        with self._writing():
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version > SCHEMA_VERSION:
+                raise ConfigError(f"its version is {version}, and this program reads up to {SCHEMA_VERSION}")
+            if not version:
+                for statement in _TABLES.split(";\n"):
+                    if statement.strip():
+                        self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._db.close()
+
+    # Conversations
+
+    def create(
+        self,
+        *,
+        system: str | None = None,
+        title: str = "",
+        key: str = "",
+        user: str = "",
+        settings: Mapping[str, JSON] | None = None,
+        parent: tuple[str, int] | None = None,
+    ) -> ConversationRecord:
+        """Begin a conversation."""
+        now = time.time()
+        conversation, turn = parent or (None, None)
+        record = ConversationRecord(
+            id=time.strftime("%Y%m%d-", time.gmtime(now)) + uuid.uuid4().hex[:8],
+            title=title,
+            key=key,
+            user=user,
+            system=system,
+            settings=dict(settings or {}),
+            parent=conversation,
+            parent_turn=turn,
+            created_at=now,
+            updated_at=now,
+        )
+        values = [getattr(record, name) for name in _CONVERSATION.split(", ")]
+        values[5] = _json(record.settings)
+        with self._writing():
+            self._db.execute(f"INSERT INTO conversations ({_CONVERSATION}) VALUES ({_places(values)})", values)  # noqa: S608
+        return record
+
+    def get(self, conversation: str) -> ConversationRecord | None:
+        """The conversation of that id."""
+        return next(self._conversations("WHERE id = ?", conversation), None)
+
+    def find(self, name: str) -> ConversationRecord:
+        """The conversation with that id or title, or the only one whose id begins so; `last` is the latest.
+
+        Raises `ConfigError` for none or several.
+        """
+        if name == "last":
+            found = self.conversations(limit=1)
+        else:
+            found = list(self._conversations("WHERE id = ? OR title = ? ORDER BY updated_at DESC", name, name))[:1]
+        found = found or list(self._conversations("WHERE substr(id, 1, length(?1)) = ?1", name))
+        if len(found) != 1:
+            problem = f"{len(found)} conversations begin with {name!r}" if found else f"no conversation is {name!r}"
+            raise ConfigError(f"{problem}; name one by its id, the beginning of its id, or its title")
+        return found[0]
+
+    def conversations(
+        self, *, limit: int = 50, key: str | None = None, user: str | None = None
+    ) -> list[ConversationRecord]:
+        """The latest conversations first, of one key or one user if given."""
+        wanted = [(name, value) for name, value in (("key", key), ("user", user)) if value is not None]
+        where = "WHERE " + " AND ".join(f"{name} = ?" for name, _ in wanted) if wanted else ""
+        values = [value for _, value in wanted]
+        return list(self._conversations(f"{where} ORDER BY updated_at DESC, rowid DESC LIMIT ?", *values, limit))
+
+    def rename(self, conversation: str, title: str) -> None:
+        """Give a conversation a title."""
+        with self._writing():
+            self._db.execute("UPDATE conversations SET title = ? WHERE id = ?", (title, conversation))
+
+    def change_settings(self, conversation: str, settings: Mapping[str, JSON]) -> None:
+        """Replace the settings of a conversation."""
+        with self._writing():
+            self._db.execute("UPDATE conversations SET settings = ? WHERE id = ?", (_json(settings), conversation))
+
+    # Turns and messages
+
+    def begin_turn(
+        self,
+        conversation: str,
+        content: JSON,
+        *,
+        message_id: str | None = None,
+        kind: str = "message",
+        messages: Sequence[Message] = (),
+    ) -> TurnRecord:
+        """Open the next turn, with its first messages. Raises `ConfigError` for a `message_id` that has one already."""
+        now = time.time()
+        with self._writing():
+            (last,) = self._db.execute(
+                "SELECT coalesce(max(number), 0) FROM turns WHERE conversation = ?", (conversation,)
+            ).fetchone()
+            try:
+                row = self._db.execute(
+                    "INSERT INTO turns (conversation, number, kind, message_id, state, content, started_at)"
+                    " VALUES (?, ?, ?, ?, 'open', ?, ?)",
+                    (conversation, last + 1, kind, message_id, _json(content), now),
+                ).lastrowid
+            except sqlite3.IntegrityError:
+                raise ConfigError(f"message {message_id!r} of {conversation} has a turn already") from None
+            assert row is not None
+            turn = TurnRecord(row, conversation, last + 1, kind, message_id, "open", content, "", "", "")
+            for message in messages:
+                self.add_message(turn, message)
+            self._touch(conversation, now)
+        return turn
+
+    def end_turn(
+        self, turn: TurnRecord, *, answer: str, outcome: str, error: str = "", report: Mapping[str, JSON] | None = None
+    ) -> None:
+        """Close a turn with its answer."""
+        now = time.time()
+        with self._writing():
+            self._db.execute(
+                "UPDATE turns SET state = 'done', answer = ?, outcome = ?, error = ?, report = ?, ended_at = ?"
+                " WHERE id = ?",
+                (answer, outcome, error, _json(report or {}), now, turn.row),
+            )
+            self._touch(turn.conversation, now)
+
+    def undo_turn(self, turn: TurnRecord) -> None:
+        """Take a turn out of the history. Its message may be sent again."""
+        with self._writing():
+            self._db.execute("UPDATE turns SET state = 'undone', message_id = NULL WHERE id = ?", (turn.row,))
+
+    def turn_of(self, conversation: str, message_id: str) -> TurnRecord | None:
+        """The turn of a message."""
+        return next(self._turns("WHERE conversation = ? AND message_id = ?", conversation, message_id), None)
+
+    def turns(self, conversation: str) -> list[TurnRecord]:
+        """The turns of the history, in order; undone ones are left out, and so are those before a compaction."""
+        found = list(self._turns("WHERE conversation = ? AND state != 'undone' ORDER BY number", conversation))
+        begin = max(
+            (n for n, turn in enumerate(found) if turn.kind == "compaction" and turn.state == "done"), default=0
+        )
+        return found[begin:]
+
+    def add_message(self, turn: TurnRecord, message: Message) -> int:
+        """Append a message to a turn; returns its row."""
+        text = message_text(message.get("content"))
+        with self._writing():
+            row = self._db.execute(
+                "INSERT INTO messages (turn, role, body, text) VALUES (?, ?, ?, ?)",
+                (turn.row, str(message.get("role") or ""), _json(message), text),
+            ).lastrowid
+        assert row is not None
+        return row
+
+    def messages_of(self, turn: TurnRecord) -> list[tuple[int, Message]]:
+        """The messages of a turn with their rows, in order."""
+        rows = self._db.execute("SELECT id, body FROM messages WHERE turn = ? ORDER BY id", (turn.row,))
+        return [(row, msgspec.json.decode(body)) for row, body in rows]
+
+    def history(self, conversation: str, *, until: int | None = None) -> list[Message]:
+        """The messages as the model sees them, the system prompt first; up to the turn `until`."""
+        record = self.get(conversation)
+        messages: list[Message] = []
+        if record is not None and record.system is not None:
+            messages.append({"role": "system", "content": record.system})
+        for turn in self.turns(conversation):
+            if until is None or turn.number <= until:
+                messages += (message for _, message in self.messages_of(turn))
+        return messages
+
+    def fork(self, conversation: str, turn: int | None = None, *, title: str = "") -> ConversationRecord:
+        """A new conversation with the history up to a turn (None: all ended ones). Raises `ConfigError`."""
+        record = self.get(conversation)
+        if record is None:
+            raise ConfigError(f"no conversation is {conversation!r}")
+        kept = [each for each in self.turns(conversation) if each.state == "done"]
+        if turn is not None:
+            if turn and turn not in [each.number for each in kept]:
+                raise ConfigError(f"{conversation} has no turn {turn}; its turns are {[each.number for each in kept]}")
+            kept = [each for each in kept if each.number <= turn]
+        last = kept[-1].number if kept else 0
+        with self._writing():
+            new = self.create(
+                system=record.system, title=title, key=record.key, user=record.user, settings=record.settings,
+                parent=(conversation, last),
+            )  # fmt: skip
+            for each in kept:
+                copy = self.begin_turn(new.id, each.content, kind=each.kind)
+                for _, message in self.messages_of(each):
+                    self.add_message(copy, message)
+                self.end_turn(copy, answer=each.answer, outcome=each.outcome, error=each.error, report=each.report)
+        return new
+
+    # The journal of side effects
+
+    def begin_effect(
+        self, turn: TurnRecord, kind: str, key: str, name: str, payload: JSON, *, message: int | None = None
+    ) -> Effect:
+        """Record that a side effect begins. `message` is the row of the assistant message that asks for it."""
+        with self._writing():
+            row = self._db.execute(
+                "INSERT INTO effects (turn, message, kind, key, name, payload, state, started_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, 'begun', ?)",
+                (turn.row, message, kind, key, name, _json(payload), time.time()),
+            ).lastrowid
+        assert row is not None
+        return Effect(row, kind, key, name, payload, "begun", "")
+
+    def end_effect(self, effect: Effect, result: str, state: str = "ended") -> None:
+        """Record the end of a side effect."""
+        with self._writing():
+            self._db.execute(
+                "UPDATE effects SET state = ?, result = ?, ended_at = ? WHERE id = ?",
+                (state, result, time.time(), effect.row),
+            )
+
+    def effects(self, turn: TurnRecord, *, kind: str | None = None, message: int | None = None) -> list[Effect]:
+        """The side effects of a turn in the order of their beginning, of one kind or one message if given."""
+        rows = self._db.execute(
+            "SELECT id, kind, key, name, payload, state, result FROM effects"
+            " WHERE turn = ?1 AND (?2 IS NULL OR kind = ?2) AND (?3 IS NULL OR message = ?3) ORDER BY id",
+            (turn.row, kind, message),
+        )
+        return [
+            Effect(row, kind, key, name, msgspec.json.decode(payload), state, result)
+            for row, kind, key, name, payload, state, result in rows
+        ]
+
+    # Tokens, approvals, consent
+
+    def save_ledger(self, conversation: str, part: int, turns: tuple[int, int], record: bytes) -> None:
+        """Keep the token record of the turns `turns` (first, last), replacing that of the same part."""
+        with self._writing():
+            self._db.execute(
+                "INSERT OR REPLACE INTO ledgers VALUES (?, ?, ?, ?, ?)", (conversation, part, *turns, record)
+            )
+
+    def ledgers(self, conversation: str) -> list[tuple[int, int, int, bytes]]:
+        """The token records: part, first turn, last turn, record."""
+        return self._db.execute(
+            "SELECT part, first_turn, last_turn, record FROM ledgers WHERE conversation = ? ORDER BY part",
+            (conversation,),
+        ).fetchall()
+
+    def allow(self, user: str, dangers: Collection[str]) -> None:
+        """Allow a user's commands of these kinds of danger from now on."""
+        with self._writing():
+            self._db.executemany("INSERT OR IGNORE INTO allowed VALUES (?, ?)", [(user, each) for each in dangers])
+
+    def allowed(self, user: str) -> set[str]:
+        """The kinds of danger that a user allows always."""
+        return {danger for (danger,) in self._db.execute("SELECT danger FROM allowed WHERE user = ?", (user,))}
+
+    def set_consent(self, user: str, consent: bool) -> None:
+        """Record whether a user's conversations may be exported for training."""
+        with self._writing():
+            self._db.execute("INSERT OR REPLACE INTO users VALUES (?, ?)", (user, int(consent)))
+
+    def consent(self, user: str) -> bool:
+        """Whether a user's conversations may be exported for training; False unless recorded."""
+        found = self._db.execute("SELECT consent FROM users WHERE name = ?", (user,)).fetchone()
+        return bool(found and found[0])
+
+    # Search
+
+    def search(
+        self, query: str, roles: Collection[str] = (), limit: int = 3, *, current: str = ""
+    ) -> list[SessionMatch]:
+        """The conversations whose messages contain words of `query`, best first (BM25), with excerpts.
+
+        Implements `SessionSource`; may be called in any thread.
+        """
+        words = " OR ".join(f'"{word}"' for word in query.replace('"', " ").split())
+        if not words:
+            return []
+        only = f" AND m.role IN ({_places(list(roles))})" if roles else ""
+        sql = (
+            "SELECT c.id, c.title, c.created_at, m.role, snippet(said, 0, '', '', '…', 40), -bm25(said) FROM said"  # noqa: S608
+            " JOIN messages m ON m.id = said.rowid JOIN turns t ON t.id = m.turn"
+            " JOIN conversations c ON c.id = t.conversation"
+            f" WHERE said MATCH ? AND c.id != ? AND t.state != 'undone'{only} ORDER BY bm25(said), m.id LIMIT 500"
+        )
+        with closing(_opened(self.path)) as db:
+            rows = db.execute(sql, (words, current, *roles)).fetchall()
+        found: dict[str, tuple[Session, list[dict[str, str]], float]] = {}
+        for id_, title, created_at, role, text, score in rows:
+            session, excerpts, total = found.get(id_) or (
+                Session(session_id=id_, started_at=created_at, messages=[], title=title), [], 0.0,
+            )  # fmt: skip
+            if len(excerpts) < EXCERPTS:
+                excerpts.append({"role": role, "text": text})
+            found[id_] = session, excerpts, max(total, score)
+        best = sorted(found.values(), key=lambda each: (-each[2], -each[0].started_at, each[0].session_id))
+        return [SessionMatch(session, excerpts, round(score, 6)) for session, excerpts, score in best[:limit]]
+
+    # Inside
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One transaction; a nested one is part of the outer."""
+        if self._db.in_transaction:
+            yield
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _touch(self, conversation: str, now: float) -> None:
+        self._db.execute("UPDATE conversations SET updated_at = ? WHERE id = ?", (now, conversation))
+
+    def _conversations(self, where: str, *values: JSON) -> Iterator[ConversationRecord]:
+        for row in self._db.execute(f"SELECT {_CONVERSATION} FROM conversations {where}", values).fetchall():  # noqa: S608
+            named = dict(zip(_CONVERSATION.split(", "), row, strict=True))
+            yield ConversationRecord(**{**named, "settings": msgspec.json.decode(row[5])})
+
+    def _turns(self, where: str, *values: JSON) -> Iterator[TurnRecord]:
+        for row in self._db.execute(f"SELECT {_TURN} FROM turns {where}", values).fetchall():  # noqa: S608
+            named = dict(zip(_TURN.split(", "), row, strict=True))
+            decoded = {name: msgspec.json.decode(named[name]) for name in ("content", "report")}
+            yield TurnRecord(named.pop("id"), **{**named, **decoded})
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+
+
+def _json(value: JSON) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _places(values: Sequence[JSON]) -> str:
+    return ", ".join("?" * len(values))

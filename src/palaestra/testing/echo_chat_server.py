@@ -1,0 +1,118 @@
+"""A chat completions server whose replies follow from the user's last message, streamed or not, on the loopback.
+
+For trying out front doors without a model. The message is a list of lines:
+
+    call terminal {"command": "ls"}       one tool call per model call, in the order of the lines
+    both terminal {…} ;; terminal {…}     several calls in one reply
+    say some words                        the answer; without such a line, the last result or the message comes back
+    think some words                      thinking before the answer
+
+`delay_s` is the pause before each piece of a streamed reply; while `gate` is an event that is not set, a streamed reply
+stops after its first piece. `asked` holds the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
+
+from aiohttp import web
+
+from palaestra.core.io.http_server import listening
+from palaestra.core.types import JSON, Message
+
+MODEL = "echo"
+
+
+class EchoChatServer:
+    """An async context manager; `url` is its address."""
+
+    def __init__(self, *, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.gate: asyncio.Event | None = None
+        self.asked: list[dict[str, JSON]] = []
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        self._listening = listening(app, "127.0.0.1", 0, shutdown_s=0.01)
+        self.url = await self._listening.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._listening.__aexit__(None, None, None)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        message = reply_to(body["messages"])
+        finish = "tool_calls" if message.get("tool_calls") else "stop"
+        usage = _usage(body["messages"], message)
+        if not body.get("stream"):
+            choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
+            return web.json_response({"id": "e", "object": "chat.completion", "choices": [choice], "usage": usage})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number, delta in enumerate(_pieces(message)):
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            if number == 1 and self.gate is not None:
+                await self.gate.wait()
+            await response.write(_event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}))
+        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
+        for data in (_event(end), _event({"choices": [], "usage": usage}), b"data: [DONE]\n\n"):
+            await response.write(data)
+        return response
+
+
+def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
+    """The assistant message that follows from a conversation."""
+    asked = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+    lines = _text(messages[asked].get("content") if asked >= 0 else "").splitlines()
+    steps = [line for line in lines if line.startswith(("call ", "both "))]
+    done = sum(message.get("role") == "assistant" for message in messages[asked + 1 :])
+    thought = [line.removeprefix("think ") for line in lines if line.startswith("think ")]
+    message: dict[str, JSON] = {"reasoning_content": " ".join(thought)} if thought else {}
+    if done < len(steps):
+        calls = steps[done].partition(" ")[2].split(" ;; ")
+        return {**message, "content": None, "tool_calls": [_call(each, done, n) for n, each in enumerate(calls)]}
+    said = [line.removeprefix("say ") for line in lines if line.startswith("say ")]
+    last = messages[-1] if messages else {}
+    came = _text(last.get("content")) if last.get("role") == "tool" else "\n".join(lines)
+    return {**message, "content": "\n".join(said) if said else came}
+
+
+def _call(text: str, turn: int, number: int) -> dict[str, JSON]:
+    name, _, arguments = text.strip().partition(" ")
+    function = {"name": name, "arguments": arguments or "{}"}
+    return {"index": number, "id": f"call_{turn}_{number}", "type": "function", "function": function}
+
+
+def _pieces(message: Mapping[str, JSON]) -> Iterator[dict[str, JSON]]:
+    for name in ("reasoning_content", "content"):
+        for word in re.findall(r"\s*\S+\s*$|\s*\S+", str(message.get(name) or "")):
+            yield {name: word}
+    for call in message.get("tool_calls") or ():
+        yield {"tool_calls": [call]}
+
+
+def _usage(messages: Sequence[Message], reply: Mapping[str, JSON]) -> dict[str, JSON]:
+    prompt, completion = sum(len(str(each)) for each in messages) // 4, 1 + len(str(reply)) // 4
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _text(content: JSON) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content or () if isinstance(part, Mapping))
+
+
+def _event(data: JSON) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
