@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def prompts(numbers: Iterator[int] | range) -> list[dict[str, object]]:
+def prompts(numbers: Iterable[int]) -> list[dict[str, object]]:
     return [{"prompt": f"Do number {number}"} for number in numbers]
 
 
@@ -125,6 +125,49 @@ def test_a_bad_row_fails_alone(folder: Path, server: str) -> None:
     assert [(row["prompt_index"], row["kind"]) for row in failed] == [(1, "failed"), (2, "failed"), (3, "failed")]
     assert "'prompt'" in failed[1]["reason"]
     assert "'text'" in failed[1]["reason"], done.stderr
+
+
+@pytest.mark.slots
+def test_bad_rows_are_gathered_by_cause(folder: Path, server: str) -> None:
+    file = write(
+        folder / "p.jsonl", *[{"prompt": number} for number in range(5)], *[{"text": "x"}] * 4, {"prompt": "Do 0"}
+    )
+    done = batch(file, *of(server))
+    assert "5 groups failed (task), first 000000-0-" in done.stderr
+    assert "4 groups failed (task), first 000005-5-" in done.stderr
+    assert done.stderr.count("column 'prompt'") == 4, "each cause when it comes first and at the end"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("p.jsonl", "q.jsonl"), "p.jsonl q.jsonl"),
+        (("nope.jsonl",), "nope.jsonl"),
+        (("empty.jsonl",), "empty.jsonl has no rows"),
+        (("p.jsonl", "--max-samples", 0), "tasks is 0"),
+    ],
+)
+def test_a_batch_that_cannot_begin_says_so_and_nothing_else(
+    words: tuple[object, ...], named: str, folder: Path
+) -> None:
+    write(folder / "p.jsonl", *prompts(range(1)))
+    write(folder / "empty.jsonl")
+    done = batch(*words, "--policy", "noop", "--run-name", "x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert named in done.stderr
+    assert not (folder / "data").exists() or not (folder / "data/x").exists()
+
+
+@pytest.mark.slots
+def test_a_changed_file_ends_a_resumed_batch_with_its_row(folder: Path, server: str) -> None:
+    file = write(folder / "p.jsonl", *prompts(range(2)))
+    assert batch(file, "--run-name", "first", *of(server)).returncode == 0
+    write(file, *prompts([0, 7, 2]))
+    done = batch("--resume", "--run-name", "first")
+    assert done.returncode == 2
+    assert "row 1 of" in done.stderr
+    assert "palaestra resume" not in done.stderr, "it would fail again"
 
 
 @pytest.mark.slots
@@ -232,7 +275,7 @@ def test_changed_rows_are_noticed_and_further_ones_are_added(folder: Path, serve
     write(file, {"prompt": "Another"}, *prompts(range(1, 6)))
     done = batch(file, "--resume", "--run-name", "more", *of(server))
     assert done.returncode == 2
-    assert "task 0" in done.stderr
+    assert "row 0 of" in done.stderr
 
 
 def test_stdin_is_kept_unless_nothing_is_to_be_made(folder: Path) -> None:

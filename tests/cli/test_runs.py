@@ -101,6 +101,26 @@ def test_a_resumed_run_reports_a_setting_that_differs(caplog: pytest.LogCaptureF
     assert main(["resume", "last", "--env.n", "1"]) == 0
     assert "resumed with another setting: n was 2, is 1" in caplog.text
     assert len(open_run().groups) == 2
+    caplog.clear()
+    assert main(["resume", "last"]) == 0
+    assert "another setting" not in caplog.text, "the latest settings count"
+    assert main(["resume", "last", "--tasks", "1", "--concurrency", "2"]) == 0
+    assert "tasks was -1, is 1" in caplog.text
+    assert "concurrency was 1, is 2" in caplog.text
+
+
+def test_a_run_of_nothing_is_an_error_and_a_command_after_settings_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, named in (
+        (["--tasks", "0"], "tasks is 0"),
+        (["--tasks", "0", "--dry-run"], "tasks is 0"),
+        (["--env.n", "0"], "words has no task"),
+        (["evaluate"], "evaluate is a command: write it before the settings"),
+    ):
+        assert main(["run", "my_env.py", "--policy", "oracle", *words]) == 2, words
+        assert named in capsys.readouterr().err
+    assert len(list(Path("runs").glob("*/*"))) == 1
 
 
 def test_an_unknown_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:

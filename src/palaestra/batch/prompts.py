@@ -136,7 +136,9 @@ class BatchEnvironment(EvaluatedEnvironment):
     async def open(self) -> None:
         if self._mcp is not None:
             await self._mcp.open()
-        self.kit(Task(id="", prompt=""), random.Random(0))  # said before the run has a folder
+        self.kit(Task(id="", prompt=""), random.Random(0))  # wrong settings and files are reported before a run begins
+        if await anext(self.tasks(), None) is None:
+            raise ConfigError(f"{self.config.dataset_name} has no rows")
 
     async def aclose(self) -> None:
         if self._mcp is not None:
@@ -166,6 +168,9 @@ class BatchEnvironment(EvaluatedEnvironment):
             setup=_start_in(str(cwd)) if cwd else None,
             network=network_policy(self.config.allow_network),
         )
+
+    def changed(self, number: int, was: str, now: str) -> str:
+        return f"row {number} of {self.config.dataset_name}, counted from 0, has changed since the batch began"
 
     async def resolve(self, task: Task) -> Task:
         if isinstance(task.data, TaskError):
@@ -215,7 +220,8 @@ def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
     if given is None:
         named = ", ".join(map(repr, row)) or "none"
         raise TaskError(f"it has no column {field!r}, which is to hold the prompt (--prompt-field); it has {named}")
-    raise TaskError(f"its column {field!r} is no prompt: a text or a list of messages, not {given!r:.100}")
+    empty = "empty" if given in ("", []) else f"of the type {type(given).__name__}"
+    raise TaskError(f"its column {field!r} is {empty}, and not a text or a list of messages with roles")
 
 
 def _read_messages(path: str) -> list[Message]:

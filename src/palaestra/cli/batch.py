@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -123,11 +124,14 @@ def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
 def _settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
     """The words with settings in place of the batch's flags, and the file in front of them as a setting. `stdin` is the
     folder for the rows of stdin."""
-    rest = list(words)
-    if rest and (rest[0] == "-" or not rest[0].startswith("-")):
-        yield from ("--env.dataset_name", _kept_stdin(stdin) if rest[0] == "-" else rest[0])
-        rest.pop(0)
-    for word in rest:
+    files = list(itertools.takewhile(lambda word: word == "-" or not word.startswith("-"), words))
+    if len(files) > 1:
+        raise ConfigError(
+            f"a batch has one FILE, and these are {len(files)}: {' '.join(files)}. A folder holds several"
+        )
+    if files:
+        yield from ("--env.dataset_name", _kept_stdin(stdin) if files[0] == "-" else files[0])
+    for word in words[len(files) :]:
         written, equals, value = word.partition("=")
         flag = _dashed(written)
         yield f"{SETTINGS.get(flag, flag)}{equals}{value}"

@@ -81,6 +81,10 @@ class Environment(ABC):
     def kit(self, task: Task, rng: random.Random) -> Kit:
         """The tools of this task's group. `rng` is the group's own."""
 
+    def changed(self, number: int, was: str, now: str) -> str:
+        """A sentence on a task of a resumed run whose id `was` another one in the run so far."""
+        return f"task {number} is {now} now and was {was}"
+
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         """The image, limits and network of the task's slots."""
         return SlotSpec(image=task.image, limits=task.limits, network=network_of(task, phase))

@@ -178,8 +178,7 @@ class Runner:
         was = self.run_context.earlier.tasks.get(number, task.id)
         if was != task.id:
             raise ConfigError(
-                f"task {number} is {task.id} now and was {was}: the run was made from other tasks; "
-                f"start a new run, or restore the tasks"
+                f"{self.env.changed(number, was, task.id)}: restore what the run was made from, or start a new run"
             )
         group = self._finished_before.get(number)
         if group is None or not self._is_whole(group):

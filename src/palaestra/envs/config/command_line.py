@@ -292,6 +292,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             meant = next((word for word in words[1:] if re.fullmatch(r"-[A-Za-z]\w*", word)), None)
             if meant is not None:
                 raise ConfigError(f"unknown flag {meant}: flags begin with two dashes") from None
+            if words and words[-1] in COMMANDS:
+                raise ConfigError(f"{words[-1]} is a command: write it before the settings") from None
             raise ConfigError(f"{written}: {error}") from None
 
     def known_flags(self) -> Iterator[str]:

@@ -123,6 +123,7 @@ async def run(
         prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
         await stack.enter_async_context(opened(environment))
+        task_limit(parsed, environment)  # an unusable one is reported before a run begins
         await engine.probe(_offered_tools(environment, config.seed))
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
@@ -232,8 +233,10 @@ def serve_limit(total_steps: int, source: str) -> int | None:
 
 
 def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
-    """The most tasks of a command; None if the environment or the trainer decides."""
+    """The most tasks of a command; None if the environment or the trainer decides. Raises `ConfigError` for 0."""
     total_steps = parsed.env_config.total_steps
+    if total_steps == 0:
+        raise ConfigError("tasks is 0, so there is nothing to run (total_steps)")
     if parsed.command == "serve":
         return serve_limit(total_steps, parsed.sources.get("env.total_steps", DEFAULT))
     if total_steps < 0 or (parsed.command == "evaluate" and environment.chooses_evaluation):
@@ -278,6 +281,8 @@ class CommandRun:
     begun: bool = False
     """Whether a group may be in flight."""
     exit_code: int = DONE
+    resumable: bool = True
+    """Whether the run could continue as it is, should it not be finished."""
     reason: str = "failed"
     """How the run ended: done, failed, or why it stopped."""
 
@@ -296,6 +301,9 @@ class CommandRun:
         except asyncio.CancelledError:
             self.reason = INTERRUPTED_BY
             raise
+        except ConfigError:
+            self.resumable = False
+            raise
         finally:
             figures: dict[str, float] = {}
             try:
@@ -303,7 +311,8 @@ class CommandRun:
             finally:
                 output.begun |= self.reason == "done" and self.drive is None
                 if output.begun:
-                    unfinished = "" if self.reason == "done" and figures else "the run is not finished"
+                    finished = (self.reason == "done" and figures) or not self.resumable
+                    unfinished = "" if finished else "the run is not finished"
                     if limits.reason:
                         unfinished = f"{limits.reason}: {limits.message}"
                     elif output.failures.blames(Blame.ENGINE):
@@ -404,6 +413,8 @@ class CommandRun:
                 if (evaluations := self._make_evaluations(serving)) is not None:
                     self.evaluations, roll_out = evaluations, partial(evaluations.during, roll_out)
                 totals = await environment.managed(command, roll_out)
+                if command == "process" and not (totals.groups or context.limits.reason or self.drive):
+                    raise ConfigError(f"{environment.name} has no task to roll out")
             self.output.own.update(numbers(await self.reporting.own(environment)))
             return totals
         finally:
@@ -538,7 +549,7 @@ def _print_verdict(
     causes = output.failures.causes()
     lines += [f"  {cause.line()}" for cause in causes[:_SHOWN_CAUSES]]
     if len(causes) > _SHOWN_CAUSES:
-        lines.append(f"  and {len(causes) - _SHOWN_CAUSES} further causes")
+        lines.append(f"  and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}")
     lines += [f"  {line}" for line in _suspects(totals)]
     if output.resumed:
         lines.append(f"  resumed {output.resumed}")

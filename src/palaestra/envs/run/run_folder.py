@@ -23,7 +23,7 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import private
 from palaestra.core.types import JSON
-from palaestra.envs.config.command_line import Parsed
+from palaestra.envs.config.command_line import ARGUMENTS, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.origin import mark_origin
 from palaestra.envs.run.provenance import provenance
@@ -367,8 +367,9 @@ def _is_numbered(name: str, wanted: str) -> bool:
 def _differing(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
     """How the settings of a resumed run differ from the recorded ones."""
     old, new = recorded.get("env") or {}, now.get("env") or {}
+    short = {name: written for written, name in ARGUMENTS.items()}
     lines = [
-        f"{name} was {old.get(name)!r}, is {new.get(name)!r}"
+        f"{short.get(name, name)} was {old.get(name)!r}, is {new.get(name)!r}"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     ]

@@ -158,8 +158,8 @@ class PlainConsole(Console):
             return
         self._write_kept()
         total = "" if self.groups_total is None else f"/{self.groups_total}"
-        line = describe(event.group, self._failures.add(event.group), self.score_name)
-        self._write(f"[{self.groups_done}{total}] {line}")
+        if line := describe(event.group, self._failures.add(event.group), self.score_name):
+            self._write(f"[{self.groups_done}{total}] {line}")
 
     def _write_kept(self) -> None:
         """Report the groups of the run's earlier part in one line."""
@@ -211,8 +211,10 @@ class LiveConsole(Console):
     def on_group(self, event: GroupFinished) -> None:
         super().on_group(event)
         group = event.group
-        if not event.kept and (len(group.scored) < len(group.trajectories) or not group.trajectories):
-            self.note(describe(group, self._failures.add(group), self.score_name))
+        if event.kept or (group.trajectories and len(group.scored) == len(group.trajectories)):
+            return
+        if line := describe(group, self._failures.add(group), self.score_name):
+            self.note(line)
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -251,7 +253,8 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
 
 def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name: str = "reward") -> str:
     """One line on a finished group: its task, its rewards, and its failures. `causes` are these by the id of the
-    rollout or group; one that came before refers to its first."""
+    rollout or group; one that came before refers to its first. Empty for a group that was not run for a cause that came
+    before: the causes are counted at the end."""
     causes = Failures().add(group) if causes is None else causes
 
     def error(name: str, text: str) -> str:
@@ -259,7 +262,8 @@ def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name
         return _one_line(text) if first in causes else f"as {first}"
 
     if not group.trajectories:
-        return f"{_one_line(group.task_id)}: not run: {error(group.group_id, group.error)}"
+        first = causes[group.group_id].first == group.group_id
+        return f"{_one_line(group.task_id)}: not run: {_one_line(group.error)}" if first else ""
     rewards = " ".join("–" if t.reward is None else f"{t.reward:g}" for t in group.trajectories)
     seconds = max(trajectory.beside.duration_s for trajectory in group.trajectories)
     unscored = [t for t in group.trajectories if not t.scored]

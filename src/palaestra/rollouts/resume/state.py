@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome, Prices
@@ -129,7 +131,9 @@ class _Reader:
     def take(self, event: AnyJournalEvent) -> None:
         work, cut_off = self._work, self._work.cut_off
         match event:
-            case RunResumed(schema=schema):
+            case RunResumed(schema=schema, config=config):
+                if config and work.run is not None:  # the settings of the latest part
+                    work.run = msgspec.structs.replace(work.run, config=config)
                 if self._schema != JOURNAL_SCHEMA:
                     cut_off.clear()  # turns in the older format lack fields
                 self._schema = schema
