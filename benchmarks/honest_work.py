@@ -2,6 +2,7 @@
 
     make demo                                        # builds the tasks in data/demo/tasks.jsonl
     .venv/bin/python benchmarks/honest_work.py       # --part 0.1 plays a tenth of the variants
+    .venv/bin/python benchmarks/honest_work.py --results honest.jsonl   # resumes where an earlier run ended
 
 Each variant is another spelling of a reference solution (renamed variables, extracted functions, other comparisons,
 other order, types, added files; see `tests/suites/honest_work.py`). Prints those that do not earn the whole reward.
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -35,23 +38,40 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--part", type=float, default=1.0, help="the part of the variants to play (default 1)")
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--workers", type=int, default=3, help="how many rollouts run at the same time (default 3)")
+    arguments.add_argument("--results", type=Path, help="append results to this file; skip variants that it contains")
     wanted = arguments.parse_args()
     started = time.monotonic()
-    seen: list[PlayedVariant] = []
+    seen = read_results(wanted.results, wanted.seed)
+    print(f"{len(seen)} variants were played before", flush=True)
 
     def report(played: PlayedVariant) -> None:
         seen.append(played)
+        if wanted.results:
+            with wanted.results.open("a") as file:
+                file.write(json.dumps({"seed": wanted.seed, **asdict(played)}) + "\n")
         if played.reward != 1.0:
             print(f"{played.task_id} {played.number}: {played.reward} {played.tampering} {played.error}", flush=True)
         if len(seen) % 10 == 0:
             print(f"{len(seen)} played, {sum(each.reward == 1.0 for each in seen)} with reward 1", flush=True)
 
     for name, settings, tasks, variants in PLANNED:
-        count = math.ceil(variants * wanted.part)
-        asyncio.run(play_variants(name, settings, tasks=tasks, variants=count, seed=wanted.seed, report=report))
+        count, skipped = math.ceil(variants * wanted.part), {(each.task_id, each.number) for each in seen}
+        asyncio.run(
+            play_variants(
+                name, settings, tasks=tasks, variants=count, seed=wanted.seed, workers=wanted.workers,
+                skipped=skipped, report=report,
+            )
+        )  # fmt: skip
     right, alarms = sum(each.reward == 1.0 for each in seen), sum(bool(each.tampering) for each in seen)
     print(f"{len(seen)} variants: {right} with reward 1, {alarms} false alarms, {time.monotonic() - started:.0f} s")
     return 0 if right == len(seen) else 1
+
+
+def read_results(path: Path | None, seed: int) -> list[PlayedVariant]:
+    """The variants of this seed that an earlier run wrote to the file."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
+    return [PlayedVariant(**row) for row in rows if row.pop("seed") == seed]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import ast
 import asyncio
 import builtins
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -306,13 +306,18 @@ async def play_variants(
     tasks: int,
     variants: int,
     seed: int = 0,
+    workers: int = 3,
+    skipped: Collection[tuple[str, int]] = (),
     report: Callable[[PlayedVariant], None] = lambda played: None,
 ) -> list[PlayedVariant]:
-    """Grade variants of the solutions of an environment's first tasks, in the environment's own way."""
+    """Grade variants of the solutions of an environment's first tasks, in the environment's own way.
+
+    `skipped` has the task ids and numbers of variants that are not played.
+    """
     form = load_environment(reference, Path.cwd())
     own = {} if settings else form.check_values()
     parsed = parse_settings("honest work", settings, env_type=form.config_type(), env_values=own)
-    engine, width = ServerGroup(parsed.server_configs), asyncio.Semaphore(3)
+    engine, width = ServerGroup(parsed.server_configs), asyncio.Semaphore(workers)
     async with contextlib.aclosing(engine), make_pool(parsed.env_config, local=True) as pool:
         await engine.start()
         environment = form.build(parsed.env_config, parsed.server_configs, engine)
@@ -330,7 +335,10 @@ async def play_variants(
                 report(played)
                 return played
 
-            return await asyncio.gather(*(play(task, number) for number in range(variants) for task in chosen))
+            wanted = [(task, number) for number in range(variants) for task in chosen]
+            return await asyncio.gather(
+                *(play(task, number) for task, number in wanted if (task.id, number) not in skipped)
+            )
 
 
 async def _variant(environment: Environment, task: Task, random: Random) -> list[object]:
