@@ -18,7 +18,7 @@ from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
-from suites.terminal_bench.mini import HARBOR, LEGACY, TASKS
+from suites.terminal_bench.mini import HARBOR, LEGACY, TASKS, copied
 
 
 def packed(folder: Path) -> bytes:
@@ -101,6 +101,21 @@ def test_rows_with_whole_tasks(tmp_path: Path) -> None:
     assert [task.name for task in loaded.tasks] == ["greeting"]
     assert [each.name for each in loaded.left_out] == ["broken-toml", "noise", ".."]
     assert "task_binary" in loaded.left_out[1].reason
+
+
+@pytest.mark.parametrize("packing", ["parts", "whole"])
+def test_a_row_names_a_task_that_is_graded_live(tmp_path: Path, packing: str) -> None:
+    row = parts(HARBOR / "web-service")
+    if packing == "whole":
+        folder = copied(HARBOR / "web-service", tmp_path / "copy", {"task.toml": ""})
+        row = {"task_name": "web-service", "task_binary": base64.b64encode(packed(folder)).decode()}
+    path = tmp_path / "tasks.jsonl"
+    for column, live in ({"grading": "live"}, True), ({"grading": "sealed"}, False), ({}, False):
+        path.write_text(json.dumps(row | column) + "\n")
+        (task,) = load_tasks(str(path), tmp_path / "cache").tasks
+        assert task.live is live
+    path.write_text(json.dumps(row | {"grading": "alive"}) + "\n")
+    assert "it must be 'sealed' or 'live'" in load_tasks(str(path), tmp_path / "cache").left_out[0].reason
 
 
 def test_a_row_that_cannot_be_unpacked_is_left_out_alone(tmp_path: Path) -> None:

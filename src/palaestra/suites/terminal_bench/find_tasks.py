@@ -2,7 +2,7 @@
 
 A row (JSONL or Parquet) has either an archive of the whole task (`task_binary`, a `.tar.gz`) or its parts (`task_name,
 instruction, category, docker_image, environment_tar, tests_tar, test_sh`, archives in base64). Rows are unpacked into
-the cache by their content, and then read as folders.
+the cache by their content, and then read as folders. `grading` is `live` for a task about a running service.
 
 Invariant: a bad task never hides the others; it is returned with its error.
 """
@@ -16,13 +16,14 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, ImageError, TaskError
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import SUFFIXES, read_rows
+from palaestra.rollouts.grading.grader import LIVE, SEALED
 from palaestra.sandbox.images.unpack import unpack_files
 from palaestra.suites.task_files import RowFields, check_links
 from palaestra.suites.terminal_bench import harbor, terminal_bench_1
@@ -57,10 +58,10 @@ def load_tasks(
     path = local_path(source)
     tasks: dict[str, TerminalTask] = {}
     left_out: list[LeftOut] = []
-    folders: Iterable[tuple[str, Path | TaskError]] = list(_folders(path)) if path.is_dir() else ()
+    folders: Iterable[tuple[str, Path | TaskError, bool]] = list(_folders(path)) if path.is_dir() else ()
     if not folders and not (path.is_dir() and not _holds_rows(path)):
         folders = _unpacked_rows(source, cache, split, fields)
-    for name, folder in folders:
+    for name, folder, live in folders:
         if isinstance(folder, TaskError):
             left_out.append(LeftOut(name, str(folder)))
             continue
@@ -72,7 +73,7 @@ def load_tasks(
         if task.name in tasks:
             left_out.append(LeftOut(name, f"another task has the same name, in {tasks[task.name].path}"))
         else:
-            tasks[task.name] = task
+            tasks[task.name] = replace(task, live=task.live or live)
     if not tasks and not left_out:
         raise ConfigError(
             f"{source} contains no task: no folder in it has a {harbor.CONFIG_NAME} or {terminal_bench_1.CONFIG_NAME}"
@@ -90,14 +91,14 @@ def read_folder(folder: Path) -> TerminalTask:
     raise TaskError(f"{harbor.CONFIG_NAME} is missing")
 
 
-def _folders(path: Path) -> Iterator[tuple[str, Path]]:
+def _folders(path: Path) -> Iterator[tuple[str, Path, bool]]:
     """The task folders at a path: itself, or all below it, sorted; also folders with only an instruction.md."""
     if _is_task(path):
-        yield path.name, path.resolve()
+        yield path.name, path.resolve(), False
         return
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
         if _is_task(folder) or (folder / "instruction.md").is_file():
-            yield folder.name, folder.resolve()
+            yield folder.name, folder.resolve(), False
         else:
             yield from _folders(folder)
 
@@ -112,16 +113,24 @@ def _is_task(folder: Path) -> bool:
 
 def _unpacked_rows(
     source: str, cache: Path, split: str, fields: Mapping[str, str] | None
-) -> Iterator[tuple[str, Path | TaskError]]:
+) -> Iterator[tuple[str, Path | TaskError, bool]]:
+    """The folder of each row, and whether the row asks for live grading."""
     for number, row in read_rows(source, split=split, fields=fields):
         if isinstance(row, TaskError):
-            yield f"row {number}", row
+            yield f"row {number}", row, False
             continue
         name = str(row.get("task_name") or row.get("path") or f"row {number}").rstrip("/").rpartition("/")[2]
         try:
-            yield name, _unpacked(row, name, cache)
+            yield name, _unpacked(row, name, cache), _is_live(row)
         except (TaskError, UnicodeEncodeError) as error:
-            yield name, TaskError(f"row {number}: {error}")
+            yield name, TaskError(f"row {number}: {error}"), False
+
+
+def _is_live(row: Mapping[str, JSON]) -> bool:
+    grading = row.get("grading") or SEALED
+    if grading not in (SEALED, LIVE):
+        raise TaskError(f"column 'grading' is {grading!r:.100}; it must be {SEALED!r} or {LIVE!r}")
+    return grading == LIVE
 
 
 def _unpacked(row: Mapping[str, JSON], name: str, cache: Path) -> Path:

@@ -119,7 +119,8 @@ async def _try_task(task: Task, runs: PolicyRuns) -> TriedTask:
     if solved.reward is not None and not task.data.live:
         live = await _play(OraclePolicy(), replace(task, data=replace(task.data, live=True)), runs)
         if live.reward is not None and live.reward >= FULL:
-            reason = 'it passes in the agent\'s own slot: add it to live_tasks, or set metadata.grading = "live"'
+            reason = "it passes in the agent's own slot: add it to live_tasks, or set its metadata.grading, or the "
+            reason += "column grading of its row, to 'live'"
             return replace(line, finding=Finding.NEEDS_LIVE, reason=reason)
     fails = Finding.VERIFIER_FAILS if solved.reward is None else Finding.SOLUTION_FAILS
     return replace(line, finding=fails, reason=solved.error)
