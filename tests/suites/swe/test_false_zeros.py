@@ -7,6 +7,7 @@ whose tests cannot run here, so that nobody is scored; `WRONG_WORK` must stay 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.grading.toolchain import DependencyCache
-from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
+from palaestra.suites.swe.swe_smith_oracle import Shown, SweEnvironment
 from suites.swe.published import F2P, P2P, TESTS, Source, WithoutBaseline, roll_out
 
 pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
@@ -178,3 +179,34 @@ def test_controls_that_fail_do_not_score_right_work_zero(tmp_path: Path, install
     (trajectory,) = group.trajectories
     assert (trajectory.reward, trajectory.blame) == (None, Blame.GRADER), trajectory.detail
     assert "no such control" in trajectory.error
+
+
+class SlowOnce(SweEnvironment):
+    """The first session of tests is cut off, as on a machine that is busy for a while."""
+
+    cut_off = False
+
+    async def _run_named(self, view, work, row, shown=Shown.WORK):  # type: ignore[no-untyped-def]
+        run = await super()._run_named(view, work, row, shown)
+        cut_off, self.cut_off = self.cut_off, True
+        return run if cut_off else replace(run, statuses={}, complete=False, timed_out=True)
+
+
+def test_a_busy_machine_does_not_score_right_work_zero(tmp_path: Path, installed_pytest: DependencyCache) -> None:
+    row = Source.make(tmp_path / "source").row()
+    (group,) = roll_out([row], "oracle", tmp_path / "run", installed_pytest, kind=SlowOnce)
+    (trajectory,) = group.trajectories
+    assert (trajectory.reward, trajectory.blame) == (None, Blame.GRADER), trajectory.detail
+    assert "timed out" in trajectory.error
+
+
+def test_work_that_hangs_its_tests_is_scored_zero(tmp_path: Path, installed_pytest: DependencyCache) -> None:
+    source = Source.make(tmp_path / "source")
+    patch = tmp_path / "hanging.patch"
+    patch.write_text(source.diff({"pkg/calc.py": "import time\ntime.sleep(600)\n"}))
+    flags = ("--env.controls=false", "--env.test_timeout_s=12")
+    (group,) = roll_out(
+        [source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, *flags, kind=WithoutBaseline
+    )
+    (trajectory,) = group.trajectories
+    assert trajectory.reward == 0.0, (trajectory.detail, trajectory.error)

@@ -197,6 +197,7 @@ async def score_folder(
     Raises `GraderError` if they did not run.
     """
     run = await _run(task.final_tests, slot, toolchain, timeout_s)
+    run.check_ended(task.id)
     if run.collect_errors and not run.statuses:
         raise GraderError(f"{task.id}: its tests were not found:\n{run.output[-1000:]}")
     passed = run.passed(names)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from math import ceil, log2
 from random import Random, SystemRandom
 
+from palaestra.core.errors import GraderError
 from palaestra.suites.grading.harness import Alarm
 from palaestra.suites.grading.negate_test import Falsification, Function, Site, find_sites, tests_in
 from palaestra.suites.grading.rewritten_tests import TAMPERED, RewrittenTests, TestPlace, named_tests, parse, rewrite
@@ -37,11 +38,21 @@ Of tests with parameters it may leave out those whose ending (`[...]`) is not am
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tests of a task can run: over the work, a reference solution, and a broken solution."""
+    """Where the tests of a task can run: over the work, a reference solution, and a broken solution.
+
+    `briefly`: over the reference solution, with less time, for changes that may never end.
+    """
 
     work: RunTexts
-    reference: RunTexts | None
-    broken: RunTexts | None
+    reference: RunTexts | None = None
+    briefly: RunTexts | None = None
+    broken: RunTexts | None = None
+
+
+class ControlsTimedOut(GraderError):
+    """Right work did not end its tests in time either, so the machine is too slow to judge work that passed them."""
+
+    certain = True
 
 
 _BITS = 6.0
@@ -150,20 +161,23 @@ class Controls:
         for names in others.values():
             yield from self._random.sample(names, min(_MOST_PARAMETERS, len(names)))
 
-    async def calibrate(self, reference: RunTexts | None, broken: RunTexts | None = None) -> None:
+    async def calibrate(
+        self, reference: RunTexts | None, broken: RunTexts | None = None, *, briefly: RunTexts | None = None
+    ) -> None:
         """Find out what rewriting and falsifying do to a right solution; without one, assume what is certain.
 
-        Tests that nothing falsifies run over a broken solution, if there is one, and must fail there.
+        Tests that nothing falsifies run over a broken solution, if there is one, and must fail there. Raises
+        `ControlsTimedOut` if the machine is too slow to find out.
         """
-        await self._try_sites(reference)
+        await self._try_sites(reference, briefly or reference)
         if broken is None or not self.uncontrolled:
             return
         copy = rewrite(self._trees, {place: [{}] for place in self._tests}, self._random, moved=self._moved)
         run = await broken(copy.texts, self._parameters)
         self._detecting = frozenset(name for _, name, status in self._reported(copy, run) if status in _FAILED)
 
-    async def _try_sites(self, reference: RunTexts | None) -> None:
-        if reference is None:
+    async def _try_sites(self, reference: RunTexts | None, briefly: RunTexts | None) -> None:
+        if reference is None or briefly is None:
             for test in self._tests.values():
                 test.failing = {number: None for number, site in enumerate(test.sites) if site.certain}
             return
@@ -172,9 +186,11 @@ class Controls:
             for test in self._tests.values():
                 test.names = None
             copy = self._trial(certain)
-            run = await reference(copy.texts, self._parameters)
+            run = await (reference if certain else briefly)(copy.texts, self._parameters)
             if self._learn(copy, run):
-                break
+                return
+        if run.timed_out:
+            raise ControlsTimedOut("the reference solution did not end its rewritten tests in time")
 
     def _trial(self, certain: bool) -> RewrittenTests:
         """Every test once as it is, and once for each of its sites: a change of an uncertain one may never end."""
@@ -261,10 +277,25 @@ class Controls:
         for number in range(self._rounds()):
             copy = self._round(number)
             run = await work(copy.texts, self._parameters)
+            if run.timed_out and not hard_alarm(run.alarms, self.expected):
+                run = await self._again(copy, work, reference)
             problem = hard_alarm(run.alarms, self.expected) or await self._judge(copy, run, work, reference)
             if problem is not None:
                 return ControlResult(problem, self.uncontrolled)
         return ControlResult(None, self.uncontrolled)
+
+    async def _again(self, copy: RewrittenTests, work: RunTexts, reference: RunTexts | None) -> TestRun:
+        """The run of a round that timed out, repeated. Raises `ControlsTimedOut` if the machine may be too slow for it.
+
+        The reference solution, or without one the work under the tests as they were written, must end in time first.
+        """
+        if reference is not None:
+            compared = await reference(copy.texts, self._parameters)
+        else:
+            compared = await work(self.sources, self._parameters)
+        if compared.timed_out:
+            raise ControlsTimedOut("tests that passed before did not end in time again")
+        return await work(copy.texts, self._parameters)
 
     def _round(self, number: int) -> RewrittenTests:
         """One copy: a test that earns has a right variant and falsified ones, another test has either."""
@@ -354,7 +385,7 @@ class TaskControls:
         async with self._making.setdefault(task_id, asyncio.Lock()):
             if task_id not in self._made:
                 made = await make()
-                await made.calibrate(places.reference, places.broken)
+                await made.calibrate(places.reference, places.broken, briefly=places.briefly)
                 self._made[task_id] = made
         controls = self._made[task_id]
         if problem := hard_alarm(run.alarms, controls.expected):

@@ -44,6 +44,12 @@ _ARGUMENTS = (
 _CANARY = "def test_canary():\n    assert 1 + 1 == 2\n"
 
 
+class TestsTimedOut(GraderError):
+    """A test session did not end in time. Whether the work or a slow machine is the cause, another session shows."""
+
+    __test__: ClassVar[bool] = False  # pytest: not a test class
+
+
 class Status(StrEnum):
     """The outcome of one test over all its phases."""
 
@@ -105,6 +111,11 @@ class TestRun:
     output: str = ""
     alarms: frozenset[Alarm] = frozenset()
     known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def check_ended(self, what: str) -> None:
+        """Raises `TestsTimedOut` if the time limit ended the session: a run that was cut off judges nothing."""
+        if self.timed_out:
+            raise TestsTimedOut(f"{what}: its tests timed out:\n{self.output[-1500:]}")
 
     def passed(self, node_ids: Collection[str]) -> int:
         """How many of these tests passed. Skipped, xfailed and missing tests did not."""

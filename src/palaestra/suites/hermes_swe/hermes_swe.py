@@ -116,6 +116,7 @@ class HermesSweEnvironment(ContractEnvironment):
         slot = await grading.slot(View(only=(WORKSPACE,)))
         async with slot.fork() as fork:
             run = await self._run(fork, item.suite.text)
+        run.check_ended(item.id)
         errors = errors_of(run, item.suite.names)
         controls = ControlResult(hard_alarm(run.alarms, None))
         if not errors and self.settings.controls:
@@ -145,7 +146,7 @@ class HermesSweEnvironment(ContractEnvironment):
                     await fork.write_text(str(PurePosixPath(WORKSPACE, path)), text)
                 return await self._run(fork, texts[""])
 
-        places = Places(on_work, None, partial(on, item.files))
+        places = Places(on_work, broken=partial(on, item.files))
         if item.solution is not None:
             places = replace(places, reference=partial(on, {**item.files, **item.solution}))
 

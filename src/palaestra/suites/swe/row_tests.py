@@ -91,8 +91,6 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
     A test that must keep passing and calls `pytest.xfail` in both counts as expected to fail. Raises `GraderError` if
     tests could not run in either.
     """
-    if run.timed_out and not prepared.timed_out:
-        return run
     if not prepared.complete:
         raise _TestsCannotRun(
             f"{row.instance_id}: its tests do not run on the prepared workspace:\n{prepared.output[-1500:]}"

@@ -299,6 +299,7 @@ class SweEnvironment(ContractEnvironment):
         judged = work.row if include else replace(work.row, fail_to_pass=())
         view = await self._graded_view(judged, grading)
         run = await self._run_named(view, work, judged)
+        run.check_ended(work.row.instance_id)
         if needs_comparison(run, judged.node_ids):
             prepared = await self._prepared_run(rollout, grading, judged.node_ids)
             run = compare(judged, run, prepared, await self.repositories.list_files(work.row))
@@ -314,7 +315,6 @@ class SweEnvironment(ContractEnvironment):
             "p2p_passed": found.pass_to_pass[0],
             "p2p_total": found.pass_to_pass[1],
             "not_passed": {name: status.value for name, status in list(found.not_passed.items())[:50]},
-            "timed_out": run.timed_out,
             "tampering": tampering,
             "uncontrolled": list(controls.uncontrolled[:50]),
             "tests_in_tree": self._keeps_tests(work.row),
@@ -401,15 +401,19 @@ class SweEnvironment(ContractEnvironment):
 
         most_s = self.settings.test_timeout_s
         tests_s = sum(run.durations_s.values()) if run.durations_s else most_s
-        brief_s = min(most_s, 60 + 20 * tests_s)  # a falsified test may never end
+        brief_s = min(most_s, 60 + 20 * tests_s)
 
-        async def on(shown: Shown, texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-            limit_s = most_s if shown is Shown.WORK else brief_s
-            return await self._run_texts(view, work, texts, timeout_s=limit_s, parameters=parameters, shown=shown)
+        async def on(shown: Shown, timeout_s: float, texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
+            return await self._run_texts(view, work, texts, timeout_s=timeout_s, parameters=parameters, shown=shown)
 
-        places = Places(partial(on, Shown.WORK), None, None)
+        places = Places(partial(on, Shown.WORK, most_s))
         if has_reference:
-            places = Places(places.work, partial(on, Shown.RIGHT), partial(on, Shown.BROKEN))
+            places = Places(
+                places.work,
+                reference=partial(on, Shown.RIGHT, most_s),
+                briefly=partial(on, Shown.RIGHT, brief_s),
+                broken=partial(on, Shown.BROKEN, brief_s),
+            )
 
         async def make() -> Controls:
             return await self._make_controls(row, work, view)

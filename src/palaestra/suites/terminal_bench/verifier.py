@@ -27,7 +27,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
 from palaestra.suites.grading.harness import has_started, read_records
-from palaestra.suites.grading.run_tests import Status, TestRun, read_run
+from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut, read_run
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.offline_script import OfflineScript, needs_network
@@ -58,10 +58,6 @@ class _PaysWithoutTests(GraderError):
     """The script gives a reward without its tests."""
 
     certain = True
-
-
-class _TimedOut(GraderError):
-    """The verifier did not end in time; the prepared workspace shows whether that is its work's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,7 @@ async def find_tampering(
             await install(fork, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
             try:
                 yield fork
-            except _TimedOut:
+            except TestsTimedOut:
                 raise
             except GraderError:
                 pass
@@ -284,7 +280,7 @@ def _check_ran(
     """Raises `GraderError` for a verifier that did not judge the work."""
     tail = _tail(output)
     if result.metadata.get("timeout"):
-        raise _TimedOut(f"the verifier of {task.name} timed out{tail}")
+        raise TestsTimedOut(f"the verifier of {task.name} timed out{tail}")
     unmet = [str(record.get("what")) for record in records if record["kind"] == "unmet"]
     if unmet:
         raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")
