@@ -1,7 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long retest test-torch check spine snapshots interop constraints setup venv
+.PHONY: help demo docs test test-long retest test-torch check spine snapshots interop constraints setup venv
 WORKERS ?= 2
 
 help: ## show this list
@@ -16,6 +16,10 @@ venv:
 
 demo: venv ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
 	@.venv/bin/python scripts/demo.py
+
+docs: venv ## build the documentation: docs/_build/index.html
+	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
+	@echo "built docs/_build/index.html"
 
 test: venv ## run the tests, but for the long suites
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not interop"
@@ -37,6 +41,7 @@ check: venv ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python scripts/import_cycles.py
 	@.venv/bin/python scripts/guard.py
+	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
 
 spine: venv ## count the files and frames of one rollout; fails above the caps
 	@.venv/bin/python benchmarks/spine.py --quick

@@ -242,7 +242,7 @@ class BaseEnv(ABC):
     # What a subclass may say
 
     def item_id(self, item: Item, number: int) -> str:
-        """A readable id for the `number`th item: the item's own if it has one."""
+        """A readable id for item `number`: the item's own if it has one."""
         if isinstance(item, Mapping):
             for key in ("instance_id", "task_id", "task_name", "id"):
                 if item.get(key) not in (None, ""):  # 0 is an id

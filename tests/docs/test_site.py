@@ -1,0 +1,32 @@
+"""The documentation site: what it links, and what its reference leaves out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import palaestra
+
+_ROOT = Path(__file__).parents[2]
+
+
+def test_every_page_is_in_the_contents() -> None:
+    index = (_ROOT / "docs/index.md").read_text()
+    pages = {page.stem for page in (_ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages <= set(re.findall(r"^[\w-]+$", index, re.MULTILINE))
+
+
+def test_llms_txt_names_pages_that_exist() -> None:
+    listed = re.findall(r"\(([\w/]+)\.html\)", (_ROOT / "docs/llms.txt").read_text())
+    written = [page for page in listed if not page.startswith("reference/")]
+    assert written
+    assert [page for page in written if not (_ROOT / "docs" / f"{page}.md").exists()] == []
+
+
+def test_public_names_have_a_docstring_of_their_own() -> None:
+    undocumented = []
+    for name in palaestra.__all__:
+        found = getattr(palaestra, name)
+        if isinstance(found, type) and found.__module__.startswith("palaestra") and not found.__doc__:
+            undocumented.append(name)
+    assert undocumented == []
