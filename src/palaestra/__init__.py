@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StaleLease,
         TaskError,
         ToolUnavailable,
+        TrainerError,
     )
     from palaestra.core.types import (
         JSON,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
     from palaestra.envs.run.session import Play, Session, SyncPlay, SyncSession
+    from palaestra.envs.run.train import TrainingReport, train
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
@@ -147,6 +149,8 @@ if TYPE_CHECKING:
     from palaestra.tools.serving.tool_server import ToolServer
     from palaestra.tools.settings import ToolSettings
     from palaestra.tools.tool import Tool, ToolMistake, ToolRun, ToolSchema
+    from palaestra.trainers.config import TrainingConfig
+    from palaestra.trainers.trainer import TrainedRow, Trainer
 
 __version__ = "0.1.0"
 
@@ -270,6 +274,11 @@ __all__ = [
     "ToolSettings",
     "ToolStep",
     "ToolUnavailable",
+    "TrainedRow",
+    "Trainer",
+    "TrainerError",
+    "TrainingConfig",
+    "TrainingReport",
     "Trajectory",
     "TransformersEngine",
     "Usage",
@@ -308,6 +317,7 @@ __all__ = [
     "sample_toolsets_from_distribution",
     "stream",
     "tool",
+    "train",
     "training_rows",
     "use_session",
     "validate_distribution",
@@ -433,6 +443,11 @@ _MODULES = {
     "ToolSettings": "tools.settings",
     "ToolStep": "core.types",
     "ToolUnavailable": "core.errors",
+    "TrainedRow": "trainers.trainer",
+    "Trainer": "trainers.trainer",
+    "TrainerError": "core.errors",
+    "TrainingConfig": "trainers.config",
+    "TrainingReport": "envs.run.train",
     "Trajectory": "rollouts.records",
     "TransformersEngine": "inference.engines.transformers",
     "Usage": "core.types",
@@ -471,6 +486,7 @@ _MODULES = {
     "sample_toolsets_from_distribution": "tools.registry.distributions",
     "stream": "envs.run.library",
     "tool": "tools.decorator",
+    "train": "envs.run.train",
     "training_rows": "rollouts.export.token_rows:exported_rows",
     "use_session": "tools.runtime.function_calls",
     "validate_distribution": "tools.registry.distributions",

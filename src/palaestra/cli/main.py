@@ -24,6 +24,7 @@ COMMANDS = {
     "run": "Roll out an environment.",
     "eval": "Evaluate a model on an environment, with pass@k and intervals.",
     "batch": "Run an agent over a file of prompts.",
+    "train": "Train a model on an environment's rollouts.",
     "feed": "Serve an environment's rollouts to a trainer.",
     "runs": "List the runs of this folder, the latest first.",
     "resume": "Continue a run that was killed or interrupted.",

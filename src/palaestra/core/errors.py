@@ -92,7 +92,7 @@ class AcquireTimeout(SandboxError, TimeoutError):
 
 
 class TrainerError(InfraError):
-    """The trainer's server failed. No rollout is to blame, and finished ones are on disk."""
+    """The trainer or its server failed. No rollout is to blame, and finished ones are on disk."""
 
 
 class TrainerUnavailable(TrainerError, ConnectionError):

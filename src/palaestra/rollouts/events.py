@@ -207,6 +207,12 @@ class GroupFinished(msgspec.Struct):
     kept: bool = False
 
 
+class MetricsLogged(msgspec.Struct):
+    """Metrics for the run's trackers, such as those of a trainer's step."""
+
+    numbers: dict[str, float]
+
+
 class Note(msgspec.Struct):
     """A message for the person at the screen."""
 
@@ -214,7 +220,16 @@ class Note(msgspec.Struct):
 
 
 MemoryEvent: TypeAlias = (
-    GroupsPlanned | GroupBegun | RolloutBegun | Alive | TokensSpent | Graded | RolloutKept | GroupFinished | Note
+    GroupsPlanned
+    | GroupBegun
+    | RolloutBegun
+    | Alive
+    | TokensSpent
+    | Graded
+    | RolloutKept
+    | GroupFinished
+    | MetricsLogged
+    | Note
 )
 Event: TypeAlias = AnyJournalEvent | MemoryEvent
 InFlight: TypeAlias = dict[str, tuple[str, float]]

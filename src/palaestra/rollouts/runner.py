@@ -151,6 +151,11 @@ class Runner:
         self._watch_engine(group)
         return group
 
+    def hand_on_finished(self, before: int) -> None:
+        """Hand on the groups with numbers below `before` that an earlier part of the run finished."""
+        for number in sorted(each for each in self._finished_before if each < before):
+            self._hand_on(self._finished_before.pop(number), kept=True)
+
     def _hand_on(self, group: Group, *, kept: bool = False) -> None:
         self.totals.add(group)
         self.on_group(group)

@@ -22,7 +22,7 @@ from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.run_folder import RunOutput
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.events import GroupFinished, Handlers
+from palaestra.rollouts.events import GroupFinished, Handlers, MetricsLogged
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.observe.trackers.subprocess_tracker import start_tracker
@@ -108,7 +108,7 @@ class Reporting:
         self._texts: dict[str, str] = {}
 
     def handlers(self) -> Handlers:
-        return {GroupFinished: self._on_group}
+        return {GroupFinished: self._on_group, MetricsLogged: lambda event: self._log(event.numbers)}
 
     def warn(self, text: str) -> None:
         """Report a failure, wherever `note` leads now."""

@@ -1,0 +1,170 @@
+"""`palaestra train ENV`: train a model on the rollouts of an environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from palaestra.cli.completion import SettingsCommand, complete_settings
+from palaestra.cli.run import first_word
+from palaestra.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from palaestra.trainers.config import TrainerName
+
+
+def _training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """One option per setting of a training; None when it is left out, so that a resumed one keeps its own."""
+    for names, kind, text in reversed(_OPTIONS):
+        command = click.option(*names, type=kind, help=text)(command)
+    return command
+
+
+_OPTIONS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (("--steps",), int, "Steps of the optimizer. [default: 100]"),
+    (("--groups",), int, "Groups with different scores in each step. [default: 8]"),
+    (("--most-draws",), float, "Tasks drawn for a step, at most, as a multiple of --groups. [default: 3]"),
+    (("--learning-rate",), float, "Constant. [default: 1e-4]"),
+    (("--scale-advantages",), bool, "Divide by the standard deviation of a group's rewards. [default: true]"),
+    (("--max-off-policy",), int, "Refuse rows that weights of more versions before sampled. [default: 0]"),
+    (("--max-difference",), float, "Refuse rows whose log-probabilities differ by more nats. [default: 0.1]"),
+    (("--eval-every",), int, "Steps between evaluations on held-out tasks; 0: never. [default: 10]"),
+    (("--eval-tasks",), int, "Tasks that are never trained on. [default: 16]"),
+    (("--eval-samples",), int, "Rollouts of each of them. [default: 1]"),
+    (("--save-every",), int, "Steps between checkpoints. [default: 1]"),
+    (("--keep",), int, "The latest checkpoints kept, besides the best. [default: 2]"),
+    (("--patience",), int, "Stop after this many evaluations without a better one."),
+    (("--target",), float, "Stop when the mean reward of an evaluation reaches this."),
+    (("--max-tasks",), int, "Tasks taken from an environment without an end. [default: 1000]"),
+    (("--lora-rank",), int, "The rank of the adapter that tinker trains. [default: 32]"),
+)
+
+
+@click.command(
+    "train",
+    cls=SettingsCommand,
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
+    help="""Train a model on an environment's rollouts, with policy gradients.
+
+    \b
+      palaestra model tiny /tmp/tiny --practice 150
+      palaestra train count_lines --model /tmp/tiny --steps 20 --group 8
+      palaestra train my_env.py --trainer tinker --model Qwen/Qwen3-4B-Instruct-2507    # needs TINKER_API_KEY
+      palaestra train my_env.py --trainer tinker --tinker-url http://127.0.0.1:8000 --model FOLDER
+      palaestra train --resume last --steps 200
+
+    Each step samples --groups tasks with the current weights, --group rollouts of each, through the slots and the
+    sealed grading of `palaestra run`; compares the scored rollouts of each group; and takes one step on the sampled
+    tokens. Groups of equal scores teach nothing and are replaced by other tasks. Held-out tasks are never trained on;
+    the reward on them is the curve that counts.
+
+    \b
+    --trainer trl      TRL's GRPO loss and optimizer, all weights, on this machine (pip install 'palaestra[trl]')
+    --trainer tinker   an adapter, on the service or on a server that speaks its wire (pip install 'palaestra[tinker]');
+                       without --tinker-url and TINKER_API_KEY, `palaestra serve tinker` is started here
+    Any Atropos trainer instead takes groups with `palaestra feed`.
+
+    Nothing is trained that should not be: unscored rollouts, rows of older weights, and rows whose log-probabilities
+    differ from the trainer's own are left out and counted. The environment is first checked as `palaestra env check`
+    does; name one that fails with --unchecked to train on it anyway.
+
+    The run's folder has everything of a run, and training/ with the metrics of each step and the checkpoints. A
+    training that was killed continues with --resume RUN: settings come from its record, finished groups are kept,
+    and no step counts twice. All other settings (--env.FIELD V, --group N, --concurrency N, …) are those of
+    `palaestra run`.
+    """,
+)
+@click.option("--trainer", type=click.Choice(["trl", "tinker"]), help="Who computes gradients. [default: trl]")
+@click.option("--tinker-url", metavar="URL", help="A server that speaks Tinker's wire.")
+@click.option("--resume", metavar="RUN", help="Continue this training: a run's folder, an id, or last.")
+@click.option("--unchecked", multiple=True, metavar="ENV", help="Train although the check of this environment fails.")
+@_training_options
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="ENV [SETTINGS]", shell_complete=complete_settings)
+@click.pass_context
+def command(
+    context: click.Context,
+    /,
+    trainer: str | None,
+    tinker_url: str | None,
+    resume: str | None,
+    unchecked: tuple[str, ...],
+    words: tuple[str, ...],
+    **given: Any,
+) -> None:
+    from palaestra.envs.config.command_line import Answer
+    from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
+    from palaestra.envs.run.command import command_line, take_variables
+    from palaestra.envs.run.train import train_line
+    from palaestra.inference.config import APIServerConfig
+    from palaestra.trainers.config import TrainingConfig
+
+    settings = {name: value for name, value in given.items() if value is not None}
+    dotenv = read_dotenv(Path.cwd())
+    with exported(dotenv):
+        recorded = None
+        if resume is None:
+            environment, others = first_word(words, "ENV")
+            form = _checked_form(environment, others, unchecked)
+        else:
+            environment, others = f"--resume {resume}", ["--resume", resume, *words]
+            form, recorded, before = _recorded(resume)
+            trainer = trainer or before["trainer"]
+            settings = before["training"] | settings
+        config = TrainingConfig(**settings)
+        server = APIServerConfig(health_check=False)
+        line = command_line(form, f"palaestra train {environment}", "process", [server])
+        parsed = line.parse(others, shell_variables(dotenv), dotenv, recorded)
+        if isinstance(parsed, Answer):
+            click.echo(parsed.text, nl=False)
+            return
+        take_variables(parsed, dotenv)
+        for notice in parsed.notices:
+            click.echo(f"note: {notice}", err=True)
+        report = asyncio.run(
+            train_line(form, parsed, cast("TrainerName", trainer or "trl"), config, tinker_url=tinker_url)
+        )
+    result = report.result
+    if result.before is not None and result.after is not None:
+        click.echo(
+            f"held-out tasks: {result.before:.3f} before, {result.after:.3f} after {result.steps} steps", err=True
+        )
+    click.echo(f"{result.reason}; best checkpoint {result.best or result.last}", err=True)
+    sys.stdout.write(f"{json.dumps(report.to_json()) if parsed.as_json else report.run.folder}\n")
+    context.exit(report.run.exit_code)
+
+
+def _checked_form(environment: str, settings: list[str], unchecked: tuple[str, ...]) -> Any:
+    """The environment's form. Raises `ConfigError` if its check fails and its user did not name it."""
+    from palaestra.envs.discovery import load_environment
+
+    form = load_environment(environment, Path.cwd())
+    if {environment, form.name} & set(unchecked) or {"--help", "-h", "--help-all", "--show-config"} & set(settings):
+        return form
+    from palaestra.envs.cheats.proof import check_environment
+
+    click.echo(f"checking {form.name} as `palaestra env check` does", err=True)
+    proof = check_environment(environment, [], tasks=1, only=(), quiet=True)
+    if not proof.holds:
+        failed = ", ".join(each.policy for each in proof.lines if not each.ok)
+        raise ConfigError(
+            f"{form.name} fails its check ({failed}), so a model would learn to cheat or could not learn at all: see "
+            f"`palaestra env check {environment}`, or train anyway with --unchecked {form.name}"
+        )
+    return form
+
+
+def _recorded(run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The form, the recorded settings and the training's own of a run to resume."""
+    from palaestra.envs.run.replay_run import recorded_form
+    from palaestra.rollouts.journal.reader import open_recording
+    from palaestra.trainers.checkpoints import read_settings
+
+    recording = open_recording(run)
+    before = read_settings(recording.path.parent)
+    return recorded_form(recording, None), dict(recording.meta.config), before

@@ -1,0 +1,125 @@
+"""Trains a model on an environment: `palaestra train`, and `palaestra.train` for Python programs.
+
+A training is a run (`envs.run.run.run`) that `trainers.training.Training` drives, with the trainer's engine in place of
+a model server. Its folder has `training/` besides, with the settings, the metrics of each step, and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from palaestra.core.config import python_names
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
+from palaestra.envs.form import Form
+from palaestra.envs.run.command import command_line, take_variables
+from palaestra.envs.run.library import environment_form
+from palaestra.envs.run.run import RunReport, run
+from palaestra.envs.run.run_folder import RunLine
+from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.journal.reader import RUNS
+from palaestra.rollouts.limits import RunStopped
+from palaestra.trainers.config import TrainerName, TrainingConfig
+from palaestra.trainers.training import Training, TrainingResult
+
+if TYPE_CHECKING:
+    from palaestra.trainers.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReport:
+    """The run of a training and how the training ended."""
+
+    run: RunReport
+    result: TrainingResult
+
+    def to_json(self) -> dict[str, JSON]:
+        """For `--json`."""
+        result = {name: str(each) if isinstance(each, Path) else each for name, each in asdict(self.result).items()}
+        return self.run.to_json() | {"training": result}
+
+
+async def train(
+    env: object,
+    *,
+    model: str | None = None,
+    trainer: TrainerName | Trainer = "trl",
+    tinker_url: str | None = None,
+    group_size: int | None = None,
+    resume: str | Path | None = None,
+    folder: str | Path = RUNS,
+    progress: bool = False,
+    training: TrainingConfig | Mapping[str, JSON] | None = None,
+    **settings: JSON,
+) -> TrainingReport:
+    """Train `model` on an environment, as `palaestra train` does. A `trainer` of your own brings its model.
+
+    `training` are the settings of `TrainingConfig`, `settings` those of `palaestra.run`. Raises what `palaestra.run`
+    raises, and `TrainerError`.
+    """
+    dotenv = read_dotenv(Path.cwd())
+    with python_names(), exported(dotenv):
+        form = environment_form(env)
+        line = command_line(form, "palaestra.train", "process", [APIServerConfig(health_check=False)])
+        given = {"model": model, "group_size": group_size, "resume": resume, **settings}
+        parsed = line.take("process", given, shell_variables(dotenv), dotenv)
+        take_variables(parsed, dotenv)
+        config = training if isinstance(training, TrainingConfig) else TrainingConfig(**(training or {}))
+        stream = sys.stderr if progress else StringIO()
+        return await train_line(form, parsed, trainer, config, root=Path(folder), stream=stream, tinker_url=tinker_url)
+
+
+async def train_line(
+    form: Form,
+    parsed: RunLine,
+    trainer: TrainerName | Trainer,
+    config: TrainingConfig,
+    *,
+    root: Path = Path(RUNS),
+    stream: TextIO | None = None,
+    tinker_url: str | None = None,
+) -> TrainingReport:
+    """Train to the end. The model is loaded before anything is written."""
+    chosen = make_trainer(trainer, parsed, config, tinker_url) if isinstance(trainer, str) else trainer
+    training = Training(chosen, config)
+    try:
+        await chosen.open()
+        report = await run(
+            form,
+            parsed,
+            root=root,
+            stream=stream,
+            drive=training.drive,
+            engines=[chosen.engine],
+            subscribers=[chosen.busy],
+        )
+    finally:
+        await chosen.aclose()
+    if training.result is None:
+        raise RunStopped(f"the training stopped ({report.reason}); continue it with --resume {report.folder}")
+    return TrainingReport(report, training.result)
+
+
+def make_trainer(name: TrainerName, parsed: RunLine, config: TrainingConfig, tinker_url: str | None) -> Trainer:
+    """The trainer of this name, for the settings of a run. Nothing is loaded yet. Raises `ConfigError`."""
+    env, servers = parsed.env_config, parsed.server_configs
+    if len(servers) != 1 or servers[0].model_name in ("", "default"):
+        raise ConfigError("name the model to train: --model FOLDER, or the OWNER/NAME of a model of the hub")
+    temperature = env.agent_temperature if isinstance(env, HermesAgentEnvConfig) else 1.0
+    if name == "tinker":
+        from palaestra.trainers.tinker_client import TinkerTrainer
+
+        local = tinker_url is None and not os.environ.get("TINKER_API_KEY")
+        return TinkerTrainer(servers[0], config, url=tinker_url, local=local, seed=env.seed)
+    from palaestra.trainers.trl import TrlTrainer
+
+    most = config.groups * env.group_size
+    return TrlTrainer(servers[0], config, rollouts=most, temperature=temperature)

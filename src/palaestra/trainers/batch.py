@@ -1,0 +1,102 @@
+"""From groups to rows with advantages, and what is refused on the way.
+
+Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
+advantage, so each sampled token is trained exactly once. Refused: unscored rollouts, groups whose scores are equal,
+rows that older weights sampled, rows whose log-probabilities differ from the trainer's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from palaestra.core.errors import ConfigError
+from palaestra.rollouts.export.token_rows import PLACEHOLDER, ExportedRow, exported_rows
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.trainers.trainer import TrainedRow
+
+UNSCORED, EQUAL, FAILED = "unscored_rollouts", "equal_groups", "failed_groups"
+STALE, WITHOUT_TOKENS, DIFFERENT = "stale_rows", "rollouts_without_tokens", "rows_that_differ"
+
+_SMALLEST_DEVIATION = 1e-6
+
+
+def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
+    """The rewards of one group relative to their mean; `scaled` divides by their standard deviation (GRPO,
+    arXiv 2402.03300)."""
+    mean = statistics.fmean(rewards)
+    deviation = statistics.pstdev(rewards) if scaled else 1.0
+    return [(reward - mean) / max(deviation, _SMALLEST_DEVIATION) for reward in rewards]
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows of one step. `refused` counts what was left out, by reason; `rewards` are of all scored rollouts."""
+
+    rows: list[TrainedRow] = field(default_factory=list)
+    groups: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    rewards: list[float] = field(default_factory=list)
+    rollouts: int = 0
+
+    def add(self, group: Group, *, version: int, most_behind: int, scaled: bool = True) -> bool:
+        """Take a group that weights of at most `most_behind` versions before `version` sampled. Returns whether there
+        is anything to learn from it. Raises `ConfigError` if its model server gives no exact tokens."""
+        scored = group.scored
+        self.rollouts += len(group.trajectories)
+        self.refused[UNSCORED] += len(group.trajectories) - len(scored)
+        self.rewards += [each.reward for each in scored if each.reward is not None]
+        if group.error or not scored:
+            self.refused[FAILED] += 1
+            return False
+        if group.same_scores:
+            self.refused[EQUAL] += 1
+            return False
+        fresh = []
+        gains = advantages([each.reward or 0.0 for each in scored], scaled=scaled)
+        for trajectory, advantage in zip(scored, gains, strict=True):
+            rows = _rows(trajectory)
+            self.refused[WITHOUT_TOKENS] += not rows
+            for row in rows:
+                if _oldest(row, version) < version - most_behind:
+                    self.refused[STALE] += 1
+                else:
+                    fresh.append(TrainedRow(row, advantage))
+        self.rows += fresh
+        self.groups += bool(fresh)
+        return bool(fresh)
+
+    def compare(self, own: Iterable[Sequence[float]], most: float) -> float:
+        """Leave out the rows where sampler and trainer differ by more than `most` nats on any sampled token. `own` are
+        the trainer's log-probabilities. Returns the largest difference, of the rows that are left out too."""
+        differences = [difference(row, theirs) for row, theirs in zip(self.rows, own, strict=True)]
+        kept = [row for row, each in zip(self.rows, differences, strict=True) if each <= most]
+        self.refused[DIFFERENT] += len(self.rows) - len(kept)
+        self.rows = kept
+        return max(differences, default=0.0)
+
+
+def difference(row: TrainedRow, own: Sequence[float]) -> float:
+    """The largest difference on a sampled token, in nats; infinite if a log-probability is not finite."""
+    pairs = zip(row.logprobs, own, row.row.mask, strict=True)
+    found = [abs(sampled - theirs) for sampled, theirs, on in pairs if on]
+    return max((each if math.isfinite(each) else math.inf for each in found), default=0.0)
+
+
+def _rows(trajectory: Trajectory) -> list[ExportedRow]:
+    rows = exported_rows(trajectory)
+    untrainable = any(row.logprobs is None or row.source == PLACEHOLDER for row in rows)
+    if untrainable or not (rows or trajectory.unsaid):
+        raise ConfigError(
+            f"rollout {trajectory.rollout_id} has no sampled tokens with log-probabilities, so nothing can be trained: "
+            "the environment must talk to the model through its token-exact server (`self.server` or the agent loop)"
+        )
+    return [row for row in rows if any(row.mask)]
+
+
+def _oldest(row: ExportedRow, version: int) -> int:
+    """The oldest version that sampled tokens of the row."""
+    return min((int(each) if each.isdecimal() else version for _, _, each in row.versions), default=version)

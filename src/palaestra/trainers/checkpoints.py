@@ -1,0 +1,157 @@
+"""The files of a training, in `training/` of its run's folder: `steps.jsonl`, and the checkpoints.
+
+A checkpoint is a folder `step-000010` with the trainer's files and `state.json`. It is written under another name and
+renamed when it is on the disk, so one that exists is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.durable_files import not_written, replaced, writing
+from palaestra.core.types import JSON
+
+FOLDER = "training"
+SETTINGS = "settings.json"
+STATE_SCHEMA = "palaestra.training-state/1"
+STEP_SCHEMA = "palaestra.training-step/1"
+
+STEP, EVALUATION = "step", "evaluation"
+"""The kinds of lines in `steps.jsonl`."""
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class TrainingState(msgspec.Struct, kw_only=True):
+    """Where a training stands after `step`: `number` is the next group's, `drawn` counts the training tasks taken.
+
+    `best` is the mean reward of the best evaluation, at `best_step`; `worse` counts the evaluations since.
+    """
+
+    schema: str = STATE_SCHEMA
+    trainer: str
+    model: str
+    step: int = 0
+    number: int = 0
+    drawn: int = 0
+    best: float | None = None
+    best_step: int = 0
+    worse: int = 0
+
+
+class TrainingFiles:
+    """The files below `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps = path / "steps.jsonl"
+        self._checkpoints = path / "checkpoints"
+        with writing(path):
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+        for part in self._checkpoints.glob("*.part"):
+            shutil.rmtree(part, ignore_errors=True)
+        self._logged = {str(line["kind"]): int(line["step"]) for line in read_steps(path.parent)}
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self._checkpoints / f"step-{step:06d}"
+
+    def latest(self) -> TrainingState | None:
+        """The state of the last checkpoint. Raises `ConfigError` for one that cannot be read."""
+        steps = self._saved()
+        if not steps:
+            return None
+        path = self.checkpoint(steps[-1]) / "state.json"
+        try:
+            state = msgspec.json.decode(path.read_bytes(), type=TrainingState)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}. Remove {path.parent} to continue from the one before"
+            ) from None
+        if state.schema != STATE_SCHEMA:
+            raise ConfigError(f"{path} is in the format {state.schema!r}; this version reads {STATE_SCHEMA!r}")
+        return state
+
+    def begin(self, step: int) -> Path:
+        """A new, empty folder for the trainer's files. Raises `DiskError`."""
+        part = self.checkpoint(step).with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        with writing(part):
+            part.mkdir()
+        return part
+
+    def commit(self, part: Path, state: TrainingState, keep: int) -> None:
+        """Make the checkpoint in `part` valid, and remove older ones, but for the best. Raises `DiskError`."""
+        done = self.checkpoint(state.step)
+        try:
+            (part / "state.json").write_bytes(msgspec.json.encode(state))
+            for file in part.rglob("*"):
+                if file.is_file():
+                    _sync(file)
+            shutil.rmtree(done, ignore_errors=True)
+            part.rename(done)
+            _sync(self._checkpoints)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise not_written(done, error) from error
+        for step in self._saved()[:-keep]:
+            if step != state.best_step:
+                shutil.rmtree(self.checkpoint(step), ignore_errors=True)
+
+    def write_settings(self, settings: Mapping[str, JSON]) -> None:
+        """Keep the settings of the training, for a part that resumes it. Raises `DiskError`."""
+        path = self.path / SETTINGS
+        with writing(path), replaced(path) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
+
+    def log(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
+        """Add a line, unless an earlier part of the training has it. Raises `DiskError`."""
+        if step <= self._logged.get(kind, -1):
+            return
+        self._logged[kind] = step
+        line = {"schema": STEP_SCHEMA, "time": time.time(), "kind": kind, "step": step, **numbers}
+        with writing(self.steps), self.steps.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+    def _saved(self) -> list[int]:
+        found = (_NAME.fullmatch(each.name) for each in self._checkpoints.iterdir())
+        return sorted(int(match[1]) for match in found if match is not None)
+
+
+def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
+    """The metrics of a training's steps (`kind` step) and evaluations (`kind` evaluation), in order; none if the run
+    trained nothing. A torn line is left out."""
+    try:
+        lines = (run / FOLDER / "steps.jsonl").read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            yield msgspec.json.decode(line)
+        except msgspec.MsgspecError:
+            continue
+
+
+def read_settings(run: Path) -> dict[str, JSON]:
+    """What `write_settings` wrote. Raises `ConfigError` if the run trained nothing."""
+    path = run / FOLDER / SETTINGS
+    try:
+        return dict(msgspec.json.decode(path.read_bytes()))
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{run} is not the run of a training: {path} cannot be read ({error})") from None
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,270 @@
+"""`TinkerTrainer`: trains an adapter through the Tinker SDK, on the service or on a server that speaks its wire.
+
+The engine samples with the sampling client of the last step's weights. The loss `importance_sampling` is a sum over
+tokens: advantages are divided by the number of sampled tokens in the step, so that each of them has the same weight.
+
+Extra: `tinker`. Source: the `tinker` package, version 0.38.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from palaestra.core.errors import ConfigError, EngineRefused, EngineUnavailable, TrainerError
+from palaestra.core.extras import install_command
+from palaestra.core.types import JSON
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.sampling import Sampling
+from palaestra.inference.engines.token_engine import TokenChat
+from palaestra.trainers.busy import BusyClock
+from palaestra.trainers.config import TrainingConfig
+from palaestra.trainers.trainer import TrainedRow
+
+if TYPE_CHECKING:
+    import tinker
+
+T = TypeVar("T")
+
+STATE = "tinker.json"
+"""The file of a checkpoint with the path of the state that the server keeps."""
+
+START_TIMEOUT_S = 180.0
+"""How long a server that is started here may take to load its model."""
+
+_LOCAL_KEY = "tml-local"
+_MOST_TOKENS = 4096
+
+
+class TinkerEngine(TokenChat):
+    """Samples with the current weights of a training client."""
+
+    def __init__(self, config: APIServerConfig, busy: BusyClock) -> None:
+        super().__init__(config)
+        self.version = "0"
+        self._busy = busy
+        self._client: tinker.SamplingClient
+
+    def use(self, client: tinker.SamplingClient, version: str) -> None:
+        """Sample with other weights."""
+        self._client, self.version = client, version
+
+    async def aclose(self) -> None:
+        """Nothing: the trainer owns the connection."""
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        import tinker
+
+        stops = getattr(self.tokenizer, "stop_ids", ())
+        wanted, version = Sampling.read(sampling, stops), self.version
+        settings = tinker.SamplingParams(
+            max_tokens=wanted.max_tokens or _MOST_TOKENS,
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k or -1,
+            seed=wanted.seed,
+            stop=sorted(wanted.stop_ids),
+        )
+        try:
+            with self._busy.working():
+                answer = await self._client.sample_async(
+                    tinker.ModelInput.from_ints(list(input_ids)), num_samples=1, sampling_params=settings
+                )
+        except (tinker.APIConnectionError, tinker.APITimeoutError, tinker.InternalServerError) as error:
+            raise EngineUnavailable(f"The Tinker server of model '{self.name}' does not answer: {error}") from error
+        except tinker.TinkerError as error:
+            raise EngineRefused(f"The Tinker server of model '{self.name}' refused to sample: {error}") from error
+        (sequence,) = answer.sequences
+        return Sampled(
+            ids=list(sequence.tokens),
+            logprobs=list(sequence.logprobs or ()),
+            finish_reason=str(sequence.stop_reason),
+            policy_version=version,
+        )
+
+
+class TinkerTrainer:
+    """Trains an adapter for `server.model_name`. `url` is the server's; with None, the service's, or with `local` a
+    server that is started here."""
+
+    name = "tinker"
+
+    def __init__(
+        self,
+        server: APIServerConfig,
+        config: TrainingConfig,
+        *,
+        url: str | None = None,
+        local: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.model = server.model_name
+        self.busy = BusyClock()
+        self._config = config
+        self._url = url
+        self._local = local
+        self._seed = seed
+        self._opened = AsyncExitStack()
+        self._engine = TinkerEngine(server.model_copy(update={"history": "append"}), self.busy)
+        self._service: tinker.ServiceClient
+        self._client: tinker.TrainingClient
+
+    @property
+    def engine(self) -> TinkerEngine:
+        return self._engine
+
+    async def open(self) -> None:
+        try:
+            import tinker
+        except ImportError as error:
+            raise ConfigError(
+                f"The trainer tinker needs the extra 'tinker' ({error}): {install_command('tinker')}"
+            ) from None
+        if self._url is None and self._local:
+            self._url = await self._opened.enter_async_context(_local_server(self.model))
+        key = {"api_key": _LOCAL_KEY} if self._url is not None else {}
+        try:
+            self._service = await asyncio.to_thread(lambda: tinker.ServiceClient(base_url=self._url, **key))
+            self._client = await self._service.create_lora_training_client_async(
+                self.model, rank=self._config.lora_rank, seed=self._seed
+            )
+        except tinker.TinkerError as error:
+            raise ConfigError(
+                f"The model '{self.model}' cannot be trained at {self._url or 'the Tinker service'}: {error}. Check "
+                "the address, the key in TINKER_API_KEY, and the name of the model"
+            ) from error
+        await self._sample_with("0")
+
+    async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
+        import tinker
+
+        data = [
+            tinker.Datum(
+                model_input=tinker.ModelInput.from_ints(row.tokens[:-1]),
+                loss_fn_inputs=_tensors(row, weights=[0.0] * (len(row.tokens) - 1)),
+            )
+            for row in rows
+        ]
+        answer = await self._asked(
+            (await self._called(self._client.forward_async(data, "cross_entropy"))).result_async()
+        )
+        return [_completion(row, each["logprobs"]) for row, each in zip(rows, answer.loss_fn_outputs, strict=True)]
+
+    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
+        import tinker
+
+        count = sum(row.sampled for row in rows)
+        data = [
+            tinker.Datum(
+                model_input=tinker.ModelInput.from_ints(row.tokens[:-1]),
+                loss_fn_inputs=_tensors(
+                    row,
+                    logprobs=_shifted(row, row.logprobs),
+                    advantages=_shifted(row, [row.advantage / count * on for on in row.row.mask]),
+                ),
+            )
+            for row in rows
+        ]
+        adam = tinker.AdamParams(learning_rate=self._config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
+        computing = await self._called(self._client.forward_backward_async(data, "importance_sampling"))
+        stepping = await self._called(self._client.optim_step_async(adam))
+        answer, _ = await self._asked(computing.result_async()), await self._asked(stepping.result_async())
+        await self._sample_with(version)
+        metrics = {name.partition(":")[0]: value for name, value in answer.metrics.items()}
+        return {"loss": metrics.get("loss", math.nan)}
+
+    async def save(self, folder: Path) -> None:
+        name = f"{folder.parent.parent.parent.name}-{folder.stem}".lower()
+        saving = await self._called(self._client.save_state_async(name, overwrite=True))
+        saved = await self._asked(saving.result_async())
+        (folder / STATE).write_text(json.dumps({"path": saved.path, "url": self._url}))
+
+    async def load(self, folder: Path, version: str) -> None:
+        try:
+            path = str(json.loads((folder / STATE).read_text())["path"])
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"The checkpoint {folder} names no state of a Tinker server: {error!r}") from None
+        try:
+            loading = await self._called(self._client.load_state_with_optimizer_async(path))
+            await self._asked(loading.result_async())
+        except TrainerError as error:
+            raise ConfigError(
+                f"The state {path} cannot be loaded: {error}. Resume with the same server and its folder of states"
+            ) from error
+        await self._sample_with(version)
+
+    async def aclose(self) -> None:
+        await self._opened.aclose()
+
+    async def _sample_with(self, version: str) -> None:
+        self._engine.use(await self._asked(self._client.save_weights_and_get_sampling_client_async()), version)
+
+    async def _called(self, call: Awaitable[T]) -> T:
+        """The future of a request."""
+        return await self._asked(call)
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        import tinker
+
+        try:
+            return await answer
+        except tinker.TinkerError as error:
+            raise TrainerError(
+                f"The Tinker server at {self._url or 'the service'} failed: {error}. The training can be resumed"
+            ) from error
+
+
+def _shifted(row: TrainedRow, completion: Sequence[float]) -> list[float]:
+    """Values of the completion at the positions that predict it; 0.0 before."""
+    return [*[0.0] * (len(row.row.prompt_ids) - 1), *completion]
+
+
+def _completion(row: TrainedRow, found: Any) -> list[float]:
+    return [float(each) for each in found.tolist()][len(row.row.prompt_ids) - 1 :]
+
+
+def _tensors(row: TrainedRow, **values: Sequence[float]) -> dict[str, Any]:
+    """The inputs of a loss: targets and `values`, each with one entry per predicted token."""
+    import numpy as np
+    import tinker
+
+    arrays = {"target_tokens": np.array(row.tokens[1:], dtype=np.int64)}
+    arrays |= {name: np.array(each, dtype=np.float32) for name, each in values.items()}
+    return {name: tinker.TensorData.from_numpy(array) for name, array in arrays.items()}
+
+
+@asynccontextmanager
+async def _local_server(model: str) -> AsyncIterator[str]:
+    """Start `palaestra serve tinker` for the model; yields its address. It ends with the block."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "palaestra", "serve", "tinker", model, "--port", "0"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = (await child.stdout.readline()).decode().strip()
+        if not line:
+            raise ConfigError(
+                f"`palaestra serve tinker {model}` ended with code {await child.wait()}; its reason is above"
+            )
+        yield line
+    except TimeoutError:
+        raise ConfigError(f"`palaestra serve tinker {model}` did not start within {START_TIMEOUT_S:g} s") from None
+    finally:
+        if child.returncode is None:
+            child.terminate()
+            try:
+                async with asyncio.timeout(20):
+                    await child.wait()
+            except TimeoutError:
+                child.kill()
+                await child.wait()

@@ -1,0 +1,80 @@
+"""`Trainer`: turns rows with advantages into new weights, and owns the engine that samples with them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from palaestra.inference.chat_server import ServerEngine
+from palaestra.rollouts.export.token_rows import ExportedRow
+from palaestra.trainers.busy import BusyClock
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRow:
+    """One segment of a rollout with the advantage of each of its sampled tokens."""
+
+    row: ExportedRow
+    advantage: float
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and completion."""
+        return [*self.row.prompt_ids, *self.row.completion_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The sampler's, one for each token of the completion; 0.0 where nothing was sampled."""
+        return self.row.logprobs or [0.0] * len(self.row.completion_ids)
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens are trained."""
+        return sum(self.row.mask)
+
+
+class Trainer(Protocol):
+    """A model that is trained. Calls never overlap, and no rollout is in flight during `step`, `save` or `load`.
+
+    Each method raises `TrainerError` if the trainer is gone or its numbers are not finite, and `ConfigError` for
+    settings or a checkpoint that it cannot use.
+    """
+
+    name: str
+    model: str
+    """Identifies the model whose weights are trained: a checkpoint of another one is refused."""
+
+    busy: BusyClock
+    """Runs while the engine samples."""
+
+    @property
+    def engine(self) -> ServerEngine:
+        """The engine that samples with the current weights, once `open` has returned. The run starts and closes it."""
+        ...
+
+    async def open(self) -> None:
+        """Load the model."""
+        ...
+
+    async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
+        """The trainer's own log-probabilities of each row's completion, one per token."""
+        ...
+
+    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
+        """Take one step of the optimizer on the rows, each sampled token with the same weight, and let the engine
+        sample with the new weights as `version`. Returns metrics, with `loss`."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write weights and the optimizer's state into a new folder."""
+        ...
+
+    async def load(self, folder: Path, version: str) -> None:
+        """Continue from what `save` wrote; the engine samples with it as `version`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release the model. Idempotent."""
+        ...

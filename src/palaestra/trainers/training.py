@@ -1,0 +1,300 @@
+"""`Training`: rolls out tasks, turns their groups into rows with advantages, takes a step, and samples with the new
+weights.
+
+It drives a run in place of all tasks in order, so slots, sealed grading and the journal are those of every run.
+Everything that a step does follows from the seed, the settings and the recorded groups. A resumed training therefore
+continues from its last checkpoint by doing the same again: groups that the journal has are not rolled out again, and
+rollouts that were cut off continue. No step is lost, and none counts twice in the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import statistics
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from palaestra.core.errors import ConfigError, TrainerError
+from palaestra.core.types import Task
+from palaestra.rollouts.events import MetricsLogged
+from palaestra.rollouts.limits import RunStopped
+from palaestra.rollouts.records import Group
+from palaestra.rollouts.runner import Runner, Totals
+from palaestra.trainers.batch import EQUAL, Batch
+from palaestra.trainers.checkpoints import EVALUATION, FOLDER, STEP, TrainingFiles, TrainingState, read_steps
+from palaestra.trainers.config import TrainingConfig
+from palaestra.trainers.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a training ended. `before` and `after` are the mean rewards of its first and last evaluation, None without
+    any; `best` is the checkpoint of the best one. `overhead` is the share of the time in which nothing sampled, trained
+    or ran a command; `difference` the largest between the log-probabilities of sampler and trainer, in nats."""
+
+    steps: int
+    reason: str
+    overhead: float
+    difference: float
+    before: float | None
+    after: float | None
+    best: Path | None
+    last: Path
+
+
+class Training:
+    """One training. `drive` is for `envs.run.run.run`; `result` is set when it has ended."""
+
+    def __init__(self, trainer: Trainer, config: TrainingConfig) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.busy = trainer.busy
+        self.result: TrainingResult | None = None
+        self._evaluations: list[float] = []
+        self._rewards: list[float] = []
+        self._difference = 0.0
+
+    async def drive(self, runner: Runner) -> Totals:
+        """Train until the last step, an early stop, or the end of the run. Raises `TrainerError`, `ConfigError`,
+        `DiskError` and what a run raises; the training can be resumed then."""
+        began, busy = time.monotonic(), self.busy.seconds
+        self._runner = runner
+        self._files = TrainingFiles(runner.run_context.events.journal.path.parent / FOLDER)
+        self._files.write_settings({"trainer": self.trainer.name, "training": self.config.recorded()})
+        self._train, self._held_out = await self._split()
+        self._state = await self._restored()
+        runner.hand_on_finished(self._state.number)
+        reason = "done"
+        try:
+            await self._until_done()
+        except _Done as done:
+            reason = str(done)
+        state = self._state
+        if self._files.latest() != state:
+            await self._save()
+        self.result = TrainingResult(
+            steps=state.step,
+            reason=reason,
+            overhead=1 - (self.busy.seconds - busy) / (time.monotonic() - began),
+            difference=self._difference,
+            before=self._evaluations[0] if self._evaluations else None,
+            after=self._evaluations[-1] if self._evaluations else None,
+            best=self._files.checkpoint(state.best_step) if state.best is not None else None,
+            last=self._files.checkpoint(state.step),
+        )
+        return runner.totals
+
+    async def _until_done(self) -> None:
+        state, config = self._state, self.config
+        if state.step == 0 and config.eval_every:
+            await self._evaluate(0)
+        while state.step < config.steps:
+            await self._step()
+            due = config.eval_every and (state.step % config.eval_every == 0 or state.step == config.steps)
+            better = await self._evaluate(state.step) if due else False
+            if better or state.step % config.save_every == 0:
+                await self._save()
+            if due and config.target is not None and self._evaluations[-1] >= config.target:
+                raise _Done(f"the evaluation reached {config.target:g}")
+            if config.patience is not None and state.worse >= config.patience:
+                raise _Done(f"no better evaluation in {state.worse}")
+
+    async def _step(self) -> None:
+        began, busy = time.monotonic(), self.busy.seconds
+        state, config = self._state, self.config
+        batch = await self._collect()
+        rolled_out = time.monotonic()
+        with self.busy.working():
+            most = batch.compare(await self.trainer.logprobs(batch.rows), config.max_difference)
+            self._difference = max(self._difference, most)
+            if not batch.rows:
+                raise TrainerError(
+                    f"step {state.step + 1}: the log-probabilities of sampler and trainer differ by up to {most:.3g} "
+                    f"nats on every row, more than {config.max_difference:g} (max_difference): the weights or the "
+                    "precision that sampled are not the trained ones"
+                )
+            numbers = await self.trainer.step(batch.rows, str(state.step + 1))
+        if not math.isfinite(numbers["loss"]):
+            raise TrainerError(
+                f"step {state.step + 1}: the loss is {numbers['loss']}. Resume from the last checkpoint, "
+                f"{self._files.checkpoint(state.step - state.step % config.save_every)}, with a lower learning_rate"
+            )
+        state.step += 1
+        ended = time.monotonic()
+        self._rewards.append(statistics.fmean(batch.rewards))
+        self._report(
+            STEP,
+            {
+                "reward": self._rewards[-1],
+                "logprob_difference": most,
+                "rows": len(batch.rows),
+                "sampled_tokens": sum(row.sampled for row in batch.rows),
+                "rollouts": batch.rollouts,
+                "groups": batch.groups,
+                **batch.refused,
+                "rollout_s": rolled_out - began,
+                "train_s": ended - rolled_out,
+                "overhead": max(0.0, 1 - (self.busy.seconds - busy) / (ended - began)),
+                **numbers,
+            },
+        )
+
+    async def _collect(self) -> Batch:
+        """Roll out tasks until enough groups have something to learn. Raises `TrainerError` if none has."""
+        batch, config, state = Batch(), self.config, self._state
+        most, drawn = math.ceil(config.groups * config.most_draws), 0
+        while batch.groups < config.groups and drawn < most:
+            wanted = min(config.groups - batch.groups, most - drawn)
+            drawn += wanted
+            groups = await self._roll_out([self._next_task() for _ in range(wanted)])
+            for group in groups:
+                batch.add(group, version=state.step, most_behind=config.max_off_policy, scaled=config.scale_advantages)
+        if not batch.rows:
+            reasons = ", ".join(f"{count} {name}" for name, count in batch.refused.items() if count)
+            hint = (
+                "all tasks are too hard or too easy for this model"
+                if batch.refused[EQUAL]
+                else "see `palaestra report`"
+            )
+            raise TrainerError(f"step {state.step + 1}: {drawn} groups teach nothing ({reasons}): {hint}")
+        return batch
+
+    async def _evaluate(self, step: int) -> bool:
+        """Roll out the held-out tasks; returns whether the mean reward is the best so far."""
+        groups = await self._roll_out(self._held_out, self.config.eval_samples)
+        rewards = [each.reward for group in groups for each in group.scored if each.reward is not None]
+        if not rewards:
+            raise TrainerError(f"step {step}: no rollout of the {len(groups)} held-out tasks was scored")
+        mean, state = statistics.fmean(rewards), self._state
+        self._evaluations.append(mean)
+        better = state.best is None or mean > state.best
+        state.worse = 0 if better else state.worse + 1
+        if better:
+            state.best, state.best_step = mean, step
+        rollouts = sum(len(group.trajectories) for group in groups)
+        self._report(EVALUATION, {"reward": mean, "rollouts": rollouts, "unscored_rollouts": rollouts - len(rewards)})
+        return better
+
+    async def _roll_out(self, tasks: Sequence[Task], group_size: int | None = None) -> list[Group]:
+        """One group per task, in their order. Numbers are given before anything waits, so that a resumed training gives
+        the same ones. Raises `RunStopped` when the run is to stop."""
+        runner, first = self._runner, self._state.number
+        self._state.number += len(tasks)
+        settings = runner.run_context.settings
+        if group_size is not None:
+            settings = replace(settings, group_size=group_size)
+        places = asyncio.Semaphore(runner.concurrency)
+
+        async def one(number: int, task: Task) -> Group:
+            async with places:
+                if runner.gate is not None and not await runner.gate():
+                    raise RunStopped(runner.run_context.limits.message)
+                return await runner.roll_out(number, task, settings)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(one(first + place, task)) for place, task in enumerate(tasks)]
+        except* RunStopped as stopped:
+            raise stopped.exceptions[0] from None
+        except* Exception as failures:
+            raise _first(failures) from None
+        return [each.result() for each in running]
+
+    def _next_task(self) -> Task:
+        """The tasks in a random order, drawn again for each pass over them."""
+        passed, place = divmod(self._state.drawn, len(self._train))
+        self._state.drawn += 1
+        order = list(range(len(self._train)))
+        random.Random(f"{self._runner.run_context.settings.seed}:tasks:{passed}").shuffle(order)
+        return self._train[order[place]]
+
+    async def _split(self) -> tuple[list[Task], list[Task]]:
+        """The tasks to train on and those held out, disjoint by id."""
+        config, tasks = self.config, dict[str, Task]()
+        source = self._runner.env.tasks()
+        try:
+            async for task in source:
+                tasks.setdefault(task.id, task)
+                if len(tasks) >= config.max_tasks:
+                    break
+        finally:
+            if isinstance(source, AsyncGenerator):
+                await source.aclose()
+        held_out = config.eval_tasks if config.eval_every else 0
+        if len(tasks) <= held_out:
+            raise ConfigError(
+                f"{self._runner.env.name} has {len(tasks)} tasks, and {held_out} are to be held out for evaluation: "
+                "lower eval_tasks, or set eval_every to 0"
+            )
+        order = list(tasks.values())
+        random.Random(f"{self._runner.run_context.settings.seed}:held-out").shuffle(order)
+        return order[held_out:], order[:held_out]
+
+    async def _restored(self) -> TrainingState:
+        state = self._files.latest()
+        if state is None:
+            return TrainingState(trainer=self.trainer.name, model=self.trainer.model)
+        for name, saved, now in (
+            ("trainer", state.trainer, self.trainer.name),
+            ("model", state.model, self.trainer.model),
+        ):
+            if saved != now:
+                raise ConfigError(
+                    f"the checkpoint {self._files.checkpoint(state.step)} is of the {name} {saved!r}, not {now!r}: "
+                    "resume with that one, or start a new training"
+                )
+        await self.trainer.load(self._files.checkpoint(state.step), str(state.step))
+        for line in read_steps(self._files.path.parent):
+            if line["step"] <= state.step:
+                (self._evaluations if line["kind"] == EVALUATION else self._rewards).append(line["reward"])
+        self._runner.run_context.events.note(f"continues after step {state.step}")
+        return state
+
+    async def _save(self) -> None:
+        part = self._files.begin(self._state.step)
+        await self.trainer.save(part)
+        await asyncio.to_thread(self._files.commit, part, self._state, self.config.keep)
+
+    def _report(self, kind: str, numbers: Mapping[str, float]) -> None:
+        """Write the metrics to the file of steps, the trackers and the console."""
+        events, step = self._runner.run_context.events, self._state.step
+        self._files.log(kind, step, numbers)
+        prefix = "training/eval/" if kind == EVALUATION else "training/"
+        named = {f"{prefix}{name}": value for name, value in numbers.items()}
+        events.announce(MetricsLogged({"training/step": step, **named}))
+        if kind == EVALUATION:
+            events.note(f"step {step}: held-out tasks {numbers['reward']:.3f} {sparkline(self._evaluations)}")
+        else:
+            events.note(
+                f"step {step}/{self.config.steps}: reward {numbers['reward']:.3f} {sparkline(self._rewards)} "
+                f"loss {numbers['loss']:.3g}, log-probabilities differ by {numbers['logprob_difference']:.1e}, "
+                f"{numbers['rollout_s']:.1f} s + {numbers['train_s']:.1f} s"
+            )
+
+
+class _Done(Exception):
+    """The training ends before its last step, for the reason in the text."""
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The curve of values as text, averaged to `width` bars; from 0 to 1, or to the extremes beyond."""
+    if not values:
+        return ""
+    size = max(1, math.ceil(len(values) / width))
+    means = [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
+    low, high = min(0.0, *means), max(1.0, *means)
+    return "".join(_BARS[min(len(_BARS) - 1, int((mean - low) / (high - low) * len(_BARS)))] for mean in means)
+
+
+def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
+    found = failures.exceptions[0]
+    return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -1,0 +1,316 @@
+"""`TrlTrainer`: the loss and the optimizer of TRL's `GRPOTrainer`, step by step, with the trained model as the engine.
+
+TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that the training decides when TRL
+steps, and the model's weights change while nothing samples. TRL subtracts the mean of a batch from its rewards: one row
+without trained tokens balances it, so the advantages arrive as they are. The loss `dapo` weights all sampled tokens of
+a step alike.
+
+Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from palaestra.core.errors import ConfigError, DiskError, TrainerError
+from palaestra.core.extras import install_command
+from palaestra.core.types import JSON
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.torch_decoder import quiet_loading
+from palaestra.inference.engines.transformers import TransformersEngine
+from palaestra.trainers.busy import BusyClock
+from palaestra.trainers.config import TrainingConfig
+from palaestra.trainers.trainer import TrainedRow
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORWARD_ROWS = 32
+"""Rows in one pass of the model."""
+
+_SPARE = 1.25
+"""Rows that a step may have, as a multiple of its rollouts: a rollout has more than one if its history changed."""
+
+
+class _SamplingEngine(TransformersEngine):
+    """The trained model as an engine, whose sampling counts as work."""
+
+    busy: BusyClock
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        with self.busy.working():  # the trainer computes with the temperature too
+            return await super().generate(input_ids, {**sampling, "logprobs_mode": "processed_logprobs"})
+
+
+class TrlTrainer:
+    """Trains the model of a folder, or of the hub, with all its weights, on this machine."""
+
+    name = "trl"
+
+    def __init__(self, server: APIServerConfig, config: TrainingConfig, *, rollouts: int, temperature: float) -> None:
+        """`rollouts` is the most that one step trains on, `temperature` the one that they sample with."""
+        self.model = server.model_name
+        self.busy = BusyClock()
+        self._server = server.model_copy(update={"server_type": "transformers", "history": "append"})
+        self._config = config
+        self._temperature = temperature
+        self._rows = math.ceil(rollouts * _SPARE) + 1
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._ready: Future[None] = Future()
+        self._pending: _Batch | None = None
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._train, name="trl-trainer", daemon=True)
+        self._trl: GRPOTrainer
+        self._engine: _SamplingEngine
+
+    @property
+    def engine(self) -> TransformersEngine:
+        return self._engine
+
+    async def open(self) -> None:
+        try:
+            self._trl = await asyncio.to_thread(self._make)
+        except ImportError as error:
+            raise ConfigError(f"The trainer trl needs the extra 'trl' ({error}): {install_command('trl')}") from None
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigError(f"The model '{self.model}' cannot be trained: {first}") from None
+        self._engine = _SamplingEngine(
+            self._server, tokenizer=self._trl.processing_class, make=lambda: self._trl.model, seed=0
+        )
+        self._engine.busy = self.busy
+        self._thread.start()
+        await asyncio.wrap_future(self._ready)
+
+    async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
+        return await self._computed(lambda: self._own_logprobs(rows))
+
+    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
+        if len(rows) >= self._rows:
+            raise ConfigError(
+                f"a step has {len(rows)} rows, and TRL was set up for {self._rows - 1}: histories that change (sub-"
+                "agents, compaction) make several rows of a rollout. Leave them out, or train with tinker"
+            )
+        batch = _Batch(rows)
+        self._batches.put(batch)
+        numbers = await asyncio.wrap_future(batch.done)
+        self._engine.policy_version = version
+        return numbers
+
+    async def save(self, folder: Path) -> None:
+        def write() -> None:
+            import torch
+
+            with quiet_loading():
+                self._trl.model.save_pretrained(folder / "model")
+            self._trl.processing_class.save_pretrained(folder / "model")
+            torch.save(self._trl.optimizer.state_dict(), folder / "optimizer.pt")
+
+        try:
+            await self._computed(write)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            raise DiskError(f"cannot write the checkpoint {folder}: {error}. Those before it are kept") from error
+
+    async def load(self, folder: Path, version: str) -> None:
+        def read() -> None:
+            import torch
+            from safetensors.torch import load_model
+
+            device = self._trl.accelerator.device
+            missing, unknown = load_model(
+                self._trl.model, str(folder / "model" / "model.safetensors"), strict=False, device=str(device)
+            )
+            if unknown or set(missing) - set(self._trl.model.all_tied_weights_keys):
+                raise ValueError(f"its weights are named differently ({[*missing, *unknown][:3]})")
+            self._trl.optimizer.load_state_dict(
+                torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
+            )
+            for group in self._trl.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] = self._config.learning_rate
+
+        try:
+            await self._computed(read)
+        except Exception as error:  # a checkpoint is data that may be anything
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigError(
+                f"The checkpoint {folder} does not fit the model '{self.model}': {first}. Resume with the model that "
+                "was trained, or remove the folder to continue from the checkpoint before"
+            ) from None
+        self._engine.policy_version = version
+
+    async def aclose(self) -> None:
+        self._batches.put(None)
+        if self._thread.ident is not None:
+            await asyncio.shield(asyncio.to_thread(self._thread.join))
+
+    async def _computed(self, compute: Callable[[], T]) -> T:
+        """Run a function while TRL waits for rows."""
+        if self._failed is not None:
+            raise TrainerError(f"TRL has failed: {self._failed}")
+        return await asyncio.to_thread(compute)
+
+    def _make(self) -> GRPOTrainer:
+        from datasets import Dataset
+        from transformers import AutoTokenizer, PrinterCallback
+        from trl import GRPOConfig, GRPOTrainer
+
+        micro = min(FORWARD_ROWS, self._rows)
+        passes = math.ceil(self._rows / micro)
+        self._rows = micro * passes
+        self._folder = tempfile.TemporaryDirectory(prefix="palaestra-trl-")
+        args = GRPOConfig(
+            self._folder.name,
+            max_steps=2**40,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=passes,
+            num_generations=self._rows,
+            learning_rate=self._config.learning_rate,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            weight_decay=0.0,
+            beta=0.0,
+            loss_type="dapo",
+            epsilon_high=0.28,
+            scale_rewards="none",
+            temperature=self._temperature,
+            bf16=False,
+            use_cpu=not _has_gpu(),
+            gradient_checkpointing=False,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+        )
+        with quiet_loading():
+            trainer = GRPOTrainer(
+                model=self.model,
+                args=args,
+                train_dataset=Dataset.from_list([{"prompt": "rows come from the training"}]),
+                processing_class=AutoTokenizer.from_pretrained(self._server_tokenizer),
+                rollout_func=self._rollout_func,
+                reward_funcs=_advantage,
+            )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    @property
+    def _server_tokenizer(self) -> str:
+        named = self._server.tokenizer_name
+        return self.model if named in ("", "none") else named
+
+    # In TRL's thread
+
+    def _train(self) -> None:
+        try:
+            self._trl.train()
+        except _End:
+            failed: BaseException = TrainerError("the trainer is closed")
+        except BaseException as error:  # whoever waits gets it, whatever it is
+            logger.debug("TRL ended", exc_info=True)
+            failed = self._failed = error
+        else:
+            failed = self._failed = TrainerError("TRL ended by itself")
+        for waiting in (self._ready, *(() if self._pending is None else (self._pending.done,))):
+            if not waiting.done():
+                waiting.set_exception(TrainerError(f"TRL has failed: {failed}"))
+        with suppress(queue.Empty):
+            while True:
+                if (batch := self._batches.get_nowait()) is not None:
+                    batch.done.set_exception(TrainerError(f"TRL has failed: {failed}"))
+
+    def _rollout_func(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """The rows of the next step, as many as `prompts`. TRL calls it when the step before is complete."""
+        trainer.model.eval()  # it samples until the next rows come
+        if self._pending is not None:
+            self._pending.done.set_result(_numbers(trainer))
+        if not self._ready.done():
+            self._ready.set_result(None)
+        self._pending = self._batches.get()
+        if self._pending is None:
+            raise _End
+        trainer.model.train()
+        rows = self._pending.rows
+        blank = trainer.processing_class.eos_token_id
+        fillers = len(prompts) - len(rows)
+        balance = -sum(row.advantage for row in rows)
+        return {
+            "prompt_ids": [row.row.prompt_ids for row in rows] + [[blank]] * fillers,
+            "completion_ids": [row.row.completion_ids for row in rows] + [[blank]] * fillers,
+            "logprobs": [row.logprobs for row in rows] + [[0.0]] * fillers,
+            "env_mask": [row.row.mask for row in rows] + [[0]] * fillers,
+            "advantage": [row.advantage for row in rows] + [balance] + [0.0] * (fillers - 1),
+        }
+
+    def _own_logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
+        import torch
+        from trl.trainer.utils import pad
+
+        trl = self._trl
+        device = trl.accelerator.device
+        found: list[list[float]] = []
+        for at in range(0, len(rows), FORWARD_ROWS):
+            part = [each.row for each in rows[at : at + FORWARD_ROWS]]
+            prompts = [torch.tensor(each.prompt_ids) for each in part]
+            completions = [torch.tensor(each.completion_ids) for each in part]
+            ids = torch.cat([pad(prompts, 0, padding_side="left"), pad(completions, 0, padding_side="right")], dim=1)
+            attention = torch.cat(
+                [
+                    pad([torch.ones_like(each) for each in prompts], 0, padding_side="left"),
+                    pad([torch.ones_like(each) for each in completions], 0, padding_side="right"),
+                ],
+                dim=1,
+            )
+            longest = max(len(each) for each in completions)
+            with torch.no_grad():
+                own, _, _ = trl._get_per_token_logps_and_entropies(
+                    trl.model, ids.to(device), attention.to(device), longest, batch_size=FORWARD_ROWS
+                )
+            found += [line[: len(each.completion_ids)] for line, each in zip(own.tolist(), part, strict=True)]
+        return found
+
+
+class _Batch:
+    """The rows of one step, and the future of its metrics."""
+
+    def __init__(self, rows: Sequence[TrainedRow]) -> None:
+        self.rows = rows
+        self.done: Future[Mapping[str, float]] = Future()
+
+
+class _End(Exception):
+    """Ends TRL's loop."""
+
+
+def _advantage(*, advantage: Sequence[float], **_: object) -> list[float]:
+    """TRL's reward function: what `_rollout_func` gave."""
+    return list(advantage)
+
+
+def _numbers(trainer: GRPOTrainer) -> dict[str, float]:
+    """What TRL logged of its last step."""
+    last = next((each for each in reversed(trainer.state.log_history) if "loss" in each), {"loss": math.nan})
+    names = ("loss", "grad_norm", "entropy", "clip_ratio/region_mean")
+    return {name.partition("/")[0]: float(last[name]) for name in names if name in last}
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

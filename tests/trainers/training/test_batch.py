@@ -1,0 +1,110 @@
+"""Advantages, and what is refused before a model learns from it."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from recorded import one_segment, rollout, two_segments
+
+from palaestra import ConfigError, Group, Trajectory
+from palaestra.trainers import batch as batches
+from palaestra.trainers.batch import Batch, advantages
+
+
+def group(*rewards: float | None, error: str = "") -> Group:
+    record = one_segment().record()
+    return Group(
+        group_id="000000-sky",
+        number=0,
+        task_id="sky",
+        trajectories=[rollout(place, [], reward, ledger=record) for place, reward in enumerate(rewards)],
+        error=error,
+    )
+
+
+def take(batch: Batch, group: Group, *, version: int = 5, most_behind: int = 1) -> bool:
+    return batch.add(group, version=version, most_behind=most_behind)
+
+
+def test_advantages_have_mean_zero_and_deviation_one() -> None:
+    assert advantages([0.0, 1.0, 1.0, 0.0]) == [-1.0, 1.0, 1.0, -1.0]
+    assert advantages([0.0, 1.0, 0.5], scaled=False) == [-0.5, 0.5, 0.0]
+
+
+def test_an_unscored_rollout_neither_trains_nor_counts_for_the_others() -> None:
+    batch = Batch()
+    assert take(batch, group(1.0, None, 0.0))
+    assert [(row.row.index, row.advantage) for row in batch.rows] == [(0, 1.0), (2, -1.0)]
+    assert batch.refused[batches.UNSCORED] == 1
+    assert (batch.groups, batch.rewards, batch.rollouts) == (1, [1.0, 0.0], 3)
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (group(0.5, 0.5, None), batches.EQUAL),
+        (group(0.5), batches.EQUAL),
+        (group(None, None), batches.FAILED),
+        (group(), batches.FAILED),
+        (group(1.0, 0.0, error="PrepareError: no"), batches.FAILED),
+    ],
+)
+def test_a_group_that_teaches_nothing_is_refused(refused: Group, reason: str) -> None:
+    batch = Batch()
+    assert not take(batch, refused)
+    assert (batch.rows, batch.refused[reason]) == ([], 1)
+
+
+def test_every_sampled_token_of_all_segments_is_trained_once() -> None:
+    record = two_segments().record()
+    both: list[Trajectory] = [rollout(place, [], float(place), ledger=record) for place in range(2)]
+    batch = Batch()
+    assert take(batch, Group(group_id="000000-sky", number=0, task_id="sky", trajectories=both))
+    assert [(row.row.index, row.row.segment, row.advantage) for row in batch.rows] == [
+        (0, 0, -1.0),
+        (0, 1, -1.0),
+        (1, 0, 1.0),
+        (1, 1, 1.0),
+    ]
+    assert [row.sampled for row in batch.rows] == [3, 2, 3, 2]
+    assert batch.rows[0].tokens == [1, 2, 3, 10, 11, 9]
+
+
+@pytest.mark.parametrize(("version", "kept"), [(4, 2), (5, 2), (6, 0)])
+def test_rows_of_weights_that_are_too_old_are_refused(version: int, kept: int) -> None:
+    old = group(1.0, 0.0)
+    for each in old.trajectories:
+        assert each.ledger is not None
+        segment = each.ledger.segments[0]
+        segment.spans = [msgspec.structs.replace(span, version="4") for span in segment.spans]
+    batch = Batch()
+    assert take(batch, old, version=version) == bool(kept)
+    assert (len(batch.rows), batch.refused[batches.STALE]) == (kept, 2 - kept)
+
+
+def test_a_row_whose_log_probabilities_differ_is_left_out() -> None:
+    batch = Batch()
+    take(batch, group(1.0, 0.0))
+    own = [list(row.logprobs) for row in batch.rows]
+    own[1][0] += 0.3
+    own[0][2] = 99.0  # not sampled: the environment wrote it
+    assert batch.compare(own, most=0.1) == pytest.approx(0.3)
+    assert [row.row.index for row in batch.rows] == [0]
+    assert batch.refused[batches.DIFFERENT] == 1
+
+
+def test_a_log_probability_that_is_no_number_differs_infinitely() -> None:
+    batch = Batch()
+    take(batch, group(1.0, 0.0))
+    own = [list(row.logprobs) for row in batch.rows]
+    own[0][0] = math.nan
+    assert batch.compare(own, most=1e9) == math.inf
+    assert len(batch.rows) == 1
+
+
+def test_an_engine_without_tokens_is_refused() -> None:
+    both = [rollout(place, [], float(place)) for place in range(2)]
+    with pytest.raises(ConfigError, match="000000-sky/0"):
+        take(Batch(), Group(group_id="000000-sky", number=0, task_id="sky", trajectories=both))
