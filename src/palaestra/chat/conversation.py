@@ -431,7 +431,7 @@ class Conversation:
         """Chat middleware: passes on the reply in pieces, and stores it before any of its calls begins."""
         if call.branch or self._loop is None or self._turn is None or self._session is None:
             return await ask(call)
-        if self._session.streams:
+        if "on_delta" in self._session.features:
             call = ChatCall(call.branch, call.messages, {**call.request, "on_delta": self._on_delta})
         self._partial, self._thought = [], False
         completion = await ask(call)

@@ -42,8 +42,9 @@ class ChatServer:
     """
 
     recorded: Callable[[int], list[Piece] | None] | None = None
-    streams = False
-    """Whether `chat_completion` takes `on_delta`, a hook that gets the reply in pieces as it comes."""
+    features: frozenset[str] = frozenset()
+    """What it takes besides text, tools and sampling settings: `images`, `response_format`, `tool_choice`, and
+    `on_delta` for a hook that gets the reply as it is written."""
 
     @property
     def ledger(self) -> Ledger | None:

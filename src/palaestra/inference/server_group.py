@@ -160,7 +160,7 @@ class _FirstAvailable(ChatServer):
 
     def __init__(self, servers: Sequence[JSON]) -> None:
         self.servers = list(servers)
-        self.streams = all(getattr(server, "streams", False) for server in self.servers)
+        self.features = frozenset.intersection(*(getattr(each, "features", frozenset()) for each in servers))
 
     @property
     def name(self) -> str:

@@ -48,6 +48,7 @@ class Conversation(ChatServer):
 
     def __init__(self, server: object, middleware: Sequence[ChatMiddleware], branch: int = 0) -> None:
         self.server = chat_server(server)
+        self.features = self.server.features
         self.branch = branch
         self._middleware = middleware
         ask: Ask = self._ask_server

@@ -46,7 +46,7 @@ R = TypeVar("R", ChatCompletion, TextCompletion)
 class OpenAIEngine(ServerEngine):
     """One chat completions server. All rollouts share it: a conversation's whole state is its messages."""
 
-    streams = True
+    features = frozenset({"images", "response_format", "tool_choice", "on_delta"})
 
     def __init__(
         self,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, takewhile
 from typing import overload
@@ -279,6 +279,26 @@ class Ledger:
             ],
             turns=[renumbered(turn, number=numbers[turn.number], segment=places[turn.segment]) for turn in turns],
         )
+
+    def arranged(self, branches: Mapping[int, int]) -> Ledger:
+        """The conversations that `branches` names, with new numbers, as a finished ledger; the others are left out. Its
+        segments keep their order. The first in the record has reason `START`, as in any ledger."""
+        kept = [number for number, segment in enumerate(self._segments) if segment.branch in branches]
+        places = {number: place for place, number in enumerate(kept)}
+        found = Ledger(self.stop_ids)
+        found._segments = [
+            replace(self._segments[number], branch=branches[self._segments[number].branch]) for number in kept
+        ]
+        found.turns = [
+            msgspec.structs.replace(turn, segment=places[turn.segment]) for turn in self.turns if turn.segment in places
+        ]
+        first = next(iter(found.places()), None)
+        for number, segment in enumerate(found._segments):
+            if number == first:
+                segment.reason = SegmentReason.START
+            elif segment.reason is SegmentReason.START:
+                segment.reason = SegmentReason.SUBAGENT
+        return found
 
     def places(self) -> dict[int, int]:
         """The numbers of the segments in the record, by their own."""

@@ -16,7 +16,7 @@ import asyncio
 from array import array
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
@@ -27,6 +27,7 @@ from palaestra.inference.engine import (
     ChatChoice,
     ChatCompletion,
     CompletionUsage,
+    TextCompletion,
     TokenEngine,
     plain_messages,
 )
@@ -36,6 +37,9 @@ from palaestra.inference.templates import ChatFormat, History, TurnRenderer
 from palaestra.inference.templates.jinja import content_of, reasoning_of
 from palaestra.inference.templates.probe import StepKind
 from palaestra.inference.token_exact.replies import ReplyReader, sample
+
+if TYPE_CHECKING:
+    from palaestra.inference.token_exact.managed_text import ManagedText
 
 V = TypeVar("V")
 
@@ -167,6 +171,7 @@ class ManagedChat(ChatServer):
         self._turns = 0
         self._branch = 0
         self._declared: SegmentReason | None = None
+        self._text: ManagedText | None = None
 
     @property
     def ledger(self) -> Ledger:
@@ -185,6 +190,30 @@ class ManagedChat(ChatServer):
     def declare(self, reason: SegmentReason | str) -> None:
         """Give the reason why the next request does not continue a known history (`compaction`, say)."""
         self._declared = SegmentReason(reason)
+
+    async def completion(
+        self,
+        *,
+        prompt: str,
+        extra_body: Mapping[str, JSON] | None = None,
+        opens: SegmentReason | None = None,
+        **sampling: JSON,
+    ) -> TextCompletion:
+        """One continuation of a text, which is in the ledger too. Raises `EngineError`."""
+        if self._text is None:
+            from palaestra.inference.token_exact.managed_text import ManagedText  # here, because few rollouts need it
+
+            tokenizer, stops = self._format.tokenizer, self._format.renderer((), None).stop_ids
+            self._text = ManagedText(
+                self._engine, tokenizer, self.ledger, self._segments, self._branch, stops, self._clock
+            )
+        reason = self._declared or opens or SegmentReason.HISTORY_EDIT
+        self._declared = None
+        settings = {**sampling, **(extra_body or {})}
+        settings["stop_token_ids"] = list(
+            dict.fromkeys([*(settings.get("stop_token_ids") or ()), *self._text.stop_ids])
+        )
+        return await self._text.complete(prompt, settings, reason)
 
     def child(self, number: int = 0, *, reason: SegmentReason | str = SegmentReason.SUBAGENT) -> ManagedChat:
         """A server for another conversation of the rollout, with the same ledger, which is stored in the order of
@@ -205,11 +234,12 @@ class ManagedChat(ChatServer):
         max_tokens: int | None = None,
         n: int = 1,
         extra_body: Mapping[str, JSON] | None = None,
+        opens: SegmentReason | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
         """`n` replies to a conversation; those after the first are segments of their own. `chat_template_kwargs` go to
-        the template, all other settings to the engine. Raises `EngineError`, and `ConfigError` if the template
-        refuses."""
+        the template, all other settings to the engine. `opens` is the reason to record if the messages neither continue
+        nor repeat a known conversation. Raises `EngineError`, and `ConfigError` if the template refuses."""
         if n < 1:
             raise ConfigError(f"n is {n}; a request asks for at least one reply.")
         settings = {**sampling, **(extra_body or {})}
@@ -221,7 +251,7 @@ class ManagedChat(ChatServer):
                 settings.setdefault(key, value)
         stops = settings.get("stop_token_ids") or ()
         settings["stop_token_ids"] = list(dict.fromkeys([*stops, *renderer.stop_ids]))
-        replies = await self._replies(renderer, messages, settings, n)
+        replies = await self._replies(renderer, messages, settings, n, opens)
         sampled = sum(reply.sampled_tokens for reply in replies)
         return ChatCompletion(
             id=f"{self._name}/{len(self.ledger.turns)}",
@@ -237,24 +267,39 @@ class ManagedChat(ChatServer):
             ),
         )
 
+    def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]] = ()) -> int:
+        """How many tokens a conversation has as the prompt of a new segment. Raises `ConfigError`."""
+        return len(self._format.renderer(tools, None).opening(plain_messages(messages)).ids)
+
     def get_state(self) -> dict[str, JSON]:
         """The contract's record: the `ledger` and its `nodes`, one per segment in order, those of other conversations
         first. No node is part of another, so a trainer takes them all."""
         return {"nodes": self.ledger.nodes(self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(
-        self, renderer: TurnRenderer, messages: Sequence[Message], settings: Mapping[str, JSON], n: int
+        self,
+        renderer: TurnRenderer,
+        messages: Sequence[Message],
+        settings: Mapping[str, JSON],
+        n: int,
+        opens: SegmentReason | None,
     ) -> list[_Reply]:
         if n == 1:
-            return [await self._reply(renderer, messages, settings)]
+            return [await self._reply(renderer, messages, settings, opens)]
         try:
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._reply(renderer, messages, settings)) for _ in range(n)]
+                asked = [group.create_task(self._reply(renderer, messages, settings, opens)) for _ in range(n)]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in asked]
 
-    async def _reply(self, renderer: TurnRenderer, messages: Sequence[Message], settings: Mapping[str, JSON]) -> _Reply:
+    async def _reply(
+        self,
+        renderer: TurnRenderer,
+        messages: Sequence[Message],
+        settings: Mapping[str, JSON],
+        opens: SegmentReason | None,
+    ) -> _Reply:
         """Plan, sample, and only then record: a failed request leaves nothing."""
         messages = plain_messages(messages)  # a list of its own: the caller's may grow while the engine samples
         plan = self._plan(renderer, messages)
@@ -267,7 +312,7 @@ class ManagedChat(ChatServer):
                 tokenizer = self._format.tokenizer
                 vocabulary = len(tokenizer) if isinstance(tokenizer, Sized) else None
                 pieces = await sample(self._engine, prompt, settings, vocabulary, self._clock)
-            return self._record(plan, renderer, messages, pieces, prompt_tokens)
+            return self._record(plan, renderer, messages, pieces, prompt_tokens, opens)
         finally:
             plan.thread.busy = False
 
@@ -290,11 +335,11 @@ class ManagedChat(ChatServer):
                 return thread
         return None
 
-    def _undeclared_reason(self, messages: Sequence[Message]) -> SegmentReason:
+    def _undeclared_reason(self, messages: Sequence[Message], opens: SegmentReason | None) -> SegmentReason:
         if not len(self.ledger):
             return SegmentReason.START
         repeated = any(thread.begins_with(messages) for thread in self._threads)
-        return SegmentReason.BRANCH if repeated else SegmentReason.HISTORY_EDIT
+        return SegmentReason.BRANCH if repeated else opens or SegmentReason.HISTORY_EDIT
 
     def _record(
         self,
@@ -303,6 +348,7 @@ class ManagedChat(ChatServer):
         messages: Sequence[Message],
         pieces: Sequence[Piece],
         prompt_tokens: int,
+        opens: SegmentReason | None,
     ) -> _Reply:
         ids = [number for piece in pieces for number in piece.sampled.ids]
         finish_reason = pieces[-1].sampled.finish_reason
@@ -316,7 +362,7 @@ class ManagedChat(ChatServer):
         )
         thread = plan.thread
         if plan.begins:
-            reason = plan.reason or self._undeclared_reason(messages)
+            reason = plan.reason or self._undeclared_reason(messages, opens)
             thread.segment = self.ledger.open(reason, self._branch)
             self._segments.append(thread.segment)
             self._declared = None if plan.reason is self._declared else self._declared

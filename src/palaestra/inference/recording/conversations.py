@@ -1,0 +1,371 @@
+"""The conversations of one rollout whose agent calls the recording endpoint: asked, recorded, and classed at the end.
+
+A call belongs to the conversation of its system prompt, one with tools and one without. With a token-exact engine its
+tokens are in the rollout's ledger: a call that continues an earlier one continues its tokens, any other opens a segment
+with its reason. Calls of a reply that come back are compared as values, and the sampled text stands for equal ones.
+
+The rule of training: conversations with tools are trained, the first as the rollout's own and others as sub-agents.
+Conversations without tools (titles, summaries) are auxiliary and not trained. If no call had tools, the longest
+conversation is trained alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineRefused, TaskError
+from palaestra.core.types import JSON, Message
+from palaestra.inference.chat_server import ChatServer
+from palaestra.inference.engine import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    CompletionUsage,
+    FunctionCall,
+    ToolCallMessage,
+)
+from palaestra.inference.ledger import Ledger, SegmentReason
+from palaestra.inference.recording.request import (
+    ModelRequest,
+    Refusal,
+    as_object,
+    freeform_text,
+    one_system_message,
+    unsupported,
+)
+
+KEPT_REPLIES = 256
+"""How many replies can be continued by their id (`previous_response_id`)."""
+
+DeltaHook = Callable[[JSON], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What one rollout may do at its endpoint: concurrent calls, and tokens of one reply (None: the engine's limit)."""
+
+    concurrent: int = 32
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One answered call."""
+
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    tool_names: tuple[str, ...] = ()
+    attempted: int = 0
+
+
+@dataclass(slots=True)
+class RecordedConversation:
+    """One conversation: the `messages` of its latest call with the reply, all its `calls`, and the ledger's `segments`
+    with their tokens."""
+
+    number: int
+    system: str
+    tools: list[dict[str, JSON]]
+    server: ChatServer
+    messages: list[Message] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    _functions: dict[str, FunctionCall] = field(default_factory=dict)
+
+    def take(self, messages: Sequence[Message], completion: ChatCompletion, seconds: float) -> None:
+        """Record a reply."""
+        message, usage = completion.choices[0].message, completion.usage
+        calls = message.tool_calls or []
+        said: Message = {"role": "assistant", "content": message.content or ""}
+        if message.reasoning_content:
+            said["reasoning_content"] = message.reasoning_content
+        if calls:
+            said["tool_calls"] = [call.model_dump() for call in calls]
+        self.messages = [*messages, said]
+        self.calls.append(
+            RecordedCall(
+                completion.choices[0].finish_reason,
+                usage.prompt_tokens if usage else 0,
+                usage.completion_tokens if usage else 0,
+                seconds,
+                tuple(call.function.name for call in calls),
+                len(calls),
+            )
+        )
+        for choice in completion.choices:
+            for call in choice.message.tool_calls or ():
+                self._functions[call.id] = call.function
+
+    def restore(self, messages: Sequence[Message]) -> None:
+        """Write the arguments of calls as the text that was sampled, if they are equal to it, and others as JSON."""
+        for message in messages:
+            for call in message.get("tool_calls") or ():
+                function, known = call["function"], self._functions.get(call["id"])
+                arguments = function["arguments"]
+                if known is not None and known.name == function["name"] and _equal(arguments, known):
+                    function["arguments"] = known.arguments
+                elif not isinstance(arguments, str):
+                    function["arguments"] = msgspec.json.encode({} if arguments is None else arguments).decode()
+
+
+def _equal(arguments: JSON, known: FunctionCall) -> bool:
+    if isinstance(arguments, str):
+        return arguments == known.arguments or as_object(arguments) == as_object(known.arguments)
+    return bool(
+        arguments == as_object(known.arguments)
+        or arguments == {"input": freeform_text(ToolCallMessage(function=known))}
+    )
+
+
+@dataclass(slots=True)
+class RecordedCalls:
+    """The calls of a rollout, classed. `own` is None if there was none; only `own` and `subagents` are trained.
+    `ledger` has their tokens, `auxiliary_ledger` those of the others. `ignored` counts the fields of requests without
+    effect."""
+
+    own: RecordedConversation | None = None
+    subagents: list[RecordedConversation] = field(default_factory=list)
+    auxiliary: list[RecordedConversation] = field(default_factory=list)
+    ledger: Ledger | None = None
+    auxiliary_ledger: Ledger | None = None
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def every(self) -> list[RecordedConversation]:
+        """All conversations."""
+        return [*([] if self.own is None else [self.own]), *self.subagents, *self.auxiliary]
+
+
+class Conversations:
+    """Answers the calls of one rollout with `server`, which is the rollout's own session of an engine.
+
+    `sampling` replaces settings of the requests: the run's, which training assumes. `admit` is called before each call
+    and may raise `Refusal` (a budget); `answered` after each one, with its conversation. `check_engine` makes a plain
+    request and raises `EngineError` if the engine refuses that too: then a refusal was not the agent's doing.
+
+    `failure` is the failure of the engine that ends the rollout; `failed` is set with it.
+    """
+
+    def __init__(
+        self,
+        server: ChatServer,
+        *,
+        sampling: Mapping[str, JSON] | None = None,
+        limits: CallLimits | None = None,
+        admit: Callable[[], None] | None = None,
+        answered: Callable[[RecordedConversation, RecordedCall], None] | None = None,
+        check_engine: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.server = server
+        self.limits = limits or CallLimits()
+        self.failure: EngineError | TaskError | None = None
+        self.failed = asyncio.Event()
+        self.ended = False
+        self.ignored: Counter[str] = Counter()
+        self._sampling = dict(sampling or {})
+        self._admit, self._answered, self._check_engine = admit, answered, check_engine
+        self._lines: dict[tuple[str, bool], RecordedConversation] = {}
+        self._replies: dict[str, list[Message]] = {}
+        self._under_way: set[asyncio.Task[object]] = set()
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the engine takes besides text and tools."""
+        return self.server.features
+
+    def end(self) -> None:
+        """Refuse all further calls and cancel those in progress. Idempotent."""
+        self.ended = True
+        for task in self._under_way:
+            task.cancel()
+
+    async def answer(self, request: ModelRequest, reply_id: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
+        """The reply to one request. Raises `Refusal`."""
+        self.ignored.update(request.ignored)
+        if self.ended:
+            raise Refusal(401, "This rollout has ended.", code="invalid_api_key")
+        if len(self._under_way) >= self.limits.concurrent:
+            raise Refusal(
+                429, f"At most {self.limits.concurrent} calls at a time are answered.", code="rate_limit_exceeded"
+            )
+        if self._admit is not None:
+            self._admit()
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        try:
+            return await self._ask(request, reply_id, on_delta)
+        except ContextExceeded as error:
+            raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
+        except EngineRefused as error:
+            await self._blame(error)
+            raise Refusal(400, str(error), code="invalid_request") from None
+        except (EngineError, TaskError) as error:
+            self._fail(error)
+            raise Refusal(503, str(error), code="server_error") from None
+        except ConfigError as error:
+            raise Refusal(400, str(error), code="invalid_request") from None
+        finally:
+            self._under_way.discard(task)
+
+    def _fail(self, error: EngineError | TaskError) -> None:
+        self.failure = self.failure or error
+        self.failed.set()
+
+    async def _blame(self, error: EngineRefused) -> None:
+        """Ask the engine something plain: if it refuses that too, the refusal ends the rollout, unscored."""
+        if self._check_engine is None:
+            return
+        try:
+            await self._check_engine()
+        except EngineError as failure:
+            self._fail(failure)
+            raise Refusal(503, str(error), code="server_error") from None
+
+    async def _ask(self, request: ModelRequest, reply_id: str, on_delta: DeltaHook | None) -> ChatCompletion:
+        settings = {**request.settings, **self._sampling}
+        most = [each for each in (settings.get("max_tokens"), self.limits.max_tokens) if each is not None]
+        if most:
+            settings["max_tokens"] = min(most)
+        if request.prompt is not None:
+            return await self._continue_text(request, settings)
+        kept = [*self._continued(request), *request.messages]
+        messages = kept if request.instructions is None else [_system(request.instructions), *kept]
+        messages = one_system_message(messages)
+        line = self._line(messages, request.tools)
+        line.restore(messages)
+        asked: dict[str, JSON] = {"messages": messages, **settings}
+        if request.tools:
+            asked["tools"] = request.tools
+        if on_delta is not None and request.n == 1:
+            asked["on_delta"] = on_delta
+        if request.n == 1:
+            completion = await self._reply(line, asked)
+        else:
+            completion = await self._replies_to(line, asked, request.n)
+        self._keep(reply_id, line.messages if request.instructions is None else line.messages[1:])
+        return completion
+
+    async def _reply(self, line: RecordedConversation, asked: Mapping[str, JSON]) -> ChatCompletion:
+        messages = asked["messages"]
+        more: dict[str, JSON] = {}
+        if line.server.ledger is not None and len(messages) < len(line.messages):
+            more["opens"] = SegmentReason.COMPACTION
+        started = time.perf_counter()
+        completion = await line.server.chat_completion(**asked, **more)
+        line.take(messages, completion, time.perf_counter() - started)
+        if self._answered is not None:
+            self._answered(line, line.calls[-1])
+        return completion
+
+    async def _replies_to(self, line: RecordedConversation, asked: Mapping[str, JSON], n: int) -> ChatCompletion:
+        """Several replies, each recorded as a call of its own."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._reply(line, asked)) for _ in range(n)]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        first, *others = (task.result() for task in tasks)
+        choices, sampled = list(first.choices), first.usage.completion_tokens if first.usage else 0
+        for other in others:
+            choices += [msgspec.structs.replace(choice, index=len(choices)) for choice in other.choices]
+            sampled += other.usage.completion_tokens if other.usage else 0
+        prompt = first.usage.prompt_tokens if first.usage else 0
+        usage = CompletionUsage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
+        return msgspec.structs.replace(first, choices=choices, usage=usage)
+
+    async def _continue_text(self, request: ModelRequest, settings: Mapping[str, JSON]) -> ChatCompletion:
+        if request.n > 1:
+            raise unsupported("n", "This endpoint gives one continuation of a text at a time.")
+        line = self._line([_system("\0text")], [])
+        started = time.perf_counter()
+        text = await line.server.completion(prompt=request.prompt or "", **settings)
+        choice = text.choices[0]
+        completion = ChatCompletion(
+            id=text.id,
+            model=text.model,
+            choices=[ChatChoice(message=AssistantMessage(content=choice.text), finish_reason=choice.finish_reason)],
+            usage=text.usage,
+        )
+        line.take([{"role": "user", "content": request.prompt}], completion, time.perf_counter() - started)
+        if self._answered is not None:
+            self._answered(line, line.calls[-1])
+        return completion
+
+    def _line(self, messages: Sequence[Message], tools: list[dict[str, JSON]]) -> RecordedConversation:
+        """The conversation of a request, which begins if there is none."""
+        system = str(messages[0]["content"]) if messages and messages[0]["role"] == "system" else ""
+        key = system, bool(tools)
+        if (known := self._lines.get(key)) is None:
+            number = len(self._lines)
+            server = self.server if not number else self.server.child(number)
+            known = self._lines[key] = RecordedConversation(number, system, tools, server)
+        return known
+
+    def _continued(self, request: ModelRequest) -> list[Message]:
+        if request.continues is None:
+            return []
+        known = self._replies.get(request.continues.removeprefix("resp_"))
+        if known is None:
+            raise Refusal(
+                400,
+                f"Previous response with id '{request.continues}' not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return [dict(message) for message in known]
+
+    def _keep(self, reply_id: str, messages: list[Message]) -> None:
+        self._replies[reply_id] = messages
+        if len(self._replies) > KEPT_REPLIES:
+            self._replies.pop(next(iter(self._replies)))
+
+    def prompt_tokens(self, request: ModelRequest) -> int:
+        """The tokens of a prompt: as the engine counts them if it is token-exact, otherwise an estimate."""
+        count = getattr(self.server, "prompt_tokens", None)
+        messages = one_system_message(request.messages)
+        RecordedConversation(0, "", [], self.server).restore(messages)
+        if count is not None:
+            try:
+                return int(count(messages, request.tools))
+            except ConfigError as error:
+                raise Refusal(400, str(error)) from None
+        return -(-len(msgspec.json.encode([messages, request.tools])) // 4)
+
+    def recorded(self) -> RecordedCalls:
+        """All calls so far, classed by the rule of training."""
+        lines = [line for line in self._lines.values() if line.calls]
+        trained = [line for line in lines if line.tools]
+        if not trained and lines:
+            trained = [max(lines, key=lambda line: len(line.calls))]
+        others = [line for line in lines if line not in trained]
+        found = RecordedCalls(
+            own=trained[0] if trained else None, subagents=trained[1:], auxiliary=others, ignored=self.ignored
+        )
+        ledger = self.server.ledger
+        if ledger is not None:
+            found.ledger = ledger.arranged({line.number: place for place, line in enumerate(trained)})
+            found.auxiliary_ledger = ledger.arranged({line.number: place for place, line in enumerate(others)})
+            _number_segments(found.ledger, trained)
+            _number_segments(found.auxiliary_ledger, others)
+        return found
+
+
+def _number_segments(ledger: Ledger, lines: Sequence[RecordedConversation]) -> None:
+    """Write the numbers that the lines' segments have in an arranged ledger."""
+    order = sorted((segment, line.number) for line in lines for segment in line.server.segments)
+    numbers = {segment: place for place, (segment, _) in enumerate(order)}
+    for line in lines:
+        line.segments = [numbers[segment] for segment in line.server.segments]
+
+
+def _system(text: str) -> Message:
+    return {"role": "system", "content": text}

@@ -1,0 +1,247 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`.
+
+Source: the OpenAI API reference (`CreateChatCompletionRequest`, `ChatCompletion`, `ChatCompletionChunk`), with the
+fields `reasoning_content` and `chat_template_kwargs` of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from palaestra.core.types import JSON, Message
+from palaestra.inference.engine import AssistantMessage, ChatCompletion
+from palaestra.inference.recording.request import (
+    MOST_CHOICES,
+    SAMPLING,
+    ModelRequest,
+    Refusal,
+    choose_tools,
+    content_parts,
+    event,
+    flag,
+    function_tool,
+    ignored_fields,
+    invalid,
+    items_of,
+    required,
+    sampling,
+    text_field,
+    unsupported,
+)
+
+_REFUSED = ("functions", "function_call", "audio", "prediction", "web_search_options", "logit_bias", "top_logprobs")
+_USED = SAMPLING | {
+    *("model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "response_format"),
+    *("max_completion_tokens", "modalities", "logprobs"),
+}
+_TEXT = {"type": "text"}
+
+
+class ChatDialect:
+    """Translates chat completions, whose form is also the internal one."""
+
+    def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
+        model = required(body, "model", str)
+        for name in _REFUSED:
+            if body.get(name):
+                raise unsupported(name)
+        if flag(body, "logprobs"):
+            raise unsupported("logprobs")
+        if body.get("modalities") not in (None, ["text"]):
+            raise unsupported("modalities")
+        messages = [
+            _message(message, f"messages[{number}]", features)
+            for number, message in enumerate(items_of(required(body, "messages", list), "messages"))
+        ]
+        if not messages:
+            raise invalid("messages", "messages is empty")
+        n = body.get("n") or 1
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_CHOICES:
+            raise invalid("n", f"n must be a whole number from 1 to {MOST_CHOICES}")
+        limit = body.get("max_completion_tokens")
+        options = body.get("stream_options")
+        request = ModelRequest(
+            model=model,
+            messages=messages,
+            tools=[_tool(tool, number) for number, tool in enumerate(items_of(body.get("tools") or [], "tools"))],
+            settings=sampling(body if limit is None else {**body, "max_tokens": limit}),
+            n=n,
+            stream=flag(body, "stream"),
+            stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            ignored=ignored_fields(body, _USED),
+        )
+        choose_tools(request, body.get("tool_choice"), features)
+        take_response_format(request, body.get("response_format"), features)
+        return request
+
+    def reply(self, request: ModelRequest, completion: ChatCompletion, reply_id: str, created: int) -> JSON:
+        choices = [
+            {
+                "index": choice.index,
+                "message": _assistant(choice.message),
+                "logprobs": None,
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in completion.choices
+        ]
+        return {
+            "id": f"chatcmpl-{reply_id}",
+            "object": "chat.completion",
+            "created": created,
+            "model": request.model,
+            "choices": choices,
+            "usage": usage(completion),
+        }
+
+    def stream(self, request: ModelRequest, reply_id: str, created: int) -> ChatStream:
+        return ChatStream(request, reply_id, created)
+
+    def error(self, refusal: Refusal) -> JSON:
+        return openai_error(refusal)
+
+
+class ChatStream:
+    """The chunks of one reply."""
+
+    def __init__(self, request: ModelRequest, reply_id: str, created: int) -> None:
+        self._usage = request.stream_usage
+        self._sent = {"content": 0, "reasoning_content": 0}
+        self._shared = {
+            "id": f"chatcmpl-{reply_id}",
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": request.model,
+        }
+
+    def begin(self) -> bytes:
+        return self._chunk(0, {"role": "assistant", "content": ""})
+
+    def text(self, text: str) -> bytes:
+        self._sent["content"] += len(text)
+        return self._chunk(0, {"content": text})
+
+    def reasoning(self, text: str) -> bytes:
+        self._sent["reasoning_content"] += len(text)
+        return self._chunk(0, {"reasoning_content": text})
+
+    def end(self, completion: ChatCompletion) -> bytes:
+        written = bytearray()
+        for choice in completion.choices:
+            message = choice.message
+            delta: dict[str, JSON] = {} if choice.index == 0 else {"role": "assistant"}
+            for name, text in (("reasoning_content", reasoning_text(message)), ("content", message.content or "")):
+                rest = text[self._sent[name] :] if choice.index == 0 else text
+                if rest:
+                    delta[name] = rest
+            if message.tool_calls:
+                delta["tool_calls"] = [
+                    {"index": index, **call.model_dump()} for index, call in enumerate(message.tool_calls)
+                ]
+            if delta:
+                written += self._chunk(choice.index, delta)
+            written += self._chunk(choice.index, {}, choice.finish_reason)
+        if self._usage:
+            written += event({**self._shared, "choices": [], "usage": usage(completion)})
+        return bytes(written + b"data: [DONE]\n\n")
+
+    def ping(self) -> bytes:
+        return b": waiting\n\n"
+
+    def failure(self, refusal: Refusal) -> bytes:
+        return event(openai_error(refusal))
+
+    def _chunk(self, index: int, delta: JSON, finish_reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return event({**self._shared, "choices": [choice]})
+
+
+def openai_error(refusal: Refusal) -> JSON:
+    """An error as OpenAI's APIs send it."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
+
+
+def usage(completion: ChatCompletion) -> JSON:
+    """The token counts of a reply."""
+    used = completion.usage
+    prompt, sampled = (used.prompt_tokens, used.completion_tokens) if used else (0, 0)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def reasoning_text(message: AssistantMessage) -> str:
+    """The thinking of a reply."""
+    return message.reasoning_content or message.reasoning or ""
+
+
+def take_response_format(request: ModelRequest, wanted: JSON, features: Collection[str]) -> None:
+    """Pass a response format on to engines that can keep it. Raises `Refusal` for others."""
+    if wanted in (None, _TEXT):
+        return
+    if not isinstance(wanted, dict):
+        raise invalid("response_format", "response_format must be an object")
+    if "response_format" not in features:
+        raise unsupported("response_format", "The model behind this endpoint cannot be held to an output format.")
+    request.settings["response_format"] = wanted
+
+
+def image_part(part: Mapping[str, JSON], param: str) -> JSON:
+    """A part that is an image. Raises `Refusal` for any other."""
+    kind = part.get("type")
+    if kind == "image_url" and isinstance(part.get("image_url"), dict):
+        return {"type": "image_url", "image_url": part["image_url"]}
+    raise unsupported(param, f"Content of type {kind!r} is not supported by this endpoint.")
+
+
+def _message(message: Mapping[str, JSON], param: str, features: Collection[str]) -> Message:
+    role = message.get("role")
+    content = content_parts(message.get("content"), f"{param}.content", features, image_part)
+    if role in ("system", "developer"):
+        return {"role": "system", "content": content}
+    if role == "user":
+        return {"role": "user", "content": content}
+    if role == "tool":
+        call_id = text_field(message, "tool_call_id", param)
+        return {"role": "tool", "tool_call_id": call_id, "content": content}
+    if role != "assistant":
+        raise invalid(f"{param}.role", f"{param}.role {role!r} is not a role of this API")
+    said: Message = {"role": "assistant", "content": content or message.get("refusal") or ""}
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(message.get(name), str) and message[name]:
+            said["reasoning_content"] = message[name]
+            break
+    if message.get("tool_calls"):
+        calls = items_of(message["tool_calls"], f"{param}.tool_calls")
+        said["tool_calls"] = [_call(call, f"{param}.tool_calls[{number}]") for number, call in enumerate(calls)]
+    return said
+
+
+def _call(call: Mapping[str, JSON], param: str) -> dict[str, JSON]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise invalid(param, f"{param} has no function")
+    name, arguments = text_field(function, "name", f"{param}.function"), function.get("arguments")
+    if not isinstance(arguments, str):
+        raise invalid(f"{param}.function.arguments", f"{param}.function.arguments must be a text")
+    return {
+        "id": text_field(call, "id", param),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _tool(tool: Mapping[str, JSON], number: int) -> dict[str, JSON]:
+    param = f"tools[{number}]"
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise unsupported(param, f"{param} is not a function, the only kind of tool here")
+    return function_tool(function.get("name"), function.get("description"), function.get("parameters"), param)
+
+
+def _assistant(message: AssistantMessage) -> JSON:
+    said: dict[str, JSON] = {"role": "assistant", "content": message.content, "refusal": message.refusal}
+    if reasoning := reasoning_text(message):
+        said["reasoning_content"] = reasoning
+    if message.tool_calls:
+        said["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return said

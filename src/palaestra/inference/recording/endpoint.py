@@ -1,0 +1,282 @@
+"""The server of the recording endpoint: for each rollout an address with a key, in four dialects, streamed and whole.
+
+    async with RecordingEndpoint() as endpoint:
+        with endpoint.open(Conversations(engine.session(context))) as address:
+            …                                     # an agent calls address.openai_url with address.key
+        recorded = address.conversations.recorded()
+
+Invariants: a key opens its own rollout's paths and nothing else, and is checked before a body is read; a rollout's end
+closes its key and cancels its calls; bodies, time, connections and concurrent calls are bounded, so that no agent keeps
+another, or the run, waiting. Anything an agent sends is answered in its dialect's own form of errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+from aiohttp import web
+
+from palaestra.core.io.http_server import BODY_S, listening
+from palaestra.core.printable import printable
+from palaestra.core.types import JSON
+from palaestra.inference.engine import ChatCompletion
+from palaestra.inference.recording.conversations import Conversations
+from palaestra.inference.recording.dialects.chat import ChatDialect
+from palaestra.inference.recording.dialects.completions import CompletionsDialect
+from palaestra.inference.recording.dialects.messages import MessagesDialect
+from palaestra.inference.recording.dialects.responses import ResponsesDialect
+from palaestra.inference.recording.request import Dialect, ModelRequest, Refusal, ReplyStream
+
+MAX_BODY_BYTES = 64 << 20
+"""The longest request that is read; a conversation of a million tokens has 5 MB."""
+
+PING_S, WRITE_S = 10.0, 60.0
+"""Seconds between signs of life of a streamed reply, and until a client must have taken what was written."""
+
+MODEL = "policy"
+"""The name under which the list of models has the rollout's model. Requests may name any."""
+
+_PATHS: Mapping[str, Dialect] = {
+    "v1/chat/completions": ChatDialect(),
+    "v1/responses": ResponsesDialect(),
+    "v1/messages": MessagesDialect(),
+    "v1/completions": CompletionsDialect(),
+}
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+"""What the name of a field must not bring into a header."""
+_COUNT_PATH = "v1/messages/count_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the agent of one rollout finds its model: `url` for clients of Anthropic's API, `openai_url` for those of
+    OpenAI's, and the `key` for both."""
+
+    url: str
+    key: str
+    conversations: Conversations
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL of OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    def at(self, origin: str) -> Address:
+        """The address as programs see it that reach this server at another origin, such as `http://127.0.0.1:8000`."""
+        path = self.url.split("/", 3)[3]
+        return Address(f"{origin}/{path}", self.key, self.conversations)
+
+
+class RecordingEndpoint:
+    """Serves any number of rollouts. An async context manager; `origin` is the server's own address."""
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host, self._port = host, port
+        self._rollouts: dict[str, Address] = {}
+        # Compared for unknown rollouts, so that they cannot be told from wrong keys by the time that it takes.
+        self._nobody = secrets.token_urlsafe(32)
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{rest:.*}", self._handle)
+        self._listening = listening(
+            app,
+            self._host,
+            self._port,
+            token=self._nobody,  # each rollout has a key of its own, checked below
+            shutdown_s=0.5,
+            handler_cancellation=True,
+        )
+        self.origin = await self._listening.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for address in self._rollouts.values():
+            address.conversations.end()
+        await self._listening.__aexit__(None, None, None)
+
+    @contextmanager
+    def open(self, conversations: Conversations) -> Iterator[Address]:
+        """Serve a rollout's conversations during the block."""
+        name = secrets.token_hex(8)
+        address = Address(f"{self.origin}/rollouts/{name}", secrets.token_urlsafe(32), conversations)
+        self._rollouts[name] = address
+        try:
+            yield address
+        finally:
+            del self._rollouts[name]
+            conversations.end()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.raw_path.partition("?")[0].lstrip("/")
+        root, _, rest = path.partition("/")
+        name, _, rest = rest.partition("/")
+        dialect = _PATHS.get("v1/messages" if rest == _COUNT_PATH else rest, _PATHS["v1/chat/completions"])
+        if "anthropic-version" in request.headers and rest not in _PATHS:
+            dialect = _PATHS["v1/messages"]
+        try:
+            address = self._address(root, name, request.headers)
+            if request.method == "GET" and rest in ("v1/models", f"v1/models/{MODEL}"):
+                return _models(single=rest != "v1/models")
+            if rest not in _PATHS and rest != _COUNT_PATH:
+                raise Refusal(404, f"There is nothing at {printable(request.method)} /{printable(rest[:200])}.")
+            if request.method != "POST":
+                raise Refusal(405, f"/{rest} takes POST.")
+            body = await _body(request)
+            asked = dialect.read(body, address.conversations.features)
+            if rest == _COUNT_PATH:
+                return _json({"input_tokens": address.conversations.prompt_tokens(asked)})
+            return await _Call(request, dialect, asked, address.conversations).answer()
+        except Refusal as refusal:
+            return _json(dialect.error(refusal), refusal.status, _error_headers(refusal))
+
+    def _address(self, root: str, name: str, headers: Mapping[str, str]) -> Address:
+        """The rollout of a path, if the caller has its key. Raises `Refusal`."""
+        scheme, _, token = headers.get("Authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        address = self._rollouts.get(name) if root == "rollouts" else None
+        key = self._nobody if address is None else address.key
+        same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
+        if address is None or not same:
+            raise Refusal(401, "The key does not open this address: use both of one rollout.", code="invalid_api_key")
+        return address
+
+
+class _Call:
+    """One request and its reply."""
+
+    def __init__(
+        self, request: web.Request, dialect: Dialect, asked: ModelRequest, conversations: Conversations
+    ) -> None:
+        self._request, self._dialect, self._asked, self._conversations = request, dialect, asked, conversations
+        self._id, self._created = secrets.token_hex(12), int(time.time())
+
+    async def answer(self) -> web.StreamResponse:
+        """The response. Raises `Refusal` as long as nothing of a stream was sent."""
+        headers = {"x-request-id": f"req_{self._id}"}
+        if self._asked.ignored:
+            headers["x-ignored-fields"] = ",".join(_UNSAFE.sub("_", name) for name in self._asked.ignored)[:4000]
+        if not self._asked.stream:
+            completion = await self._conversations.answer(self._asked, self._id)
+            return _json(self._dialect.reply(self._asked, completion, self._id, self._created), 200, headers)
+        headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        return await self._streamed(web.StreamResponse(headers=headers))
+
+    async def _streamed(self, response: web.StreamResponse) -> web.StreamResponse:
+        """Sampling may begin before the head is sent: an early refusal then has its own status."""
+        writer = self._dialect.stream(self._asked, self._id, self._created)
+        pieces: asyncio.Queue[JSON] = asyncio.Queue()
+        hook = pieces.put_nowait if "on_delta" in self._conversations.features else None
+        answering = asyncio.ensure_future(self._conversations.answer(self._asked, self._id, hook))
+        begun = False
+        try:
+            while not answering.done() or not pieces.empty():
+                delta = await _next_delta(pieces, answering)
+                if not begun and not (delta is None and answering.done()):
+                    await self._begin(response, writer)
+                    begun = True
+                if delta is None:
+                    if not answering.done():
+                        await self._write(response, writer.ping())
+                elif delta.restarted:
+                    raise Refusal(503, "The model's reply broke off in the middle.", code="server_error")
+                else:
+                    await self._write(response, _written(writer, delta))
+            completion: ChatCompletion = answering.result()
+            if not begun:
+                await self._begin(response, writer)
+                begun = True
+            await self._write(response, writer.end(completion))
+        except Refusal as refusal:
+            if not begun:
+                raise
+            await self._write(response, writer.failure(refusal))
+        finally:
+            if not answering.done():
+                answering.cancel()
+        await self._within(response.write_eof())
+        return response
+
+    async def _begin(self, response: web.StreamResponse, writer: ReplyStream) -> None:
+        await response.prepare(self._request)
+        await self._write(response, writer.begin())
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        if data:
+            await self._within(response.write(data))
+
+    async def _within(self, writing: Awaitable[None]) -> None:
+        """Close the connection of a client that does not take its reply."""
+        try:
+            async with asyncio.timeout(WRITE_S):
+                await writing
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise asyncio.CancelledError from None
+
+
+async def _next_delta(pieces: asyncio.Queue[JSON], answering: asyncio.Future[ChatCompletion]) -> JSON:
+    """The next piece of a reply; None after `PING_S` without one, or at the reply's end."""
+    if not pieces.empty():
+        return pieces.get_nowait()
+    waiting = asyncio.ensure_future(pieces.get())
+    try:
+        await asyncio.wait([waiting, answering], timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result() if waiting.done() else None
+    finally:
+        waiting.cancel()
+
+
+def _written(writer: ReplyStream, delta: JSON) -> bytes:
+    if delta.index:
+        return b""
+    reasoning = writer.reasoning(delta.reasoning) if delta.reasoning else b""
+    return reasoning + (writer.text(delta.content) if delta.content else b"")
+
+
+async def _body(request: web.Request) -> dict[str, JSON]:
+    """The body as a JSON object, within its bounds. Raises `Refusal`."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise Refusal(413, f"The body is longer than {MAX_BODY_BYTES} bytes.") from None
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise Refusal(400, f"The body is not JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, "The body is not a JSON object.")
+    return body
+
+
+def _models(*, single: bool) -> web.Response:
+    model = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "owned_by": "palaestra"}
+    model |= {"created": 0, "created_at": "1970-01-01T00:00:00Z"}  # type: ignore[dict-item]
+    listed = {"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    return _json(model if single else listed)
+
+
+def _json(body: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type="application/json")
+
+
+def _error_headers(refusal: Refusal) -> dict[str, str]:
+    headers = {"x-should-retry": "true" if refusal.status in (429, 503) else "false"}
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if refusal.status == 429:
+        headers["Retry-After"] = "1"
+    return headers

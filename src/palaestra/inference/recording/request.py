@@ -1,0 +1,254 @@
+"""The internal form of a request to the recording endpoint, whatever its dialect, and the refusals. No I/O.
+
+Messages and tools are in the shape of OpenAI's chat completions, as everywhere in this package. A field of a request is
+used, refused (`Refusal`), or named in `ModelRequest.ignored`: none is dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from palaestra.core.types import JSON, Message
+from palaestra.inference.engine import ChatCompletion, ToolCallMessage
+
+MOST_CHOICES = 16
+"""The most replies to one request (`n`)."""
+
+
+class Refusal(Exception):
+    """A request that is answered with an error. `status` is HTTP's, `param` the field, `code` OpenAI's short name."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+@dataclass(slots=True)
+class ModelRequest:
+    """One request. `settings` are sampling settings in OpenAI's names. `prompt` is the text of a legacy completion,
+    which has no messages. `ignored` names the fields without an effect; `echo` are fields that the reply repeats."""
+
+    model: str
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, JSON]] = field(default_factory=list)
+    settings: dict[str, JSON] = field(default_factory=dict)
+    n: int = 1
+    stream: bool = False
+    stream_usage: bool = True
+    prompt: str | None = None
+    ignored: list[str] = field(default_factory=list)
+    echo: dict[str, JSON] = field(default_factory=dict)
+    instructions: str | None = None
+    """The system message of this request alone, which a reply that continues it does not inherit."""
+    continues: str | None = None
+    """The id of the reply that the messages continue, for a dialect whose server keeps conversations."""
+    freeform: frozenset[str] = frozenset()
+    """Tools whose argument is one text, which are offered as functions with the parameter `input`."""
+
+
+class ReplyStream(Protocol):
+    """Writes one reply as server-sent events. `end` gets the whole reply and writes what is left of it."""
+
+    def begin(self) -> bytes: ...
+
+    def text(self, text: str) -> bytes: ...
+
+    def reasoning(self, text: str) -> bytes: ...
+
+    def end(self, completion: ChatCompletion) -> bytes: ...
+
+    def ping(self) -> bytes:
+        """An event without meaning, which keeps the connection alive."""
+
+    def failure(self, refusal: Refusal) -> bytes: ...
+
+
+class Dialect(Protocol):
+    """One API that agents speak. `features` are those of the engine (`ChatServer.features`)."""
+
+    def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
+        """Raises `Refusal`."""
+
+    def reply(self, request: ModelRequest, completion: ChatCompletion, reply_id: str, created: int) -> JSON: ...
+
+    def stream(self, request: ModelRequest, reply_id: str, created: int) -> ReplyStream: ...
+
+    def error(self, refusal: Refusal) -> JSON: ...
+
+
+SAMPLING = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "stop", "seed", "max_tokens", "presence_penalty"),
+        *("frequency_penalty", "repetition_penalty", "chat_template_kwargs", "stop_token_ids", "min_tokens"),
+    }
+)
+"""Fields that go to the engine as they are."""
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 10.0),
+}
+_COUNTS: Mapping[str, int] = {"max_tokens": 1, "min_tokens": 0, "top_k": -1}
+
+
+def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
+    """The sampling settings of a request. Raises `Refusal` for values that no engine takes."""
+    settings = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    for name, value in settings.items():
+        if name in _RANGES:
+            least, most = _RANGES[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise invalid(name, f"{name} must be a number from {least:g} to {most:g}")
+        elif name in _COUNTS and (isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]):
+            raise invalid(name, f"{name} must be a whole number of at least {_COUNTS[name]}")
+        elif name == "seed" and (isinstance(value, bool) or not isinstance(value, int)):
+            raise invalid(name, "seed must be a whole number")
+        elif name == "stop" and not _is_text_or_texts(value):
+            raise invalid(name, "stop must be a text or a list of texts")
+        elif name == "stop_token_ids" and not (isinstance(value, list) and all(type(each) is int for each in value)):
+            raise invalid(name, "stop_token_ids must be a list of token ids")
+        elif name == "chat_template_kwargs" and not isinstance(value, dict):
+            raise invalid(name, "chat_template_kwargs must be an object")
+    return settings
+
+
+def _is_text_or_texts(value: JSON) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return isinstance(texts, list) and len(texts) <= 16 and all(isinstance(text, str) and text for text in texts)
+
+
+def invalid(param: str, message: str) -> Refusal:
+    """The refusal of a field's value."""
+    return Refusal(400, message, param=param, code="invalid_value")
+
+
+def unsupported(param: str, what: str = "") -> Refusal:
+    """The refusal of a field that cannot be honoured here."""
+    reason = what or f"{param} is not supported by the model behind this endpoint"
+    return Refusal(400, reason, param=param, code="unsupported_parameter")
+
+
+def required(body: Mapping[str, JSON], name: str, kind: type | tuple[type, ...]) -> JSON:
+    """A field that a request must have. Raises `Refusal`."""
+    value = body.get(name)
+    if value is None:
+        raise Refusal(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+    if not isinstance(value, kind):
+        raise invalid(name, f"{name} has the wrong type")
+    return value
+
+
+def flag(body: Mapping[str, JSON], name: str) -> bool:
+    """A field that is true or false, false if it is missing. Raises `Refusal`."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(name, f"{name} must be true or false")
+    return bool(value)
+
+
+def ignored_fields(body: Mapping[str, JSON], known: Collection[str]) -> list[str]:
+    """The names of the fields that have a value and no effect."""
+    return sorted(name for name, value in body.items() if name not in known and value is not None)
+
+
+def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
+    """A list of objects. Raises `Refusal` for anything else."""
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise invalid(param, f"{param} must be a list of objects")
+    return value
+
+
+def text_field(item: Mapping[str, JSON], name: str, param: str) -> str:
+    """A text of an object. Raises `Refusal` if it is missing."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise invalid(f"{param}.{name}", f"{param}.{name} must be a text")
+    return value
+
+
+def function_tool(name: JSON, description: JSON, parameters: JSON, param: str) -> dict[str, JSON]:
+    """A tool in the shape of chat completions. Raises `Refusal`."""
+    if not isinstance(name, str) or not name:
+        raise invalid(param, f"{param} has no name")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid(param, f"the parameters of tool {name} must be a JSON schema")
+    function: dict[str, JSON] = {"name": name}
+    if isinstance(description, str):
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def content_parts(
+    content: JSON, param: str, features: Collection[str], part: Callable[[Mapping[str, JSON], str], JSON]
+) -> JSON:
+    """Content in the shape of chat completions: text, or a list of parts if there are images. `part` translates a part
+    that is not text to one of an image; it raises `Refusal` for others. Without the feature `images`, images are
+    refused."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[JSON] = []
+    for number, each in enumerate(items_of(content, param)):
+        if isinstance(each.get("text"), str):
+            texts.append({"type": "text", "text": each["text"]})
+            continue
+        image = part(each, f"{param}[{number}]")
+        if "images" not in features:
+            raise unsupported(f"{param}[{number}]", "The model behind this endpoint does not accept images.")
+        texts.append(image)
+    if all(each["type"] == "text" for each in texts):
+        return "".join(each["text"] for each in texts) if len(texts) < 2 else "\n".join(each["text"] for each in texts)
+    return texts
+
+
+def one_system_message(messages: list[Message]) -> list[Message]:
+    """The system messages at the beginning as one: templates know at most one."""
+    leading = 0
+    while leading < len(messages) and messages[leading]["role"] == "system":
+        leading += 1
+    if leading < 2:
+        return messages
+    joined = "\n\n".join(str(message["content"]) for message in messages[:leading])
+    return [{"role": "system", "content": joined}, *messages[leading:]]
+
+
+def choose_tools(request: ModelRequest, choice: JSON, features: Collection[str]) -> None:
+    """Apply `tool_choice` in OpenAI's shape: `none` withdraws the tools; what forces a call goes to engines that can.
+    Raises `Refusal`."""
+    if choice in (None, "auto"):
+        return
+    if choice == "none":
+        request.tools = []
+        return
+    if "tool_choice" not in features:
+        raise unsupported("tool_choice", "The model behind this endpoint cannot be forced to call a tool: use auto.")
+    request.settings["tool_choice"] = choice
+
+
+def as_object(arguments: str) -> dict[str, JSON]:
+    """The arguments of a call as an object, for dialects that have no other form; malformed ones stay readable."""
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"malformed_arguments": arguments}
+
+
+def freeform_text(call: ToolCallMessage) -> str:
+    """The text of a call of a free-form tool: its `input`, or the arguments as they are if they have none."""
+    value = as_object(call.function.arguments).get("input")
+    return value if isinstance(value, str) else call.function.arguments
+
+
+def event(data: JSON, name: str = "") -> bytes:
+    """One server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return b"".join((head, b"data: ", msgspec.json.encode(data), b"\n\n"))

@@ -1,0 +1,88 @@
+"""Token-exact continuations of text: prompts in, texts out, and every token of them in a ledger.
+
+A prompt that begins with the prompt and the text of an earlier call continues its tokens; any other opens a segment.
+A text that ended with a stop token cannot be continued: the token is in the ledger and not in the text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+
+from palaestra.core.clock import Clock
+from palaestra.core.types import JSON
+from palaestra.inference.engine import CompletionUsage, TextChoice, TextCompletion, TokenEngine
+from palaestra.inference.ledger import Ledger, SegmentReason
+from palaestra.inference.token_exact.replies import sample
+from palaestra.inference.tokenizers import Tokenizer
+
+_KEPT_TEXTS = 64
+
+
+@dataclass(slots=True)
+class _Text:
+    """A segment and its text so far. `open`: it did not end with a stop token."""
+
+    segment: int
+    text: str
+    open: bool
+    busy: bool = False
+
+
+class ManagedText:
+    """The texts of one rollout. `segments` are appended to the caller's list; `branch` is the conversation's number."""
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: Tokenizer,
+        ledger: Ledger,
+        segments: list[int],
+        branch: int,
+        stop_ids: Sequence[int],
+        clock: Clock,
+    ) -> None:
+        self._engine, self._tokenizer, self._ledger, self._clock = engine, tokenizer, ledger, clock
+        self._segments, self._branch, self.stop_ids = segments, branch, stop_ids
+        self._texts: list[_Text] = []
+
+    async def complete(self, prompt: str, settings: Mapping[str, JSON], opens: SegmentReason) -> TextCompletion:
+        """One continuation. `opens` is the reason of a segment that begins. Raises `EngineError`."""
+        known = self._continued(prompt)
+        fresh = prompt if known is None else prompt[len(known.text) :]
+        delta = array("i", self._tokenizer.encode(fresh, add_special_tokens=known is None))
+        if known is not None:
+            known.busy = True
+        try:
+            sent = self._ledger.prompt(None if known is None else known.segment, delta)
+            prompt_tokens = len(sent)
+            vocabulary = len(self._tokenizer) if isinstance(self._tokenizer, Sized) else None
+            pieces = await sample(self._engine, sent, settings, vocabulary, self._clock)
+            ids = [number for piece in pieces for number in piece.sampled.ids]
+            stopped = bool(ids) and ids[-1] in self.stop_ids
+            text = self._tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=False)
+            if known is None:
+                known = _Text(self._ledger.open(opens, self._branch), prompt, True)
+                self._segments.append(known.segment)
+                self._texts = [*self._texts[-_KEPT_TEXTS + 1 :], known]
+            self._ledger.append(known.segment, delta, pieces)
+            known.text, known.open = prompt + text, not stopped
+        finally:
+            if known is not None:
+                known.busy = False
+        finish_reason = pieces[-1].sampled.finish_reason
+        return TextCompletion(
+            id=f"{self._ledger.turns[-1].number}",
+            model=self._engine.name,
+            choices=[TextChoice(text=text, finish_reason=finish_reason)],
+            usage=CompletionUsage(
+                prompt_tokens=prompt_tokens, completion_tokens=len(ids), total_tokens=prompt_tokens + len(ids)
+            ),
+        )
+
+    def _continued(self, prompt: str) -> _Text | None:
+        for each in reversed(self._texts):
+            if each.open and not each.busy and prompt.startswith(each.text):
+                return each
+        return None
