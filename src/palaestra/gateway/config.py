@@ -82,6 +82,7 @@ class GatewayConfig(Settings):
     max_message_bytes: int = setting(1 << 20, "A longer text is refused with an answer that says so.", ge=1000)
     max_attachment_bytes: int = setting(20 << 20, "A larger file is refused with an answer that says so.", ge=0)
     max_queued: int = setting(50, "Messages of one session that may wait; further ones are refused.", ge=1)
+    model_sees_images: bool = setting(False, "Whether images are also part of the message to the model.")
     approval_timeout_s: float = setting(300.0, "Seconds to wait for /approve; then the command is not run.", gt=0)
 
     @classmethod

@@ -1,0 +1,45 @@
+"""The commands that people write in a chat, such as `/stop`. Another text that begins with a slash is for the model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+COMMANDS = {
+    "help": "show this list",
+    "stop": "interrupt the turn that runs in this chat",
+    "new": "begin a new session (also /reset)",
+    "retry": "answer the last message again",
+    "undo": "forget the last message and its answer",
+    "status": "show what runs here and what waits",
+    "approve": "allow the command that was asked about: /approve, /approve session or always for all of its kind",
+    "deny": "do not allow it",
+}
+ALIASES = {"reset": "new", "start": "help"}
+AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny"})
+"""Commands that do not wait for the turn that runs."""
+
+_COMMAND = re.compile(r"/([a-z]+)(?:@\w+)?(?:\s+(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCommand:
+    name: str
+    argument: str = ""
+
+    @property
+    def at_once(self) -> bool:
+        return self.name in AT_ONCE
+
+
+def parse(text: str) -> ChatCommand | None:
+    """The command in a message, or None for a message to the model."""
+    found = _COMMAND.fullmatch(text.strip()) if len(text) < 1000 else None
+    if found is None:
+        return None
+    name = ALIASES.get(found[1], found[1])
+    return ChatCommand(name, (found[2] or "").strip()) if name in COMMANDS else None
+
+
+def help_text() -> str:
+    return "\n".join(f"/{name}: {what}" for name, what in COMMANDS.items())

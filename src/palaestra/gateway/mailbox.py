@@ -1,0 +1,458 @@
+"""The mailbox: every message that came in and every one that goes out, in one SQLite file of the gateway's folder.
+
+Invariants: a message is in the file before the platform is told that it arrived; the answers to it and the fact that it
+is answered are one transaction; an outgoing message leaves the file only when the platform has it. So a gateway that is
+killed at any moment loses no message, and starts no turn twice for one.
+
+All calls run in one thread, which commits what has arrived meanwhile together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from palaestra.core.errors import ConfigError, DiskError
+from palaestra.gateway.platform import Address, Answers, Attachment, Incoming
+
+T = TypeVar("T")
+
+VERSION = 1
+KEPT_S = 30 * 86_400.0
+"""How long the ids of answered messages are kept, so that one that comes again is recognised."""
+CODE_VALID_S = 3600.0
+_CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
+_MOST_CODES = 50
+
+_TABLES = """
+create table incoming (
+  id integer primary key autoincrement, platform text not null, chat_id text not null, message_id text not null,
+  session_key text not null, user_id text not null, body blob, received_at real not null, done integer not null,
+  conversation text not null default '',
+  unique (platform, chat_id, message_id));
+create index waiting on incoming (session_key, id) where done = 0;
+create index by_user on incoming (platform, user_id, received_at);
+create table outgoing (
+  id integer primary key autoincrement, key text not null unique, platform text not null, chat text not null, body blob,
+  state text not null, note text not null default '', created_at real not null);
+create index unsent on outgoing (chat, id) where state in ('waiting', 'sending');
+create table costs (platform text not null, user_id text not null, at real not null, cost real not null);
+create index costs_by_user on costs (platform, user_id, at);
+create table users (platform text not null, user_id text not null, name text not null, since real not null,
+  primary key (platform, user_id));
+create table codes (code text primary key, platform text not null, user_id text not null, name text not null,
+  made_at real not null);
+create table sessions (
+  key text primary key, conversation text not null, address text not null, last_used real not null);
+create table jobs (
+  id text primary key, body blob not null);
+create table job_runs (job_id text not null, due real not null, state text not null, primary key (job_id, due));
+"""
+
+Decision: TypeAlias = Literal["taken", "duplicate", "limited", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to send: `text`, or a file. `key` names it for ever."""
+
+    key: str
+    address: Address
+    text: str = ""
+    file: Attachment | None = None
+    answers: Answers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """An outgoing message in the file. With `started`, an earlier gateway was killed while it was being sent."""
+
+    id: int
+    message: Outgoing
+    started: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of a message: its `row` if it was taken; for `limited`, when the next one is taken."""
+
+    decision: Decision
+    row: int = 0
+    until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """A session: the conversation that it has now, where it is, and when it was used, in seconds since the epoch."""
+
+    key: str
+    conversation: str
+    address: Address
+    last_used: float
+
+
+@dataclass(slots=True)
+class _Work(Generic[T]):
+    do: Callable[[sqlite3.Connection], T]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[T]
+
+
+class Mailbox:
+    """The file at `path`, which is created if it is missing. Raises `ConfigError` for a file of another program."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._queue: queue.SimpleQueue[_Work[object] | None] = queue.SimpleQueue()
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
+        try:
+            _prepare(self._connection, path)
+        except BaseException:
+            self._connection.close()
+            raise
+        self._thread = threading.Thread(target=self._work, name="mailbox", daemon=True)
+        self._thread.start()
+
+    async def aclose(self) -> None:
+        """Finish what was begun and close the file. Idempotent."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._connection.close()
+
+    async def do(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` in a transaction; returns when it is on the disk. Raises `DiskError`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._queue.put(_Work(work, loop, future))  # type: ignore[arg-type]
+        return await asyncio.shield(future)
+
+    # Messages that come in
+
+    async def take(
+        self, message: Incoming, session_key: str, now: float, *, done: bool = False, most_per_hour: int = 0,
+        most_waiting: int = 0,
+    ) -> Receipt:  # fmt: skip
+        """Add a message, unless it was added before, its sender is over the limit or the session has too many that
+        wait. With `done` it only is remembered. A limit of 0 is none."""
+        address = message.address
+
+        def work(connection: sqlite3.Connection) -> Receipt:
+            identity = (address.platform, _place(address), message.message_id)
+            known = connection.execute(
+                "select 1 from incoming where platform = ? and chat_id = ? and message_id = ?", identity
+            )
+            if known.fetchone():
+                return Receipt("duplicate")
+            if most_per_hour:
+                recent = connection.execute(
+                    "select received_at from incoming where platform = ? and user_id = ? and received_at > ?"
+                    " order by received_at desc limit 1 offset ?",
+                    (address.platform, message.user_id, now - 3600, most_per_hour - 1),
+                ).fetchone()
+                if recent:
+                    return Receipt("limited", until=recent[0] + 3600)
+            if most_waiting:
+                count = connection.execute(
+                    "select count(*) from incoming where session_key = ? and done = 0", (session_key,)
+                ).fetchone()[0]
+                if count >= most_waiting:
+                    return Receipt("full")
+            row = connection.execute(
+                "insert into incoming (platform, chat_id, message_id, session_key, user_id, body, received_at, done)"
+                " values (?, ?, ?, ?, ?, ?, ?, ?)",
+                (*identity, session_key, message.user_id, None if done else _encode(message), now, int(done)),
+            ).lastrowid
+            return Receipt("taken", row or 0)
+
+        return await self.do(work)
+
+    async def waiting(self) -> list[tuple[int, str]]:
+        """Row and session key of every message that is not answered, oldest first."""
+        return await self.do(
+            lambda connection: connection.execute(
+                "select id, session_key from incoming where done = 0 order by id"
+            ).fetchall()
+        )
+
+    async def load(self, row: int) -> Incoming:
+        body = await self.do(
+            lambda connection: connection.execute("select body from incoming where id = ?", (row,)).fetchone()[0]
+        )
+        return msgspec.msgpack.decode(body, type=Incoming)
+
+    async def finish(
+        self, row: int, message: Incoming, answers: Sequence[Outgoing], now: float, cost: float = 0.0
+    ) -> None:
+        """Record in one transaction that a message is answered, its answers, and what its turn cost."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            if connection.execute(
+                "update incoming set done = 1, body = null where id = ? and done = 0", (row,)
+            ).rowcount:
+                _post(connection, answers, now)
+                if cost:
+                    user = (message.address.platform, message.user_id)
+                    connection.execute("insert into costs values (?, ?, ?, ?)", (*user, now, cost))
+
+        await self.do(work)
+
+    async def cost_since(self, platform: str, user_id: str, since: float) -> float:
+        query = "select coalesce(sum(cost), 0) from costs where platform = ? and user_id = ? and at > ?"
+        values = (platform, user_id, since)
+        return float(await self.do(lambda connection: connection.execute(query, values).fetchone()[0]))
+
+    # Messages that go out
+
+    async def post(self, messages: Sequence[Outgoing], now: float) -> None:
+        """Add messages to send. One whose key is known is not added again."""
+        await self.do(lambda connection: _post(connection, messages, now))
+
+    async def chats_to_send_to(self) -> list[Address]:
+        rows = await self.do(
+            lambda connection: connection.execute(
+                "select distinct chat from outgoing where state in ('waiting', 'sending')"
+            ).fetchall()
+        )
+        return [_address(chat) for (chat,) in rows]
+
+    async def next_unsent(self, address: Address) -> Unsent | None:
+        """The oldest message for a chat that was not sent."""
+        row = await self.do(
+            lambda connection: connection.execute(
+                "select id, body, state from outgoing where chat = ? and state in ('waiting', 'sending')"
+                " order by id limit 1",
+                (_chat(address),),
+            ).fetchone()
+        )
+        return (
+            None if row is None else Unsent(row[0], msgspec.msgpack.decode(row[1], type=Outgoing), row[2] != "waiting")
+        )
+
+    async def count_unsent(self, address: Address) -> int:
+        query = "select count(*) from outgoing where chat = ? and state in ('waiting', 'sending')"
+        return int(await self.do(lambda connection: connection.execute(query, (_chat(address),)).fetchone()[0]))
+
+    async def begin_send(self, number: int) -> None:
+        await self.do(
+            lambda connection: connection.execute("update outgoing set state = 'sending' where id = ?", (number,))
+        )
+
+    async def undo_begin_send(self, number: int) -> None:
+        """Record that the platform did not take the message."""
+        await self.do(
+            lambda connection: connection.execute("update outgoing set state = 'waiting' where id = ?", (number,))
+        )
+
+    async def end_send(self, number: int, state: Literal["sent", "refused"], note: str = "") -> None:
+        """Record the end of a message: it is sent, or refused with the reason. The text of a refused one is kept."""
+        query = (
+            "update outgoing set state = ?, note = ?, body = case when ? = 'sent' then null else body end where id = ?"
+        )
+        await self.do(lambda connection: connection.execute(query, (state, note, state, number)))
+
+    async def refused(self) -> list[tuple[Outgoing, str]]:
+        """The messages that a platform refused, with the reason."""
+        rows = await self.do(
+            lambda connection: connection.execute("select body, note from outgoing where state = 'refused'").fetchall()
+        )
+        return [(msgspec.msgpack.decode(body, type=Outgoing), note) for body, note in rows]
+
+    # People
+
+    async def is_paired(self, platform: str, user_id: str) -> bool:
+        query = "select 1 from users where platform = ? and user_id = ?"
+        return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).fetchone()))
+
+    async def pairing_code(self, platform: str, user_id: str, name: str, now: float) -> str | None:
+        """A new code for a person, None if they got one that is valid still, or if too many people have one."""
+
+        def work(connection: sqlite3.Connection) -> str | None:
+            connection.execute("delete from codes where made_at < ? or made_at > ?", (now - CODE_VALID_S, now))
+            count, own = connection.execute(
+                "select count(*), coalesce(sum(platform = ? and user_id = ?), 0) from codes", (platform, user_id)
+            ).fetchone()
+            if own or count >= _MOST_CODES:
+                return None
+            code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(8))
+            connection.execute("insert into codes values (?, ?, ?, ?, ?)", (code, platform, user_id, name, now))
+            return code
+
+        return await self.do(work)
+
+    async def pair(self, code: str, now: float) -> tuple[str, str, str]:
+        """Allow the person who got `code`; returns platform, user id and name. Raises `ConfigError`."""
+
+        def work(connection: sqlite3.Connection) -> tuple[str, str, str] | None:
+            found = connection.execute(
+                "select platform, user_id, name from codes where code = ? and made_at >= ?",
+                (code.strip().upper(), now - CODE_VALID_S),
+            ).fetchone()
+            if found is None:
+                return None
+            connection.execute("insert or replace into users values (?, ?, ?, ?)", (*found, now))
+            connection.execute("delete from codes where code = ?", (code.strip().upper(),))
+            return found[0], found[1], found[2]
+
+        paired = await self.do(work)
+        if paired is None:
+            raise ConfigError(f"the code {code!r} is unknown or older than an hour; ask the person for a new one")
+        return paired
+
+    async def users(self) -> list[tuple[str, str, str]]:
+        """Platform, user id and name of every paired person."""
+        return await self.do(
+            lambda connection: connection.execute("select platform, user_id, name from users order by since").fetchall()
+        )
+
+    async def unpair(self, platform: str, user_id: str) -> bool:
+        """Allow a person no longer; whether they were paired."""
+        query = "delete from users where platform = ? and user_id = ?"
+        return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).rowcount))
+
+    # Sessions
+
+    async def session(self, key: str) -> SessionRow | None:
+        query = "select key, conversation, address, last_used from sessions where key = ?"
+        row = await self.do(lambda connection: connection.execute(query, (key,)).fetchone())
+        return None if row is None else _session(row)
+
+    async def sessions(self) -> list[SessionRow]:
+        query = "select key, conversation, address, last_used from sessions"
+        return [_session(row) for row in await self.do(lambda connection: connection.execute(query).fetchall())]
+
+    async def use_session(self, session: SessionRow) -> None:
+        """Record which conversation a session has."""
+        await self.do(lambda connection: _use_session(connection, session))
+
+    async def conversation_of(self, row: int) -> str:
+        """The conversation in which the answer to a message was begun; empty if it was not."""
+        query = "select conversation from incoming where id = ?"
+        return str(await self.do(lambda connection: connection.execute(query, (row,)).fetchone()[0]))
+
+    async def begin(self, row: int, session: SessionRow) -> None:
+        """Record in one transaction that a session is used, and in which conversation a message is answered."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            _use_session(connection, session)
+            connection.execute("update incoming set conversation = ? where id = ?", (session.conversation, row))
+
+        await self.do(work)
+
+    async def prune(self, now: float) -> None:
+        """Forget what is answered and sent for longer than `KEPT_S`."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            old = (now - KEPT_S,)
+            connection.execute("delete from incoming where done = 1 and received_at < ?", old)
+            connection.execute("delete from outgoing where state in ('sent', 'refused') and created_at < ?", old)
+            connection.execute("delete from costs where at < ?", old)
+
+        await self.do(work)
+
+    def _work(self) -> None:
+        while (first := self._queue.get()) is not None:
+            batch, ended = [first], False
+            while not self._queue.empty() and len(batch) < 256:
+                more = self._queue.get()
+                if more is None:
+                    ended = True
+                    break
+                batch.append(more)
+            self._commit(batch)
+            if ended:
+                return
+
+    def _commit(self, batch: Sequence[_Work[object]]) -> None:
+        results: list[tuple[_Work[object], object, BaseException | None]] = []
+        try:
+            self._connection.execute("begin immediate")
+            for work in batch:
+                self._connection.execute("savepoint one")
+                try:
+                    results.append((work, work.do(self._connection), None))
+                    self._connection.execute("release one")
+                except Exception as error:
+                    self._connection.execute("rollback to one")
+                    results.append((work, None, error))
+            self._connection.execute("commit")
+        except sqlite3.Error as error:
+            if self._connection.in_transaction:
+                self._connection.execute("rollback")
+            failure = DiskError(f"cannot write {self.path}: {error}. What was written before is kept")
+            results = [(work, None, failure) for work in batch]
+        for work, result, problem in results:
+            work.loop.call_soon_threadsafe(_resolve, work.future, result, problem)
+
+
+def _resolve(future: asyncio.Future[object], result: object, problem: BaseException | None) -> None:
+    if not future.done():
+        if problem is None:
+            future.set_result(result)
+        else:
+            future.set_exception(problem)
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    try:
+        connection.execute("pragma journal_mode = wal")
+        connection.execute("pragma synchronous = full")
+        connection.execute("begin immediate")
+        version = connection.execute("pragma user_version").fetchone()[0]
+        tables = connection.execute("select count(*) from sqlite_master").fetchone()[0]
+        if version == 0 and tables == 0:
+            for statement in _TABLES.split(";"):
+                connection.execute(statement)
+            connection.execute(f"pragma user_version = {VERSION}")
+        connection.execute("commit")
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path} is not a mailbox of the gateway: {error}; name another folder with --home") from None
+    if version not in (0, VERSION) or (version == 0 and tables):
+        raise ConfigError(
+            f"{path} has version {version}; this version reads {VERSION}. Name another folder with --home"
+        )
+
+
+def _post(connection: sqlite3.Connection, messages: Sequence[Outgoing], now: float) -> None:
+    for message in messages:
+        connection.execute(
+            "insert or ignore into outgoing (key, platform, chat, body, state, created_at)"
+            " values (?, ?, ?, ?, 'waiting', ?)",
+            (message.key, message.address.platform, _chat(message.address), _encode(message), now),
+        )
+
+
+def _use_session(connection: sqlite3.Connection, session: SessionRow) -> None:
+    values = (session.key, session.conversation, _chat(session.address), session.last_used)
+    connection.execute("insert or replace into sessions values (?, ?, ?, ?)", values)
+
+
+def _encode(message: Incoming | Outgoing) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def _place(address: Address) -> str:
+    return f"{address.chat_id}\0{address.thread_id}" if address.thread_id else address.chat_id
+
+
+def _chat(address: Address) -> str:
+    return msgspec.json.encode(address).decode()
+
+
+def _address(chat: str) -> Address:
+    return msgspec.json.decode(chat, type=Address)
+
+
+def _session(row: Sequence[str | float]) -> SessionRow:
+    return SessionRow(str(row[0]), str(row[1]), _address(str(row[2])), float(row[3]))

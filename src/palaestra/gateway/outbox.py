@@ -1,0 +1,115 @@
+"""Send what the mailbox holds: each chat's messages in order, again until the platform has them.
+
+A platform that does not answer is asked again, at most every minute, for as long as the gateway runs; the messages stay
+in the mailbox. One that the platform refuses is kept there with the reason and reported to the home channel.
+
+A gateway that is killed between sending a message and recording it sends it again. With a platform that takes keys
+(`Limits.idempotent`) people see it once; with others the second one begins with `SENT_AGAIN`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import TypeAlias
+
+from palaestra.core.clock import Clock
+from palaestra.core.errors import PlatformRefused, PlatformUnavailable
+from palaestra.gateway.long_replies import size
+from palaestra.gateway.mailbox import Mailbox, Outgoing, Unsent
+from palaestra.gateway.platform import Address, Platform
+
+logger = logging.getLogger(__name__)
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+SENT_AGAIN = "(The gateway restarted and may have sent this before.)\n"
+
+OnRefused: TypeAlias = Callable[[Outgoing, str], Awaitable[None]]
+Start: TypeAlias = Callable[[Coroutine[None, None, None], str], None]
+
+
+class Outbox:
+    """Sends messages of `mailbox` in tasks that `start` starts. `on_refused` gets what a platform refuses, with the
+    reason."""
+
+    def __init__(
+        self, mailbox: Mailbox, platforms: Mapping[str, Platform], on_refused: OnRefused, start: Start, clock: Clock
+    ) -> None:
+        self._start = start
+        self._mailbox, self._platforms, self._on_refused, self._clock = mailbox, platforms, on_refused, clock
+        self._sending: dict[Address, asyncio.Event] = {}
+        self._again = asyncio.Event()
+
+    async def resume(self) -> None:
+        """Send what an earlier gateway left."""
+        for address in await self._mailbox.chats_to_send_to():
+            self.wake(address)
+
+    def wake(self, address: Address) -> None:
+        """Send what there is for a chat."""
+        if address.platform not in self._platforms:
+            return  # it is not connected any more; its messages wait in the mailbox
+        if address in self._sending:
+            self._sending[address].set()
+            return
+        self._sending[address] = asyncio.Event()
+        self._start(self._send_all(address), f"send to {address.platform}")
+
+    def retry_now(self) -> None:
+        """Try again at once: a platform is connected again."""
+        self._again.set()
+        self._again = asyncio.Event()
+
+    async def _send_all(self, address: Address) -> None:
+        more, failures = self._sending[address], 0
+        try:
+            while True:
+                more.clear()
+                unsent = await self._mailbox.next_unsent(address)
+                if unsent is None:
+                    if more.is_set():
+                        continue
+                    return
+                try:
+                    await self._send(self._platforms[address.platform], unsent)
+                    failures = 0
+                except PlatformUnavailable as error:
+                    failures += 1
+                    await self._mailbox.undo_begin_send(unsent.id)
+                    await self._wait(address, failures, error)
+                except PlatformRefused as error:
+                    logger.warning("%s refuses a message: %s", address.platform, error)
+                    await self._mailbox.end_send(unsent.id, "refused", str(error))
+                    await self._on_refused(unsent.message, str(error))
+        finally:
+            del self._sending[address]
+
+    async def _send(self, platform: Platform, unsent: Unsent) -> None:
+        message, limits = unsent.message, platform.limits
+        if not limits.idempotent and not unsent.started:
+            await self._mailbox.begin_send(unsent.id)
+        if message.file is not None:
+            await platform.send_file(message.address, message.file, key=message.key, answers=message.answers)
+        else:
+            text = message.text
+            if unsent.started and not limits.idempotent and size(SENT_AGAIN + text, limits) <= limits.max_text:
+                text = SENT_AGAIN + text
+            await platform.send_text(message.address, text, key=message.key, answers=message.answers)
+        await self._mailbox.end_send(unsent.id, "sent")
+
+    async def _wait(self, address: Address, failures: int, error: PlatformUnavailable) -> None:
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, 10)) * random.uniform(0.8, 1.0)
+        if error.retry_after_s is not None:
+            wait_s = max(wait_s if failures > 1 else 0.0, error.retry_after_s)
+        log = logger.warning if failures == 1 else logger.info
+        log("%s: %s; trying again in %.1f s", address.platform, error, wait_s)
+        sleeping = asyncio.ensure_future(self._clock.sleep(wait_s))
+        again = asyncio.ensure_future(self._again.wait())
+        try:
+            await asyncio.wait((sleeping, again), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sleeping.cancel()
+            again.cancel()
+            await asyncio.gather(sleeping, again, return_exceptions=True)

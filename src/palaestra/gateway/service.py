@@ -1,0 +1,614 @@
+"""`Gateway`: takes messages from platforms, runs one turn after another in each session, and answers.
+
+It stands on the mailbox (every message is on the disk before it counts) and on conversations (`palaestra.chat`, whose
+journal answers a message once). Messages of one session are answered in their order; sessions do not wait for each
+other. Invariants: a message gets an answer or a refusal that says why, also when the gateway is killed meanwhile;
+`/stop` and the answer to a question reach only the session of the chat they were written in; a failure of one session
+or platform leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, tzinfo
+from typing import TypeVar
+
+from palaestra.chat.conversation import Conversation, People
+from palaestra.chat.events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
+from palaestra.chat.service import ChatService
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import ConfigError, PalaestraError, PlatformRefused, PlatformUnavailable
+from palaestra.core.types import JSON
+from palaestra.gateway import commands, files
+from palaestra.gateway.commands import ChatCommand
+from palaestra.gateway.config import GatewayConfig
+from palaestra.gateway.long_replies import split_reply
+from palaestra.gateway.mailbox import Mailbox, Outgoing, SessionRow
+from palaestra.gateway.outbox import Outbox
+from palaestra.gateway.platform import Address, Answers, Attachment, Incoming, Platform, session_key
+from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+TYPING_EVERY_S = 4.0
+SWEEP_EVERY_S = 60.0
+CLOSE_AFTER_S = 3600.0
+"""An open conversation without a sandbox is closed after this time; the next message opens it again."""
+LONGEST_RECONNECT_S = 60.0
+MOST_UNSENT = 500
+"""Messages for one chat that may wait to be sent; further turns of the chat wait for that."""
+STOP_PATIENCE_S = 10.0
+
+_CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
+
+
+@dataclass(slots=True)
+class _Session:
+    """A session of this process. `used_at` is monotonic seconds, None before its first message here. `message` is the
+    one that is being answered; `approval` and `question` wait for a person."""
+
+    key: str
+    address: Address
+    waiting: deque[int] = field(default_factory=deque)
+    running: bool = False
+    stopped: bool = False
+    used_at: float | None = None
+    conversation: Conversation | None = None
+    message: Incoming | None = None
+    doing: str = ""
+    approval: asyncio.Future[ApprovalAnswer] | None = None
+    question: asyncio.Future[str] | None = None
+
+
+@dataclass(slots=True)
+class _Answer:
+    texts: list[str]
+    files: list[Attachment] = field(default_factory=list)
+    cost: float = 0.0
+
+
+class Gateway:
+    """Use `running` to serve. `zone` is the time zone of daily resets, None for this machine's. The caller closes
+    `mailbox` and `chat`. Raises `ConfigError` for settings that do not fit together."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        platforms: Sequence[Platform],
+        mailbox: Mailbox,
+        chat: ChatService,
+        *,
+        clock: Clock | None = None,
+        zone: tzinfo | None = None,
+    ) -> None:
+        self.config, self.mailbox, self.chat = config, mailbox, chat
+        self.platforms: Mapping[str, Platform] = {platform.name: platform for platform in platforms}
+        if len(self.platforms) < len(platforms):
+            raise ConfigError("two platforms of the gateway have one name; give each its own")
+        if config.limits.cost_per_day and chat.settings.prices is None:
+            raise ConfigError("limits.cost_per_day needs the setting prices: what a million tokens cost")
+        self._clock = clock or SystemClock()
+        self._zone = zone
+        self._outbox = Outbox(mailbox, self.platforms, self._on_refused, self._start, self._clock)
+        self._sessions: dict[str, _Session] = {}
+        self._notices: asyncio.Queue[tuple[Address, str]] = asyncio.Queue()
+        self._background: list[asyncio.Task[None]] = []
+        self._tasks: asyncio.TaskGroup
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Gateway]:
+        """Serve while the block runs. Raises `PlatformRefused` for a wrong token when it starts.
+
+        At the end, turns that run are interrupted, and messages that wait are answered after the next start.
+        """
+        await self.mailbox.prune(self._clock.wall())
+        await self._recover()
+        async with asyncio.TaskGroup() as self._tasks:
+            try:
+                await self._outbox.resume()
+                await asyncio.gather(*(self._connect(platform) for platform in self.platforms.values()))
+                for row, key in await self.mailbox.waiting():
+                    message = await self.mailbox.load(row)
+                    if message.address.platform in self.platforms:
+                        self._enqueue(key, message.address, row)
+                self._start(self._post_notices(), "notices")
+                self._start(self._sweep(), "sweep")
+                yield self
+            finally:
+                await asyncio.shield(self._stop())
+
+    def _start(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = self._tasks.create_task(work, name=name)
+        self._background.append(task)
+        task.add_done_callback(self._background.remove)
+
+    async def _recover(self) -> None:
+        """Open the conversations whose sandboxes an earlier gateway left, so that the reports on their background
+        processes reach the chat and their resets end them."""
+        if not self.chat.lasting:
+            return
+        await self.chat.start()
+        for row in await self.mailbox.sessions():
+            if row.conversation and self.chat.store.find(row.conversation).settings.get("sandbox"):
+                session = self._session(row.key, row.address)
+                session.conversation = self._open(session, row.conversation, "")
+
+    async def _stop(self) -> None:
+        for platform in self.platforms.values():
+            try:
+                async with asyncio.timeout(STOP_PATIENCE_S):
+                    await platform.stop()
+            except Exception as error:  # of a client library: the other platforms are stopped all the same
+                logger.warning("%s was not stopped: %s: %s", platform.name, type(error).__name__, error)
+        for task in list(self._background):
+            task.cancel()
+
+    async def _connect(self, platform: Platform) -> None:
+        """Start a platform. One whose server does not answer is started in the background."""
+        try:
+            await platform.start(self.receive)
+        except PlatformUnavailable as error:
+            logger.warning("%s: %s; trying again until it answers", platform.name, error)
+            self._start(self._reconnect(platform), f"connect {platform.name}")
+
+    async def _reconnect(self, platform: Platform) -> None:
+        wait_s = 1.0
+        while True:
+            await self._clock.sleep(wait_s)
+            try:
+                await platform.start(self.receive)
+            except PlatformUnavailable:
+                wait_s = min(LONGEST_RECONNECT_S, wait_s * 2)
+            except PlatformRefused as error:
+                await self.notify(f"{platform.name} is not connected: {error}")
+                return
+            else:
+                self._outbox.retry_now()
+                return
+
+    # Messages
+
+    async def receive(self, message: Incoming) -> None:
+        """Take a message from a platform; returns when it is on the disk. Raises `DiskError`."""
+        key = session_key(message, per_user=self.config.group_sessions_per_user)
+        session = self._session(key, message.address)
+        now = self._clock.wall()
+        if not await self._is_allowed(message):
+            await self._turn_away(message, key, now)
+            return
+        if refusal := self._unusable(message):
+            await self._answer_now(message, key, refusal)
+            return
+        command = commands.parse(message.text)
+        if command is not None and command.at_once:
+            if (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
+                await self._say(message, await self._do_at_once(command, session))
+            return
+        if session.question is not None and command is None:
+            if (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
+                _settle(session.question, message.text)
+            return
+        limits = self.config.limits
+        if limits.cost_per_day and command is None:
+            spent = await self.mailbox.cost_since(message.address.platform, message.user_id, now - 86_400)
+            if spent >= limits.cost_per_day:
+                text = f"You have used ${spent:.2f} of ${limits.cost_per_day:.2f} in 24 hours; write again later."
+                await self._answer_now(message, key, text)
+                return
+        receipt = await self.mailbox.take(
+            message, key, now, most_per_hour=limits.messages_per_hour, most_waiting=self.config.max_queued
+        )
+        if receipt.decision == "taken":
+            self._enqueue(key, message.address, receipt.row)
+        elif receipt.decision == "limited":
+            minutes = max(1, round((receipt.until - now) / 60))
+            text = f"You have sent {limits.messages_per_hour} messages in an hour, which is the limit; "
+            await self._answer_now(message, key, f"{text}this one was not taken. Write again in {minutes} min.")
+        elif receipt.decision == "full":
+            text = f"{self.config.max_queued} messages wait here already; this one was not taken."
+            await self._answer_now(message, key, f"{text} Send it again later, or /stop the turn that runs.")
+
+    async def _is_allowed(self, message: Incoming) -> bool:
+        if message.trusted:
+            return True
+        platform = message.address.platform
+        settings = self.config.platforms.get(platform)
+        allowed = settings.allowed_users if settings is not None else []
+        return "*" in allowed or message.user_id in allowed or await self.mailbox.is_paired(platform, message.user_id)
+
+    async def _turn_away(self, message: Incoming, key: str, now: float) -> None:
+        """Answer a stranger with a code, in a chat of two only; in a group they are not answered."""
+        address = message.address
+        logger.warning("%s: a message of user %s, who is not allowed, was not taken", address.platform, message.user_id)
+        receipt = await self.mailbox.take(message, key, now, done=True)
+        if address.chat_type != "dm" or receipt.decision != "taken":
+            return
+        code = await self.mailbox.pairing_code(address.platform, message.user_id, message.user_name, now)
+        if code is not None:
+            text = f"I do not know you yet. Ask the owner to run: palaestra gateway pair {code} (valid for an hour)."
+            await self._say(message, text)
+
+    def _unusable(self, message: Incoming) -> str:
+        """Why a message cannot be taken, or the empty string."""
+        size, most = len(message.text.encode("utf-8", "replace")), self.config.max_message_bytes
+        if message.problem:
+            return message.problem
+        if size > most:
+            return f"The message has {_mb(size)}, and at most {_mb(most)} are taken. Send it as a file, or in parts."
+        for file in message.attachments:
+            if len(file.data) > self.config.max_attachment_bytes:
+                most = self.config.max_attachment_bytes
+                return f"{file.name} has {_mb(len(file.data))}, and at most {_mb(most)} are taken; nothing was read."
+        if not message.text.strip() and not message.attachments:
+            return "The message is empty."
+        return ""
+
+    async def _answer_now(self, message: Incoming, key: str, text: str) -> None:
+        """Answer without a turn; a message that comes again is not answered again."""
+        if (await self.mailbox.take(message, key, self._clock.wall(), done=True)).decision == "taken":
+            await self._say(message, text)
+
+    def _session(self, key: str, address: Address) -> _Session:
+        return self._sessions.setdefault(key, _Session(key, address))
+
+    def _enqueue(self, key: str, address: Address, row: int) -> None:
+        session = self._session(key, address)
+        session.waiting.append(row)
+        if not session.running:
+            session.running = True
+            self._start(self._serve(session), f"session {key}")
+
+    async def _serve(self, session: _Session) -> None:
+        """Answer the messages that wait in a session."""
+        try:
+            while session.waiting:
+                message = await self.mailbox.load(session.waiting[0])
+                while await self.mailbox.count_unsent(message.address) >= MOST_UNSENT:
+                    await self._clock.sleep(1.0)
+                await self._answer(session, session.waiting[0], message)
+                session.waiting.popleft()
+        finally:
+            session.running = False
+
+    async def _answer(self, session: _Session, row: int, message: Incoming) -> None:
+        """One message: a command, or a turn of the agent. Records its answers."""
+        session.stopped, session.message = False, message
+        try:
+            notes = await self._begin(session, row, message)
+            command = commands.parse(message.text)
+            answer = await (self._turn(session, message) if command is None else self._do(command, session, message))
+            answer.texts[:0] = notes
+        except PalaestraError as error:
+            logger.warning("%s: %s", session.key, error)
+            answer = _Answer([f"This message could not be answered: {error}"])
+        except Exception:  # a bug: the other sessions continue
+            logger.exception("%s: a message could not be answered", session.key)
+            answer = _Answer(["This message could not be answered because of an internal error; the log has it."])
+            await self.notify(f"An internal error in session {session.key}; the log of the gateway has it.")
+        finally:
+            session.message = None
+        await self.mailbox.finish(row, message, self._outgoing(message, answer), self._clock.wall(), answer.cost)
+        self._outbox.wake(message.address)
+
+    def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
+        """The messages of an answer, at least one. Their keys derive from the message that is answered."""
+        address, limits = message.address, self.platforms[message.address.platform].limits
+        identity = f"{address.platform}\0{address.chat_id}\0{address.thread_id}\0{message.message_id}"
+        stem = hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:24]
+        texts = [*answer.texts]
+        small = [file for file in answer.files if len(file.data) <= limits.max_file_bytes]
+        large = [file for file in answer.files if len(file.data) > limits.max_file_bytes]
+        texts += [f"{file.name} has {_mb(len(file.data))}, more than {address.platform} takes." for file in large]
+        pieces = split_reply("\n\n".join(text.rstrip() for text in texts), limits)
+        if not pieces and not small:
+            pieces = ["(The model gave no answer.)"]
+        count = len(pieces) + len(small)
+        about = [Answers(message.message_id, last=number == count - 1) for number in range(count)]
+        sent = [Outgoing(f"{stem}-{n}", address, text, answers=about[n]) for n, text in enumerate(pieces)]
+        return sent + [
+            Outgoing(f"{stem}-{n}", address, file=file, answers=about[n]) for n, file in enumerate(small, len(pieces))
+        ]
+
+    # Sessions
+
+    async def _begin(self, session: _Session, row: int, message: Incoming) -> list[str]:
+        """Open the conversation of a message, a new one if the reset policy says so, and record that it is used.
+        Returns notes for the chat."""
+        notes: list[str] = []
+        now, monotonic = self._clock.wall(), self._clock.monotonic()
+        known = await self.mailbox.session(session.key)
+        current = await self.mailbox.conversation_of(row)  # not empty if the gateway was killed during this turn
+        if not current and known is not None:
+            reason = await self._reset_reason(session, known)
+            if reason is None:
+                current = known.conversation
+            else:
+                await self._end(session)
+                if self.config.reset_policy(session.address.platform, session.address.chat_type).notify:
+                    why = "nothing was written for long" if reason == "idle" else "a new day has begun"
+                    notes.append(f"(A new session: {why}.)")
+        conversation = session.conversation
+        if conversation is None or conversation.id != current:
+            session.conversation = conversation = self._open(session, current, message.user_id)
+        session.used_at = monotonic
+        await self.mailbox.begin(row, SessionRow(session.key, conversation.id, message.address, now))
+        return notes
+
+    async def _reset_reason(self, session: _Session, row: SessionRow) -> str | None:
+        """Why the session is to be reset, or None."""
+        policy = self.config.reset_policy(row.address.platform, row.address.chat_type)
+        now = self._clock.wall()
+        idle_s = now - row.last_used if session.used_at is None else self._clock.monotonic() - session.used_at
+        reason = policy.reason(idle_s, datetime.fromtimestamp(now, UTC).astimezone(self._zone))
+        if reason is None or not row.conversation:
+            return None
+        max_age_s = policy.bg_process_max_age_hours * 3600
+        return None if await self.chat.processes.has_active_for_session(session.key, max_age_s) else reason
+
+    def _open(self, session: _Session, conversation: str, user_id: str) -> Conversation:
+        """The stored conversation of that id, or a new one for an empty id."""
+        people = People(
+            approve=lambda request: self._ask_approval(session, request),
+            answer=lambda question, choices: self._ask_question(session, question, choices),
+            notice=lambda notice: self._notices.put_nowait((session.address, notice.text)),
+        )
+        if conversation:
+            return Conversation.open(self.chat, conversation, people)
+        prompt = "\n\n".join(each for each in (self.chat.settings.system_prompt, files.INSTRUCTIONS) if each)
+        user = f"{session.address.platform}:{user_id}"
+        return Conversation.begin(self.chat, people, key=session.key, user=user, system=prompt)
+
+    async def _end(self, session: _Session) -> None:
+        """Close the session's conversation with its sandbox and processes."""
+        row = await self.mailbox.session(session.key)
+        if session.conversation is None and row is not None and row.conversation:
+            session.conversation = self._open(session, row.conversation, "")
+        conversation, session.conversation = session.conversation, None
+        if conversation is not None:
+            if self.chat.lasting and conversation.record.settings.get("sandbox"):
+                await conversation.slot()  # that of an earlier gateway, which ends with the conversation
+            await conversation.close()
+
+    async def _sweep(self) -> None:
+        """End sessions whose policy says so, also when nobody writes, and close conversations that need nothing."""
+        while True:
+            await self._clock.sleep(SWEEP_EVERY_S)
+            for session in list(self._sessions.values()):
+                if session.running or session.conversation is None:
+                    continue
+                row = await self.mailbox.session(session.key)
+                if session.running or row is None:
+                    continue
+                if await self._reset_reason(session, row) and not session.running:
+                    await self._end(session)
+                elif self._needs_nothing(session):
+                    conversation, session.conversation = session.conversation, None
+                    await conversation.close()
+
+    def _needs_nothing(self, session: _Session) -> bool:
+        """Whether the session's conversation can be closed until the next message."""
+        idle_s = self._clock.monotonic() - (session.used_at or 0.0)
+        conversation = session.conversation
+        return (
+            not session.running and conversation is not None and not conversation.open_slot and idle_s > CLOSE_AFTER_S
+        )
+
+    # Turns
+
+    async def _turn(self, session: _Session, message: Incoming, again: JSON = None) -> _Answer:
+        """Let the agent answer a message, or `again` an earlier one's content."""
+        conversation = session.conversation
+        assert conversation is not None  # `_begin` opened it
+        if session.stopped:
+            return _Answer(["Stopped before it began."])
+        async with self._typing(message.address):
+            content = again if again is not None else await self._content(conversation, message)
+            ended = None
+            async with aclosing(conversation.send(content, message_id=message.message_id)) as events:
+                async for event in events:
+                    if isinstance(event, TurnEnded):
+                        ended = event
+                    else:
+                        await self._show(session, message, event)
+            session.doing = ""
+            assert ended is not None  # the last event of every turn
+            return await self._answer_of(session, conversation, message, ended)
+
+    async def _content(self, conversation: Conversation, message: Incoming) -> JSON:
+        text, address = message.text, message.address
+        if address.chat_type != "dm" and not self.config.group_sessions_per_user:
+            text = f"{message.user_name or message.user_id}: {text}"
+        lines: list[str] = []
+        if message.attachments and self.chat.store.turn_of(conversation.id, message.message_id) is None:
+            lines = await files.put_uploads(await conversation.slot(), message)
+        return files.message_content(text, message, lines, images=self.config.model_sees_images)
+
+    async def _show(self, session: _Session, message: Incoming, event: Event) -> None:
+        """Show what happens in a turn, where the platform can."""
+        platform = self.platforms[message.address.platform]
+        if isinstance(event, ToolBegun):
+            session.doing = f"{event.name}: {event.preview}"
+        elif isinstance(event, TextDelta):
+            session.doing = ""
+            if platform.limits.streams:
+                await platform.stream_text(message, event.text)
+
+    async def _answer_of(
+        self, session: _Session, conversation: Conversation, message: Incoming, ended: TurnEnded
+    ) -> _Answer:
+        limits = self.platforms[message.address.platform].limits
+        text, sent = await files.take_media(ended.text, conversation.open_slot, limits.max_file_bytes)
+        texts = [text] if text.strip() else []
+        if ended.outcome == INTERRUPTED:
+            texts.append("Stopped." if session.stopped else _CUT_OFF)
+        elif ended.outcome != NATURAL:
+            texts.append(f"(The turn ended early, {ended.outcome}: {ended.error}. /retry runs it again.)")
+        return _Answer(texts, sent, 0.0 if ended.replayed else ended.cost or 0.0)
+
+    @asynccontextmanager
+    async def _typing(self, address: Address) -> AsyncIterator[None]:
+        """Show that an answer is being written while the block runs."""
+        platform = self.platforms[address.platform]
+        if not platform.limits.typing:
+            yield
+            return
+
+        async def show() -> None:
+            while True:
+                await platform.set_typing(address, True)
+                await self._clock.sleep(TYPING_EVERY_S)
+
+        showing = asyncio.ensure_future(show())
+        try:
+            yield
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+            with contextlib.suppress(PlatformUnavailable, PlatformRefused):
+                await platform.set_typing(address, False)
+
+    # Commands
+
+    async def _do_at_once(self, command: ChatCommand, session: _Session) -> str:
+        match command.name:
+            case "help":
+                return commands.help_text()
+            case "stop":
+                return self._interrupt(session)
+            case "status":
+                return await self._status(session)
+            case _:
+                return _approve(command, session)
+
+    def _interrupt(self, session: _Session) -> str:
+        if not session.running:
+            return "Nothing runs in this chat."
+        session.stopped = True
+        if session.approval is not None:
+            _settle(session.approval, ApprovalAnswer.DENY)
+        if session.conversation is not None:
+            session.conversation.interrupt()
+        return "Stopping."
+
+    async def _status(self, session: _Session) -> str:
+        lines = ["No turn runs."]
+        if session.running:
+            lines = [f"A turn runs; {len(session.waiting) - 1} more messages wait."]
+            if session.doing:
+                lines.append(f"It runs {session.doing}")
+        if session.conversation is not None:
+            lines.append(f"Session {session.conversation.id}, model {session.conversation.model}")
+            for each in await self.chat.processes.list_sessions(session.conversation.id):
+                lines.append(f"Background process {each['session_id']} {each['status']}: {each['command']}")
+        return "\n".join(lines)
+
+    async def _do(self, command: ChatCommand, session: _Session, message: Incoming) -> _Answer:
+        """A command that waits for the turns before it."""
+        conversation = session.conversation
+        assert conversation is not None  # `_begin` opened it
+        if command.name == "new":
+            await self._end(session)
+            now = self._clock.wall()
+            await self.mailbox.use_session(SessionRow(session.key, "", message.address, now))
+            return _Answer(["A new session begins with your next message."])
+        if command.name == "undo":
+            taken = await conversation.undo()
+            return _Answer(["There is nothing to undo." if taken is None else "The last message is taken back."])
+        if self.chat.store.turn_of(conversation.id, message.message_id) is not None:
+            return await self._turn(session, message, again="")  # the gateway was killed during this turn
+        content = await conversation.undo()
+        if content is None:
+            return _Answer(["There is no message to answer again."])
+        return await self._turn(session, message, again=content)
+
+    # Questions to a person
+
+    async def _ask_approval(self, session: _Session, request: ApprovalRequest) -> ApprovalAnswer:
+        """Ask the chat whether a command may run; no answer in time means no."""
+        text = (
+            f"May this command run? It {', '.join(request.dangers)}:\n```\n{request.command[:2000]}\n```\n"
+            "/approve, /approve session, /approve always or /deny; without an answer in "
+            f"{self.config.approval_timeout_s / 60:g} min it does not run."
+        )
+        session.approval = asyncio.get_running_loop().create_future()
+        try:
+            await self.notify(text, session.address)
+            async with asyncio.timeout(self.config.approval_timeout_s):
+                return await session.approval
+        except TimeoutError:
+            return ApprovalAnswer.DENY
+        finally:
+            session.approval = None
+
+    async def _ask_question(self, session: _Session, question: str, choices: Sequence[str]) -> str | None:
+        """Ask the chat a question of the model; the next message there is the answer."""
+        session.question = asyncio.get_running_loop().create_future()
+        try:
+            await self.notify("\n".join([question, *(f"- {choice}" for choice in choices)]), session.address)
+            async with asyncio.timeout(self.config.approval_timeout_s):
+                return await session.question
+        except TimeoutError:
+            return None
+        finally:
+            session.question = None
+
+    # Notices
+
+    async def notify(self, text: str, address: Address | None = None) -> None:
+        """Send a notice to a chat, or to the home channel; without one, to the log."""
+        to = address or self.config.home_channel()
+        platform = None if to is None else self.platforms.get(to.platform)
+        if to is None or platform is None:
+            logger.warning("a notice, and there is no home channel for it: %s", text)
+            return
+        stem = uuid.uuid4().hex[:24]
+        pieces = [Outgoing(f"{stem}-{n}", to, piece) for n, piece in enumerate(split_reply(text, platform.limits))]
+        await self.mailbox.post(pieces, self._clock.wall())
+        self._outbox.wake(to)
+
+    async def _post_notices(self) -> None:
+        """Send what conversations report outside of turns, such as new output of background processes."""
+        while True:
+            address, text = await self._notices.get()
+            await self.notify(text, address)
+
+    async def _say(self, message: Incoming, text: str) -> None:
+        """Send a text to the chat of a message."""
+        await self.notify(text, message.address)
+
+    async def _on_refused(self, message: Outgoing, reason: str) -> None:
+        home = self.config.home_channel()
+        if home is not None and home != message.address:
+            place = f"{message.address.platform} chat {message.address.chat_id}"
+            await self.notify(f"A message to {place} was refused: {reason}")
+
+
+def _approve(command: ChatCommand, session: _Session) -> str:
+    """Answer the question whether a command may run."""
+    if session.approval is None or session.approval.done():
+        return "There is no command to approve in this chat."
+    answers = {"": ApprovalAnswer.ONCE, **{each.value: each for each in ApprovalAnswer}}
+    answer = ApprovalAnswer.DENY if command.name == "deny" else answers.get(command.argument)
+    if answer is None:
+        return "Write /approve, /approve session, /approve always or /deny."
+    _settle(session.approval, answer)
+    return "Not allowed." if answer is ApprovalAnswer.DENY else "Allowed."
+
+
+def _settle(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _mb(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MB"
