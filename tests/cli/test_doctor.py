@@ -1,11 +1,13 @@
 """`palaestra doctor` on the machine that runs the tests."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from palaestra.cli.doctor import machine_facts, verdict
 from palaestra.cli.main import main
+from palaestra.sandbox.backend_check import MEASURED
 from palaestra.sandbox.slot import Rung, RungStatus
 
 
@@ -37,21 +39,38 @@ def test_the_ladder_has_a_reason_for_every_rung(capsys: pytest.CaptureFixture[st
 def test_a_backend_is_used_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--backend", "local", "--set", "isolation=confined", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["backends"]
-    assert (found["name"], found["isolation"], found["problem"]) == ("local", "confined", "")
-    assert set(found["seconds"]) == {"start", "create", "command", "fork", "reset"}
+    facts = {name: found[name] for name in ("name", "isolation", "problem", "reachable", "images", "checkpoints")}
+    assert facts == {
+        "name": "local",
+        "isolation": "confined",
+        "problem": "",
+        "reachable": True,
+        "images": ["path"],
+        "checkpoints": False,
+    }
+    assert set(found["seconds"]) == set(MEASURED)
     assert all(seconds > 0 for seconds in found["seconds"].values())
 
 
 @pytest.mark.slots
-def test_a_backend_that_does_not_work_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_table_has_all_backends_and_a_fix_for_each_that_does_not_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"):
+        monkeypatch.delenv(name, raising=False)
     words = ["--set", "nomad_address=http://127.0.0.1:9", "--set", "docker_hosts=unix:///nowhere"]
-    assert main(["doctor", "--backend", "nomad", "--backend", "docker", "--backend", "local", *words]) == 1
-    nomad, docker, local = capsys.readouterr().out.splitlines()
-    assert nomad.startswith("nomad: no: ")
-    assert "nomad_address" in nomad
-    assert docker.startswith("docker: no: ")
-    assert "DOCKER_HOST" in docker
-    assert local.startswith("local: yes: ")
+    assert main(["doctor", "--backend", "all", *words]) == 1
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert [each.split()[:2] for each in lines[:6]] == [
+        ["local", "yes"],
+        *([name, "no"] for name in ("docker", "singularity", "nomad", "ssh", "modal")),
+    ]
+    assert {"create", "exec", "fork", "reset"} < set(heading.split())
+    problems = {each.split()[0]: each for each in lines if " does not work: " in each}
+    fixes = {"docker": "DOCKER_HOST", "singularity": "apptainer", "nomad": "nomad_address", "ssh": "ssh_hosts"}
+    for name, fix in {**fixes, "modal": "modal"}.items():
+        assert fix in problems[name] or f"{name}_image" in problems[name]
 
 
 def test_a_setting_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,8 @@
-"""`palaestra doctor`: what this machine can isolate, or what a model server can do, and why not more.
+"""`palaestra doctor`: what works on this machine, on a backend of slots or on a model server, and how to fix the rest.
 
-The machine's facts come from really making a throw-away slot on every rung (`sandbox.isolation`),
-never from versions or names. Exit code 5 when not even the lowest protecting rung is there. Of a model server, only
-the address that was named is asked (`palaestra.inference.doctor`); exit code 4 when it cannot be reached, 1 when a
-check failed.
+Isolation levels are tested by making a throw-away slot at each (`sandbox.isolation`), backends by using a few of their
+slots (`sandbox.backend_check`). Of a model server only the given address is asked (`inference.doctor`). Exit codes: 5
+without any isolation level, 4 for a model server that cannot be reached, 1 for a check or a backend that failed.
 """
 
 from __future__ import annotations
@@ -30,12 +29,22 @@ from palaestra.sandbox.slot import Rung, RungStatus
 
 if TYPE_CHECKING:
     from palaestra.inference.doctor import Diagnosis
+    from palaestra.sandbox.backend_check import BackendFindings
+
+_EXAMPLES = {
+    "docker": "docker_image=python:3.11",
+    "singularity": "singularity_image=python.sif",
+    "ssh": "ssh_hosts=me@big-machine",
+    "nomad": "nomad_address=http://nomad:4646",
+    "modal": "modal_image=python:3.11",
+}
+"""A setting to begin with, for each backend that needs some."""
 
 
 @click.command(
     "doctor",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Show what this machine can isolate, or what a model server can do, and why not more.
+    help="""Check this machine, backends or a model server, and report how to fix what does not work.
 
     \b
       palaestra doctor
@@ -43,18 +52,20 @@ if TYPE_CHECKING:
       palaestra doctor http://localhost:8000/v1 --model NAME
       palaestra doctor path/to/model                       # a folder, sampled in this process
       palaestra doctor --backend all                       # where slots can run
-      palaestra doctor --backend docker --set docker_image=python:3.11
+      palaestra doctor --backend all --set docker_image=python:3.11 --set ssh_hosts=me@big-machine --json
 
-    Of a model server: can it be reached, what is it, does it take and give token ids with log-probabilities, does the
-    chat template show tools and keep history, is the token that ends a turn trained, does the parser read the calls,
-    does the tokenizer agree. Naming a model is consent to fetch its tokenizer.
+    This machine: doctor tests each isolation level in a throw-away slot. The levels are full (all namespaces and
+    control groups; root in a slot is nobody outside), userns (without root and without control groups), confined (for
+    ordinary containers) and none (commands run as you; used only if you name it).
 
-    Of a backend: whether it can be reached, its credentials and isolation level, and the time that its slots take; a
-    few slots are made there. Settings come from the environment, .env and --set FIELD=VALUE.
+    Backends: doctor uses a few slots of each. The table has whether the platform can be reached, the credentials, the
+    isolation level, the number of slots (- is as many as memory allows), the kinds of images, whether a running slot
+    can be forked, and median times. A backend that does not work is followed by the reason and the fix. Settings come
+    from the environment, .env and --set FIELD=VALUE.
 
-    Of this machine: the rungs, best first: full (all namespaces and cgroup limits; root in a slot is nobody outside),
-    userns (no root needed; no cgroup limits), confined (for ordinary containers), none (commands run as you,
-    unprotected; never chosen unless asked for by name). The table says which of them this version has.
+    A model server: doctor checks whether it can be reached, takes and gives token ids with log-probabilities, has a
+    chat template that shows tools and keeps history, trains the token that ends a turn, and has the right tokenizer and
+    tool parser. If you name a model, its tokenizer is fetched.
     """,
 )
 @click.argument("target", required=False, metavar="[URL | FOLDER]")
@@ -66,8 +77,15 @@ if TYPE_CHECKING:
 @click.option(
     "--tool-parser", "--parser", "parser", default="hermes", show_default=True, help="How the model writes tool calls."
 )
-@click.option("--type", "server_type", type=click.Choice(["vllm", "sglang", "openai"]), help="Do not find out.")
-@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Check a backend, or `all`. Repeatable.")
+@click.option(
+    "--type",
+    "server_type",
+    type=click.Choice(["vllm", "sglang", "openai"]),
+    help="The kind of server; doctor detects it otherwise.",
+)
+@click.option(
+    "--backend", "backends", multiple=True, metavar="NAME", help="Check a backend; `all` checks every one. Repeatable."
+)
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A setting of the backends. Repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context
@@ -99,7 +117,7 @@ def command(
     if found.refusal is not None:
         raise found.refusal
     if not found.ok:
-        report("something does not work; the lines above say what, and the way out")
+        report("a check failed; the lines above have the reason and the fix")
         context.exit(FAILED)
 
 
@@ -115,23 +133,23 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
     for each in found.checks:
         click.echo(f"{each.state.value:<15} {each.name}: {each.found}")
         if each.way_out:
-            click.echo(f"{'':<15} way out: {each.way_out}")
+            click.echo(f"{'':<15} fix: {each.way_out}")
 
 
 def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool) -> bool:
-    """Check each backend in turn, and print what was found; whether all work."""
+    """Check each backend in turn and print the findings. Returns whether all work."""
     from palaestra.core.config import ConfigLayer, merge
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import DOTENV, read_dotenv, read_environ, read_words
-    from palaestra.sandbox.backend_check import BackendFindings, check_backend
-    from palaestra.sandbox.backends.registry import backend_names
+    from palaestra.sandbox.backend_check import check_backend
+    from palaestra.sandbox.backends.registry import BUILTIN, backend_names
 
     fields = HermesAgentEnvConfig.model_fields
     given: dict[str, JSON] = {}
     for word in settings:
         name, _, value = word.partition("=")
         if name not in fields:
-            raise ConfigError(f"--set {word}: there is no setting {name!r}")
+            raise ConfigError(f"--set {word}: unknown setting {name!r}; write --set FIELD=VALUE")
         given[name] = read_words(fields[name].annotation, [value])
     layers = [
         read_environ(read_dotenv(Path()), "env", HermesAgentEnvConfig, DOTENV),
@@ -139,7 +157,9 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
         ConfigLayer("--set", given),
     ]
     config = merge(HermesAgentEnvConfig, layers).value
-    wanted = backend_names() if "all" in names else names
+    # A second name of the same backend is left out of `all`.
+    every = {BUILTIN.get(name, name): name for name in reversed(backend_names())}
+    wanted = list(reversed(every.values())) if "all" in names else list(dict.fromkeys(names))
 
     async def check() -> list[BackendFindings]:
         return [await check_backend(name, config) for name in wanted]
@@ -147,14 +167,34 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
     findings = asyncio.run(check())
     if as_json:
         click.echo(json.dumps({"backends": [asdict(each) for each in findings]}, indent=2))
-    for each in () if as_json else findings:
-        if each.problem:
-            click.echo(f"{each.name}: no: {printable(each.problem)}")
-            continue
-        slots = "as many slots as memory allows" if each.capacity is None else f"{each.capacity} slots"
-        times = ", ".join(f"{what} {1000 * seconds:.3g} ms" for what, seconds in each.seconds.items())
-        click.echo(f"{each.name}: yes: {each.isolation}, {slots}; {times}")
+    else:
+        _show_findings(findings)
     return not any(each.problem for each in findings)
+
+
+def _show_findings(findings: Sequence[BackendFindings]) -> None:
+    """One table, then the reason and the fix for each backend that does not work."""
+    from palaestra.sandbox.backend_check import MEASURED
+
+    heading = ("backend", "works", "reached", "credentials", "isolation", "slots", "images", "fork running")
+    rows = [(*heading, *(f"{what.replace('_', ' ')} ms" for what in MEASURED))]
+    for each in findings:
+        images = None if each.images is None else " ".join(each.images) or "none"
+        facts = (each.reachable, each.credentials, each.isolation, each.capacity, images, each.checkpoints)
+        times = (f"{1000 * each.seconds[what]:.3g}" if what in each.seconds else "-" for what in MEASURED)
+        rows.append((each.name, _word(not each.problem), *map(_word, facts), *times))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for each in findings:
+        if each.problem:
+            click.echo(f"{each.name} does not work: {printable(each.problem)}")
+            if each.name in _EXAMPLES:
+                click.echo(f"  example: palaestra doctor --backend {each.name} --set {_EXAMPLES[each.name]}")
+
+
+def _word(fact: JSON) -> str:
+    return {True: "yes", False: "no", None: "-"}[fact] if fact is None or isinstance(fact, bool) else str(fact)
 
 
 def _machine(as_json: bool) -> None:
@@ -178,13 +218,13 @@ def _machine(as_json: bool) -> None:
 
 
 def verdict(ladder: Sequence[RungStatus]) -> str:
-    """The line that says what a run would use."""
+    """The line with the level that a run would use."""
     best = max((step.rung for step in ladder if step.available and step.rung > Rung.NONE), default=None)
     return "runs refuse to start" if best is None else f"runs use: {best.label}"
 
 
 def machine_facts() -> dict[str, str]:
-    """What the ladder depends on, as text."""
+    """What the isolation levels depend on, as text."""
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -237,7 +277,7 @@ def _show_table(facts: dict[str, str], ladder: Sequence[RungStatus]) -> None:
     for name, value in facts.items():
         console.print(f"[dim]{name:>7}[/]  {escape(printable(value))}", highlight=False)
     table = Table(title="Isolation, best first", title_justify="left")
-    for heading in ("rung", "here", "why", "covers"):
+    for heading in ("level", "here", "why", "covers"):
         table.add_column(heading, overflow="fold")
     for step in ladder:
         here = "[green]yes[/]" if step.available else "[red]no[/]"

@@ -9,66 +9,101 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from palaestra.core.errors import PalaestraError
+from palaestra.core.errors import PalaestraError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.registry import make_backend
+from palaestra.sandbox.backends.remote import RemoteBackend
+from palaestra.sandbox.backends.server_backend import StartedBackend
 from palaestra.sandbox.slot import Backend, SlotSpec
 
 T = TypeVar("T")
+
+MEASURED = ("start", "round_trip", "create", "exec", "fork", "reset")
 
 _START_S = 120.0
 _ROUNDS = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BackendFindings:
-    """What was found of one backend. `problem` is empty if it works; otherwise it says what to do. `seconds` has
-    `start`, and the medians of `create`, `command`, `fork` (from a snapshot) and `reset` (end, and make again)."""
+    """What was found of one backend; None is what could not be found.
+
+    `problem` is empty if the backend works; otherwise it says what to do. `reachable`: the platform answers and accepts
+    the credentials. `images` are the kinds that it takes; `checkpoints`: whether a slot that runs can be forked.
+    `seconds` has `start`, and the medians of `round_trip` (a question to the slot server), `create`, `exec` (`true`),
+    `fork` (from a snapshot) and `reset` (end, and make again).
+    """
 
     name: str
     problem: str = ""
-    isolation: str = ""
+    reachable: bool | None = None
+    credentials: str | None = None
+    isolation: str | None = None
     capacity: int | None = None
+    images: tuple[str, ...] | None = None
+    checkpoints: bool | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 async def check_backend(name: str, config: JSON) -> BackendFindings:
     """Start a backend as a run with these settings would, use a few slots, and end it. Never raises for its failure."""
+    found = BackendFindings(name)
     try:
         backend = make_backend(name, config)
         try:
             async with asyncio.timeout(_START_S):
-                return await _measured(name, backend)
+                await _reach(backend, found)
+                await _measure(backend, found)
         finally:
             await backend.aclose()
     except TimeoutError:
-        return BackendFindings(name, f"it did not start within {_START_S:g} s: look at the platform's own logs")
+        found.problem = f"it did not start within {_START_S:g} s: look at the platform's own logs"
     except (PalaestraError, OSError) as error:
-        return BackendFindings(name, str(error))
+        found.problem = str(error)
+    return found
 
 
-async def _measured(name: str, backend: Backend) -> BackendFindings:
+async def _reach(backend: Backend, found: BackendFindings) -> None:
+    if isinstance(backend, StartedBackend):
+        found.credentials, found.images = backend.credentials, backend.image_kinds
+    if isinstance(backend, RemoteBackend):
+        found.reachable = False
+        await backend.check_hosts()
+    found.reachable = True
+
+
+async def _measure(backend: Backend, found: BackendFindings) -> None:
     seconds: dict[str, list[float]] = {}
 
     async def timed(what: str, work: Awaitable[T]) -> T:
         begun = time.monotonic()
         result = await work
         seconds.setdefault(what, []).append(time.monotonic() - begun)
+        found.seconds[what] = round(statistics.median(seconds[what]), 6)
         return result
 
     await timed("start", backend.start())
+    found.isolation, found.capacity = backend.rung.label, backend.capacity
     for _ in range(_ROUNDS):
         slot = await timed("create", backend.create(SlotSpec(), "doctor"))
-        await timed("command", slot.execute("true"))
+        await timed("round_trip", slot.stat("."))
+        await timed("exec", slot.execute("true"))
         await backend.destroy(slot)
-    snapshot = await backend.seal(await backend.create(SlotSpec(), "doctor"))
+    slot = await backend.create(SlotSpec(), "doctor")
+    try:
+        await backend.forget(await backend.checkpoint(slot))
+        found.checkpoints = True
+    except SandboxError:
+        found.checkpoints = False
+    snapshot = await backend.seal(slot)
     fork = await timed("fork", backend.create(snapshot.spec, "doctor", snapshot))
-    for _ in range(_ROUNDS):
-        begun = time.monotonic()
+
+    async def reset() -> None:
+        nonlocal fork
         await backend.destroy(fork)
-        fork = await backend.create(snapshot.spec, "doctor", snapshot)
-        seconds.setdefault("reset", []).append(time.monotonic() - begun)
+        fork = await timed("fork", backend.create(snapshot.spec, "doctor", snapshot))
+
+    for _ in range(_ROUNDS):
+        await timed("reset", reset())
     await backend.destroy(fork)
     await backend.forget(snapshot)
-    medians = {what: round(statistics.median(found), 6) for what, found in seconds.items()}
-    return BackendFindings(name, "", backend.rung.label, backend.capacity, medians)

@@ -12,6 +12,7 @@ Sources: the message and service classes of the installed client (`modal_proto`)
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import contextlib
@@ -712,6 +713,7 @@ def _token() -> str:
 
 def main() -> None:
     """Serve until interrupted, and print the variables for the client."""
+    argparse.ArgumentParser(description=main.__doc__).parse_args()
     with FakeModal() as fake:
         for name, value in fake.variables.items():
             print(f"export {name}={value}", flush=True)  # noqa: T201

@@ -7,10 +7,12 @@ without a container. Requests can be made to fail (`faults`), images to be missi
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import re
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -504,3 +506,15 @@ def fake_nomad(**settings: JSON) -> Iterator[FakeNomad]:
     finally:
         over.set()
         thread.join()
+
+
+def main() -> None:
+    """Serve until interrupted, and print the variable for the client."""
+    argparse.ArgumentParser(description=main.__doc__).parse_args()
+    with fake_nomad() as nomad:
+        print(f"export NOMAD_ADDR={nomad.url}", flush=True)  # noqa: T201
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    main()

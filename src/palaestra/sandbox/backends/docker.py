@@ -69,6 +69,7 @@ class DockerBackend(RemoteBackend):
         )
         self._limits = limits or ContainerLimits()
         self._privileged = privileged
+        self.image_kinds = ("name", "path") if privileged else ("name",)
         self._store: ImageStore | None = None
         self._roots: dict[str, str] = {}
         self._unpacking = asyncio.Lock()

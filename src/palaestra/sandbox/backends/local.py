@@ -63,6 +63,7 @@ class LocalBackend(ServerBackend):
     """
 
     name = "local"
+    image_kinds = ("path",)
 
     def __init__(
         self,

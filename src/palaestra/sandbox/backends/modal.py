@@ -204,6 +204,7 @@ class ModalBackend(RemoteBackend):
     """
 
     name = "modal"
+    image_kinds = ("name", "path")
 
     def __init__(
         self,
@@ -243,6 +244,11 @@ class ModalBackend(RemoteBackend):
             needed = min(_MOST_LIFETIME_S, 2 * int(rollout_s + _GRADING_S))
             wanted = replace(wanted, max_lifetime=max(wanted.max_lifetime, needed))
         return cls(wanted, rollout_s=rollout_s, rung=rung, require=require)
+
+    @property
+    def credentials(self) -> str:
+        token = load_sdk().config.config.get("token_id")
+        return f"token {token[:6]}…" if token else "no token"
 
     async def check(self, host: str) -> None:
         sdk = load_sdk()

@@ -503,6 +503,7 @@ class NomadBackend(RemoteBackend):
             rung=rung,
             require=require,
         )
+        self.image_kinds = () if image is None else ("name",)
         self.owner = secrets.token_hex(16)
         self._api = NomadAPI(self.config.nomad_address, self.config.token, throttled=self.gate.throttled)
         self._jobs: dict[str | None, asyncio.Task[NomadJob]] = {}
@@ -512,6 +513,10 @@ class NomadBackend(RemoteBackend):
         """From the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
         return cls(NomadBackendConfig.from_agent_env_config(config), rung=rung, require=require)
+
+    @property
+    def credentials(self) -> str:
+        return "no token" if self.config.token is None else "a token"
 
     async def check(self, host: str) -> None:
         await self._api.check()

@@ -38,6 +38,14 @@ _warned: set[str] = set()
 class StartedBackend(ABC):
     """A backend that `async with` starts and closes."""
 
+    image_kinds: tuple[str, ...] = ()
+    """The kinds of images that it takes: `name` (of the platform), `path` (of this machine)."""
+
+    @property
+    def credentials(self) -> str:
+        """What it identifies itself with to its platform, without secrets."""
+        return "none needed"
+
     @abstractmethod
     async def start(self) -> None: ...
 

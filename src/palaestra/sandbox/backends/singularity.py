@@ -39,6 +39,7 @@ class SingularityBackend(RemoteBackend):
     """Slots in containers of the program that is installed. `options` are further words for its `exec`."""
 
     name = "singularity"
+    image_kinds = ("name", "path")
 
     def __init__(
         self,

@@ -52,6 +52,10 @@ class SSHBackend(RemoteBackend):
         slots = config.ssh_slots_per_host
         return cls(config.ssh_hosts, slots_per_host=slots, options=options, rung=rung, require=require)
 
+    @property
+    def credentials(self) -> str:
+        return f"key {self._ssh[self._ssh.index('-i') + 1]}" if "-i" in self._ssh else "~/.ssh or an agent"
+
     async def check(self, host: str) -> None:
         status, text = await run_command([*self._ssh, host, "python3 -V"], _CHECK_S)
         if status != 0:
