@@ -110,6 +110,15 @@ def test_the_cost_counts_turn_by_turn_from_where_it_was() -> None:
     assert not open_gate(RunLimits(max_cost=1.0, spent=1.0)), "what an earlier part has used up stays used up"
 
 
+def test_the_cost_of_slots_counts_with_that_of_tokens() -> None:
+    stops = RunLimits(max_cost=1.0, prices=Prices(prompt=2.0, completion=10.0))
+    tell(stops, TokensSpent("r", 0, 50_000))
+    assert open_gate(stops)
+    stops.slot_cost = lambda: 0.6
+    assert not open_gate(stops)
+    assert stops.spent == pytest.approx(1.1)
+
+
 class Slow(Sums):
     """Each rollout calls its tool four times, and all of a group's go on side by side."""
 

@@ -55,7 +55,9 @@ class RunLimits:
         self.reason = ""
         self.message = ""
         self.exit_code = TOO_MANY_FAILURES
-        self.spent = spent
+        self.slot_cost: Callable[[], float] = lambda: 0.0
+        """What the slots of this part of the run have cost so far."""
+        self._tokens_cost = spent
         self.note: Callable[[str], None] = lambda text: None
         """Called with one line when the run stops."""
         self._rate = max_infra_rate
@@ -65,6 +67,11 @@ class RunLimits:
         self._counted = counted
         self._latest: deque[Blame | None] = deque(maxlen=WINDOW)
         self._stopped = asyncio.Event()
+
+    @property
+    def spent(self) -> float:
+        """What the run has cost so far: tokens, and slots that have a price."""
+        return self._tokens_cost + self.slot_cost()
 
     def handlers(self) -> Handlers:
         return {
@@ -103,7 +110,7 @@ class RunLimits:
 
     def _on_tokens(self, event: TokensSpent) -> None:
         if self._prices is not None:
-            self.spent += self._prices.cost(event.prompt_tokens, event.completion_tokens)
+            self._tokens_cost += self._prices.cost(event.prompt_tokens, event.completion_tokens)
             self._check_cost()
 
     def _on_rollout(self, event: RolloutEnded | RolloutKept) -> None:

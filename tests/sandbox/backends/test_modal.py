@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,14 +86,35 @@ class TestConfined(TestModal):
         return ModalBackend(rung=Rung.CONFINED)
 
 
-def test_a_run_has_its_slots_in_sandboxes(fake: FakeModal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_its_slots_in_sandboxes(
+    fake: FakeModal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there_env.py").write_text(ENVIRONMENT)
+    words = ["--backend", "modal", "--group", "2", "--env.slot_prices", "modal=36"]
     for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
-        assert palaestra(["run", "there_env.py", "--policy", policy, "--backend", "modal", "--group", "2"]) == 0
+        assert palaestra(["run", "there_env.py", "--policy", policy, *words]) == 0
+        cost = re.search(r"slots in modal: 1 .* cost ([0-9.]+)", capsys.readouterr().err)
+        assert cost is not None
+        assert 0 < float(cost[1]) < 1.2
         assert json.loads(groups_file().read_text())["scores"] == [reward, reward]
     assert fake.sandboxes
     assert not fake.running
+
+
+def test_a_run_pauses_when_its_sandboxes_have_cost_enough(
+    fake: FakeModal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there_env.py").write_text(
+        ENVIRONMENT.replace("    yield", "    for n in range(9):\n        yield")
+        .replace('"a"', "str(n)")
+        .replace("wc -l", "sleep 1; wc -l")
+    )
+    words = ["--backend", "modal", "--concurrency", "1", "--env.slot_prices", "modal=3600", "--env.max_cost", "3"]
+    assert palaestra(["run", "there_env.py", "--policy", "oracle", "--group", "1", *words]) == 3
+    assert "max_cost" in capsys.readouterr().err
+    assert 1 <= len(groups_file().read_text().splitlines()) < 5
 
 
 @pytest.mark.parametrize("field", ["tool_pool_mode", "terminal_backend"])

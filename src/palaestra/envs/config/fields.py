@@ -109,7 +109,7 @@ class BaseEnvConfig(Settings):
         0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
     )
     max_cost: float | None = setting(
-        None, "The cost at which the run pauses (exit code 3); needs the two prices.", gt=0
+        None, "The cost of tokens and slots at which the run pauses (exit code 3); needs prices of either.", gt=0
     )
     prompt_price: float | None = setting(None, "Price of a million prompt tokens.", ge=0)
     completion_price: float | None = setting(None, "Price of a million completion tokens.", ge=0)
@@ -211,9 +211,12 @@ class BaseEnvConfig(Settings):
     def _cost_needs_prices(self) -> Self:
         if (self.prompt_price is None) != (self.completion_price is None):
             raise ConfigError("set both prompt_price and completion_price, per million tokens, or neither")
-        if self.max_cost is not None and self.prompt_price is None:
-            raise ConfigError("max_cost needs prompt_price and completion_price, per million tokens")
+        if self.max_cost is not None and not self._has_prices():
+            raise ConfigError("max_cost needs prompt_price and completion_price, per million tokens, or slot_prices")
         return self
+
+    def _has_prices(self) -> bool:
+        return self.prompt_price is not None
 
     @model_validator(mode="after")
     def _a_recording_to_replay(self) -> Self:
@@ -291,7 +294,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         None, "Containers or sandboxes that all runs of this user on this machine start at a time, at most.", ge=1
     )
     slot_prices: dict[str, float] = setting(
-        {}, "Price of an hour of a container or sandbox, by backend, for the report: modal=0.14."
+        {}, "Price of an hour of a container or sandbox, by backend, for the report and max_cost: modal=0.14."
     )
     drain_file: str | None = setting(
         None, "A file with hosts that get no new slots, separated by white space. It may change during the run."
@@ -383,6 +386,9 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         if name is not None:
             find_distribution(name)
         return name
+
+    def _has_prices(self) -> bool:
+        return bool(self.slot_prices) or super()._has_prices()
 
     @model_validator(mode="after")
     def _live_is_a_grading(self) -> Self:

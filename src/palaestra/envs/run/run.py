@@ -400,6 +400,7 @@ class CommandRun:
         )
         limit = task_limit(self.parsed, environment)
         context.events.announce(GroupsPlanned(limit, config.group_size))
+        context.limits.slot_cost = lambda: self._slot_usage().get("slots/cost", 0.0)
         try:
             if command == "evaluate":
                 totals = await self._evaluate(limit)
