@@ -132,9 +132,10 @@ def extract_helpers(tree: ast.Module, random: Random) -> None:
     """Some results are computed by new functions of the module."""
     known = set(dir(builtins))
     helpers: list[ast.stmt] = []
+    inner = {id(each) for outer in _functions(tree) for each in _functions(outer) if each is not outer}
     for function in filter(_is_plain, _functions(tree)):
         own = _arguments(function) | _stored(function)
-        if own & known or function.decorator_list:
+        if own & known or function.decorator_list or id(function) in inner:  # which may use names of the outer one
             continue
         for node in ast.walk(function):
             if not isinstance(node, ast.Return) or node.value is None or random.random() < 0.5 or len(helpers) > 5:

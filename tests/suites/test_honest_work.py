@@ -38,6 +38,11 @@ def sign(number):
 def area(radius):
     squared = radius * radius
     return math.floor(math.pi * squared)
+
+def scaled(factor):
+    def scale(number):
+        return number * factor
+    return scale
 '''
 
 
@@ -45,7 +50,13 @@ def observed(text: str) -> list[object]:
     names: dict[str, object] = {}
     exec(compile(text, "program", "exec"), names)
     stack = names["Stack"]()  # type: ignore[operator]
-    return [stack.push(3, times=2), stack.items, *map(names["sign"], (-4, 0, 4)), names["area"](3)]  # type: ignore[operator]
+    return [
+        stack.push(3, times=2),
+        stack.items,
+        *map(names["sign"], (-4, 0, 4)),
+        names["area"](3),
+        names["scaled"](3)(5),
+    ]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
