@@ -50,7 +50,7 @@ def test_a_tool_that_raises_a_tool_error_answers_the_model() -> None:
 
 
 def test_a_missing_server_names_an_argument() -> None:
-    with pytest.raises(ConfigError, match="Set base_url") as error:
+    with pytest.raises(ConfigError, match="base_url=") as error:
         Agent("m")
     assert "--" not in str(error.value)
 

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from click.shell_completion import get_completion_class
 
-from palaestra.cli.main import main
+from palaestra.cli.main import cli, main
 
 ENV = """
 from palaestra import Task, environment
@@ -116,6 +117,42 @@ def test_fish_completes_what_is_typed(folder: Path) -> None:
     answers = done.stdout.split("----\n")
     for (typed, wanted), answer in zip(TYPED, answers, strict=False):
         assert re.search(wanted.removeprefix("palaestra "), answer), (typed, answer)
+
+
+def completed(typed: str) -> list[str]:
+    """What is offered in place of the last word."""
+    *words, incomplete = typed.split(" ")
+    kind = get_completion_class("bash")
+    assert kind is not None
+    return [item.value for item in kind(cli, {}, "palaestra", "_PALAESTRA_COMPLETE").get_completions(words, incomplete)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("compare la", ["last"]),
+        ("compare last la", ["last"]),
+        ("report la", ["last"]),
+        ("batch --run-n", ["--run-name"]),
+        ("batch p.jsonl --max-tu", ["--max-turns"]),
+        ("batch p.jsonl --distribution browser_o", ["browser_only"]),
+        ("batch p.jsonl --toolsets terminal_s", ["terminal_stateful"]),
+        ("run --policy ora", ["oracle"]),
+        ("run --policy oracle my_", ["my_env.py"]),
+        ("run --policy oracle my_env.py eva", ["evaluate"]),
+        ("run --policy oracle my_env.py --env.number_o", ["--env.number_of_words"]),
+        ("run my_env.py --env.isolation use", ["userns"]),
+        ("run my_env.py --backend docker_", ["docker_direct"]),
+        ("run --backend sing", ["singularity"]),
+        ("run --max-c", ["--max-cost"]),
+        ("env check --only conftest-s", ["conftest-skip"]),
+        ("env check my_env.py --only conftest-s", ["conftest-skip"]),
+        ("resume --max-c", ["--max-cost"]),
+        ("resume --tasks 3 la", ["last"]),
+    ],
+)
+def test_every_place_of_a_command_line_completes(typed: str, wanted: list[str], folder: Path) -> None:
+    assert completed(typed) == wanted
 
 
 @pytest.mark.parametrize(

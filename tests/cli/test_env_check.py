@@ -23,6 +23,15 @@ async def right(task, sandbox):
 """
 
 
+def test_an_unknown_cheat_is_answered_with_those_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_env.py").write_text(ENV)
+    assert main(["env", "check", "my_env.py", "--only", "nope"]) == 2
+    assert "conftest-skip" in capsys.readouterr().err
+
+
 @pytest.mark.slots
 @pytest.mark.parametrize(
     "words",
@@ -61,4 +70,4 @@ def test_a_check_prints_what_is_to_be_done(
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) < 15
     assert "conftest-skip" not in shown.out
-    assert "were not played" in shown.out
+    assert "not played: " in shown.out

@@ -135,7 +135,10 @@ def test_verbose_adds_the_log_and_the_traceback(capsys: pytest.CaptureFixture[st
     assert main(["run", "my_env.py", "--policy", "noop"]) == 0
     assert "drawn" not in capsys.readouterr().err
     assert main(["-v", "run", "my_env.py", "--policy", "noop"]) == 0
-    assert "DEBUG palaestra.words: drawn" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "DEBUG palaestra.words: drawn" in said
+    assert "000000-w0/0: turn 1: " in said
+    assert "000000-w0/0: reward " in said
     assert main(["status", "nothing", "-v"]) == 2
     said = capsys.readouterr().err
     assert "Traceback" in said

@@ -46,7 +46,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["rnu"], "Did you mean run?"),
-        (["doctor", "--jsn"], "'--json'"),
+        (["doctor", "--jsn"], "unknown flag --jsn. Did you mean --json? See `palaestra doctor --help`"),
+        (["list"], "Did you mean runs?"),
+        (["xyz"], "there is no command 'xyz'. There are"),
+        (["run", "count_lines", "--limit", "3"], "Did you mean --tasks?"),
         (["run"], "Missing argument 'ENV'"),
         (["run", "--policy", "oracle"], "Missing argument 'ENV'"),
         (["tasks", "build", "swe"], "--out"),

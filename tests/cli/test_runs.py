@@ -217,3 +217,12 @@ def test_a_run_is_replayed_by_its_folder_or_its_id(name: str, capsys: pytest.Cap
 def test_no_description_of_a_setting_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "terminal_test", "--help-all"]) == 0
     assert not [line for line in capsys.readouterr().out.splitlines() if line.endswith("...") or len(line) > 160]
+
+
+def test_a_copy_that_cannot_be_written_is_reported_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "my_env.py", "--policy", "oracle", "--out", "/proc/x.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "/proc/x.jsonl" in said
+    assert "--out" in said
+    assert "kept" not in said
+    assert len(list(Path("runs").glob("*/*"))) == 1

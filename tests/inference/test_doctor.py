@@ -194,6 +194,16 @@ def test_what_is_no_target() -> None:
         look(Target("no/such/folder"))
 
 
+def test_a_server_that_answers_500_is_told_apart_from_one_that_does_not_run() -> None:
+    async def go(answer: FakeAnswer | None) -> str:
+        async with LoopbackServer(FakeAnswer(completion()), models=answer) as server:
+            where = server.url if answer is not None else "http://127.0.0.1:1"
+            return named((await diagnose(Target(f"{where}/v1"))).checks, "reachable").way_out
+
+    assert "log" in asyncio.run(go(FakeAnswer({"error": {"message": "boom"}}, 500, {"Retry-After": "0"})))
+    assert "address" in asyncio.run(go(None))
+
+
 def test_a_refused_key() -> None:
     async def scenario() -> Diagnosis:
         refusal = FakeAnswer({"error": {"message": "wrong key"}}, status=401)

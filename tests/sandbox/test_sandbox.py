@@ -25,6 +25,14 @@ def test_commands_and_files() -> None:
     asyncio.run(go())
 
 
+def test_too_little_memory_is_refused_with_a_size_that_works() -> None:
+    for memory in (1, "1KB"):
+        with pytest.raises(ConfigError, match="512MB"):
+            Sandbox(memory=memory)
+    with Sandbox(memory="8MB") as box:
+        assert box.execute("true").success
+
+
 def test_a_fork_and_a_snapshot_have_their_own_files() -> None:
     async def go() -> None:
         async with Sandbox() as box:

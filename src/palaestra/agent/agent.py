@@ -16,6 +16,7 @@ from palaestra.agent.budget import Budget
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import python_names
+from palaestra.core.errors import ConfigError
 from palaestra.core.io.threads import run_blocking
 from palaestra.core.types import Message
 from palaestra.inference.config import APIServerConfig, ServerBaseline
@@ -62,6 +63,8 @@ class Agent:
         self.max_tokens = max_tokens
         self.budget = budget
         self.sandbox = sandbox
+        if server is None and base_url is None:
+            raise ConfigError('an Agent needs a model server: base_url="http://127.0.0.1:8000/v1", or server=')
         self._servers = server or APIServerConfig(model_name=model, base_url=base_url, api_key=api_key)
         with python_names():
             ServerGroup(self._servers)  # checks the settings early; each run opens connections of its own

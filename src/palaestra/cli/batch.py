@@ -6,11 +6,13 @@ import hashlib
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
+from palaestra.cli.completion import SettingsCommand, complete_settings
 from palaestra.core.errors import ConfigError
 
 SETTINGS = {
@@ -66,8 +68,15 @@ All settings of `palaestra run` work too. The folder gets trajectories.jsonl, ba
 statistics.json and the journal, from which `palaestra export` makes every other format."""
 
 
+class BatchCommand(SettingsCommand):
+    """A command with the batch's flags."""
+
+    own_flags: ClassVar[Mapping[str, str]] = {**SETTINGS, "--run-name": "", "--list-distributions": ""}
+
+
 @click.command(
     "batch",
+    cls=BatchCommand,
     context_settings={
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
@@ -75,7 +84,7 @@ statistics.json and the journal, from which `palaestra export` makes every other
     },
     help=_HELP,
 )
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="FILE [FLAGS]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="FILE [FLAGS]", shell_complete=complete_settings)
 @click.pass_context
 def command(context: click.Context, words: tuple[str, ...]) -> None:
     from palaestra.envs.discovery import load_environment

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.completion import complete_runs
 from palaestra.core.printable import plural
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ _SHOWN_SETTINGS = 15
     settings that differ are listed first.
     """,
 )
-@click.argument("run")
-@click.argument("others", metavar="OTHER...", nargs=-1, required=True)
+@click.argument("run", shell_complete=complete_runs)
+@click.argument("others", metavar="OTHER...", nargs=-1, required=True, shell_complete=complete_runs)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every task; further runs are in `others`.")
 def command(run: str, others: tuple[str, ...], as_json: bool) -> None:
     from palaestra.core.errors import ConfigError

@@ -7,17 +7,19 @@ an unknown environment completes nothing; it is not an error here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 if TYPE_CHECKING:
+    from palaestra.envs.config.command_line import CommandLine
+    from palaestra.envs.config.fields import BaseEnvConfig
     from palaestra.envs.form import Form
+    from palaestra.inference.config import APIServerConfig
 
-_COMMANDS = ("process", "evaluate", "serve")
 _PATH = CompletionItem("", type="file")
 
 
@@ -69,38 +71,130 @@ def complete_formats(context: click.Context, parameter: click.Parameter, incompl
     return _starting(incomplete, ((name, summary) for name, (_, summary) in FORMATS.items()))
 
 
+def complete_cheats(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Ways of reward hacking of `env check --only`."""
+    from palaestra.envs.cheats.proof import BANK
+
+    return _starting(incomplete, ((cheat.name, cheat.what) for cheat in BANK))
+
+
 def complete_settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The word after ENV: a value of the flag before it, or the command of the environment."""
-    given: tuple[str, ...] = context.params.get("settings") or ()
-    if given and given[-1].startswith("-"):
-        return _values(context, given[-1], incomplete)
-    return [] if given else _starting(incomplete, ((name, "") for name in _COMMANDS))
+    """The word after ENV or RUN: a value of the flag before it, or the command of the environment. Flags may also come
+    first; then the word is ENV or RUN."""
+    from palaestra.envs.config.command_line import COMMANDS
+
+    words = _words(context)
+    if words[-1].startswith("-") and "=" not in words[-1]:
+        return _values(context, words[-1], incomplete)
+    named, first = _named(context), context.command.params[0]
+    if context.command.name == "batch":
+        return [_PATH]
+    if named is None and isinstance(first, click.Argument):
+        return first.shell_complete(context, incomplete)
+    return _starting(incomplete, ((name, "") for name in COMMANDS)) if words[-1] == named else []
 
 
 class SettingsCommand(click.Command):
-    """A command whose flags after its first word are settings of an environment."""
+    """A command whose flags are settings of an environment. `own_flags` are further ones, and the settings that they
+    stand for."""
+
+    own_flags: ClassVar[Mapping[str, str]] = {}
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         found = super().shell_complete(ctx, incomplete)
-        if incomplete.startswith("-") and (form := _form(ctx)) is not None:
-            from palaestra.envs.run.command import command_line
+        if incomplete.startswith("-"):
+            from palaestra.envs.config.command_line import GENERAL_FLAGS
 
-            line = command_line(form, "", None)
-            found += _starting(incomplete, ((flag, line.about_flag(flag)) for flag in line.known_flags()))
+            form = _form(ctx)
+            line = None if form is None else _line(form)
+            known = GENERAL_FLAGS if line is None else line.known_flags()
+            found += _starting(incomplete, ((flag, line.about_flag(flag) if line else "") for flag in known))
+            found += _starting(incomplete, ((flag, "") for flag in self.own_flags))
         return list({item.value: item for item in found}.values())
+
+
+def _words(context: click.Context) -> list[str]:
+    """The words before the one to complete."""
+    first = context.params.get("environment") or context.params.get("run")
+    given = context.params.get("settings") or context.params.get("words") or ()
+    return [*([first] if first else []), *given] or [""]
+
+
+def _named(context: click.Context) -> str | None:
+    """The environment or run that the command line names; None if it does not yet."""
+    from palaestra.cli.run import first_word
+    from palaestra.core.errors import ConfigError
+
+    with contextlib.suppress(ConfigError):
+        return first_word(_words(context), "ENV")[0] or None
+    return None
 
 
 def _values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
     """The values of a flag of an environment, as far as there is a list of them."""
-    from palaestra.envs.run.command import command_line
+    from palaestra.envs.config.command_line import SHORT_FORMS
 
     if flag == "--policy":
         return _starting(incomplete, ((name, "") for name in ("oracle", "noop", "patch:", "replay:")))
     if flag == "--resume":
         return complete_runs(context, context.command.params[0], incomplete)
+    own = context.command.own_flags if isinstance(context.command, SettingsCommand) else {}
+    flag = own.get(flag, flag)
+    listed = _LISTS.get(SHORT_FORMS.get(flag, flag.removeprefix("--")).partition(".")[2])
+    if listed is not None:
+        return _starting(incomplete, ((name, "") for name in listed()))
     form = _form(context)
-    choices = command_line(form, "", None).choices(flag) if form is not None else []
+    choices = _line(form).choices(flag) if form is not None else []
     return _starting(incomplete, ((name, "") for name in choices)) if choices else [_PATH]
+
+
+def _isolations() -> Iterable[str]:
+    from palaestra.sandbox.slot import Rung
+
+    return ["best", *(rung.label for rung in sorted(Rung, reverse=True))]
+
+
+def _backends() -> Iterable[str]:
+    from palaestra.sandbox.backends.registry import backend_names
+
+    return backend_names()
+
+
+def _distributions() -> Iterable[str]:
+    from palaestra.tools.registry.distributions import DISTRIBUTIONS
+
+    return DISTRIBUTIONS
+
+
+def _toolsets() -> Iterable[str]:
+    from palaestra.tools.registry.toolsets import TOOLSETS
+
+    return TOOLSETS
+
+
+def _parsers() -> Iterable[str]:
+    from palaestra.inference.parsers import list_parsers
+
+    return list_parsers()
+
+
+_LISTS: Mapping[str, Callable[[], Iterable[str]]] = {
+    "isolation": _isolations,
+    "tool_pool_mode": _backends,
+    "terminal_backend": _backends,
+    "distribution": _distributions,
+    "enabled_toolsets": _toolsets,
+    "disabled_toolsets": _toolsets,
+    "tool_parser": _parsers,
+    "tool_call_parser": _parsers,
+}
+"""The values of settings that are text for the command line, but have a list of values."""
+
+
+def _line(form: Form) -> CommandLine[BaseEnvConfig, APIServerConfig]:
+    from palaestra.envs.run.command import command_line
+
+    return command_line(form, "", None)
 
 
 def _form(context: click.Context) -> Form | None:
@@ -111,11 +205,15 @@ def _form(context: click.Context) -> Form | None:
     from palaestra.rollouts.journal.reader import open_recording
 
     with contextlib.suppress(PalaestraError), exported(read_dotenv(Path.cwd())):
-        if (run := context.params.get("run")) is not None:
+        if context.command.name == "batch":
+            return load_environment("batch", Path.cwd())
+        named = _named(context)
+        if named is not None and context.command.name == "resume":
             from palaestra.envs.run.replay_run import recorded_form
 
-            return recorded_form(open_recording(run), None)
-        return load_environment(context.params.get("environment") or "", Path.cwd())
+            return recorded_form(open_recording(named), None)
+        if named is not None:
+            return load_environment(named, Path.cwd())
     return None
 
 

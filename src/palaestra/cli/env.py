@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings
+from palaestra.cli.completion import SettingsCommand, complete_cheats, complete_environments, complete_settings
 from palaestra.cli.main import PluginGroup
 from palaestra.cli.run import first_word
 from palaestra.core.config import why_no_effect
@@ -245,7 +245,9 @@ def _starts(file: Path, text: str) -> bool:
 
 @command.command("check", cls=SettingsCommand, context_settings={**_CONTEXT, "ignore_unknown_options": True})
 @click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Tasks to play.")
-@click.option("--only", multiple=True, metavar="CHEAT", help="Only this cheat; repeatable.")
+@click.option(
+    "--only", multiple=True, metavar="CHEAT", help="Only this cheat; repeatable.", shell_complete=complete_cheats
+)
 @click.option("--all", "everything", is_flag=True, help="List every cheat, not only those that failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("environment", metavar="ENV", shell_complete=complete_environments)

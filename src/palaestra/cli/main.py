@@ -156,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE
         except click.UsageError as error:
-            place = f". See `{error.ctx.command_path} --help`" if error.ctx is not None else ""
-            raise ConfigError(f"{error.format_message().rstrip('.')}{place}") from None
+            place = f" See `{error.ctx.command_path} --help`" if error.ctx is not None else ""
+            raise ConfigError(f"{_in_words(error)}{place}") from None
         except click.ClickException as error:
             raise ConfigError(error.format_message()) from None
         except click.Abort:
@@ -176,10 +176,29 @@ def _silence() -> None:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
+def _in_words(error: click.UsageError) -> str:
+    """A wrong flag or argument, with the nearest flag that there is."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return f"{error.format_message().rstrip('.')}."
+    from palaestra.core.config import nearest
+
+    flags = [flag for each in error.ctx.command.get_params(error.ctx) for flag in each.opts]
+    return f"unknown flag {error.option_name}.{nearest(error.option_name, flags)}"
+
+
+_OTHER_WORDS = {
+    "list": "runs", "ls": "runs", "logs": "status", "show": "status", "view": "report", "start": "run",
+    "new": "env new", "init": "env new", "check": "env check", "build": "tasks build", "train": "feed",
+    "evaluate": "eval", "rescore": "grade", "score": "grade", "clean": "slots clean",
+}  # fmt: skip
+"""Commands by words that other programs have for them."""
+
+
 def _unknown(word: str) -> str:
     from palaestra.core.config import nearest  # pydantic is only loaded for this message
 
-    return f"there is no command {word!r}; there are {', '.join(COMMANDS)}.{nearest(word, COMMANDS)}"
+    hint = f" Did you mean {_OTHER_WORDS[word]}?" if word in _OTHER_WORDS else nearest(word, COMMANDS)
+    return f"there is no command {word!r}.{hint} There are {', '.join(COMMANDS)}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from palaestra.cli.completion import complete_runs
+
 
 @click.command(
     "report",
@@ -22,7 +24,7 @@ import click
     read. RUN is a run's folder, an id or `last`. The path goes to stdout.
     """,
 )
-@click.argument("run", default="last")
+@click.argument("run", default="last", shell_complete=complete_runs)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file. [default: RUN/report.html]")
 @click.option("--json", "as_json", is_flag=True, help="Print the path, the run and its state as JSON.")
 def command(run: str, out: Path | None, as_json: bool) -> None:

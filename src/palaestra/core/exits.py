@@ -108,7 +108,7 @@ def read_failure(error: BaseException) -> ProcessFailure | None:
     """The failure that `error` means to a user, or None for a bug. In a group of errors, one bug makes it a bug."""
     found = list(leaves(error))
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
-        return ProcessFailure(INTERRUPTED, "interrupted; what was finished is kept", "KeyboardInterrupt")
+        return ProcessFailure(INTERRUPTED, "interrupted", "KeyboardInterrupt")
     known = [leaf for leaf in found if isinstance(leaf, PalaestraError)]
     others = [leaf for leaf in found if not isinstance(leaf, (PalaestraError, asyncio.CancelledError))]
     if others or not known:
@@ -118,14 +118,15 @@ def read_failure(error: BaseException) -> ProcessFailure | None:
 
 
 def report_failure(error: BaseException, *, as_json: bool = False) -> int:
-    """Report a failure on stderr and return its exit code. Raises a bug as it is."""
+    """Report a failure on stderr and return its exit code. An interruption by the user is only reported as JSON. Raises
+    a bug as it is."""
     failure = read_failure(error)
     if failure is None:
         raise error
     if as_json:
         facts = {"kind": failure.kind, "message": redacted(failure.message), "exit_code": failure.exit_code}
         _write_error(json.dumps({"error": facts}))
-    else:
+    elif failure.exit_code != INTERRUPTED:
         report(failure.message)
     return failure.exit_code
 

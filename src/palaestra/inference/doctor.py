@@ -17,7 +17,7 @@ import msgspec
 from yarl import URL
 
 from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, EngineError, EngineReplyError
+from palaestra.core.errors import ConfigError, EngineError, EngineRefused, EngineReplyError
 from palaestra.core.retry import AT_START
 from palaestra.core.types import JSON, Message
 from palaestra.inference.config import APIServerConfig
@@ -425,7 +425,11 @@ class _Examination:
         self.found.refusal = error
         asked = {check.name for check in self.found.checks}
         if REACHABLE not in asked:
-            way_out = "Check the address and the key, and that the server runs."
+            way_out = "Check the address, and that the server runs."
+            if isinstance(error, EngineRefused):
+                way_out = "Check the key, the address and the model's name."
+            elif " answered HTTP " in str(error):
+                way_out = "The server runs and fails: its log has the reason."
             self.found.checks.append(failed(REACHABLE, str(error), way_out))
         self.found.checks += [
             not_applicable(name, "the server could not be asked") for name in _AFTER_REACHING if name not in asked

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from palaestra.core.config import python_names
 from palaestra.core.errors import ConfigError
 from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
@@ -89,7 +90,8 @@ class Run:
         from palaestra.rollouts.export.token_rows import RowsExporter
 
         lines = io.BytesIO()
-        RowsExporter().export(self, lines, replace(self.recording.meta, placeholders=placeholders))
+        with python_names():
+            RowsExporter().export(self, lines, replace(self.recording.meta, placeholders=placeholders))
         return [json.loads(line) for line in lines.getvalue().splitlines()]
 
     def to_records(self) -> list[dict[str, JSON]]:

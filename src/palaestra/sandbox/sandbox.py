@@ -29,6 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_LEAST_MEMORY = 4 << 20
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
 
 
@@ -98,6 +99,8 @@ class Sandbox:
             disk_bytes=standard.disk_bytes if disk is None else size_in_bytes(disk),
             cpus=cpus,
         )
+        if memory is not None and limits.memory_bytes is not None and limits.memory_bytes < _LEAST_MEMORY:
+            raise ConfigError(f"memory={memory!r} is {limits.memory_bytes} bytes, too few to start: write '512MB'")
         if not isinstance(network, str | AllowList):
             network = AllowList(tuple(network))
         if snapshot is not None:

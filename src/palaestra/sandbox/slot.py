@@ -62,6 +62,9 @@ class ExecutionResult:
     file with the first 4 MiB of truncated output, `full_output_bytes` its size. Commands of a stateful shell have
     `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call asked for that channel.
 
+    `oom` is set if the shell itself was killed for memory (exit code 137). If only one of its children was killed, the
+    exit code is the shell's, and `oom` is not set.
+
     `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out after 5s"). A slot that dies
     raises `SlotLost` and never looks like a failed command.
     """

@@ -81,6 +81,18 @@ def test_an_error_names_arguments_and_no_flags(arguments: dict[str, object], nam
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rows_of_a_run_without_tokens_and_an_agent_without_a_server_name_arguments() -> None:
+    run = palaestra.run_sync(squares(n=1), policy="noop")
+    with pytest.raises(ConfigError, match="server_type") as error:
+        run.to_rows()
+    assert "--" not in str(error.value)
+    with pytest.raises(ConfigError, match="base_url=") as error:
+        palaestra.Agent("m")
+    assert "policy" not in str(error.value)
+    with pytest.raises(ConfigError, match="tasks is 0"):
+        palaestra.run_sync(squares(n=1), policy="oracle", tasks=0)
+
+
 def test_a_run_inside_a_running_loop() -> None:
     """As in a notebook, whose cells run on a loop."""
 

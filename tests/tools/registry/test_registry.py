@@ -163,6 +163,9 @@ def test_a_tool_that_needs_a_slot_says_so_outside_of_one() -> None:
 def test_unknown_and_malformed_calls_are_results() -> None:
     registry = build_tool_registry(["todo"])
     assert asyncio.run(registry.execute(ToolCall("nothing", {}))).error == "Unknown tool: nothing"
+    name = registry.list_tools()[0]
+    assert f"Did you mean {name}?" in asyncio.run(registry.execute(ToolCall(f"{name}x", {}))).error
+    assert name in repr(registry)
     (torn,) = ToolCall.parse_from_text('<tool_call>{"name": "todo", "argum</tool_call>')
     assert asyncio.run(registry.execute(torn)).error.startswith("Malformed tool call")
 

@@ -302,7 +302,7 @@ def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
     known = {cheat.name: cheat for cheat in BANK}
     for name in only:
         if name not in known:
-            raise ConfigError(f"unknown cheat {name!r}.{nearest(name, known)}")
+            raise ConfigError(f"unknown cheat {name!r}.{nearest(name, known)} There are {', '.join(known)}")
     return tuple(known[name] for name in only) or BANK
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
@@ -72,6 +72,12 @@ SHORT_FORMS = {
 }
 """What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
+_OTHER_WORDS = {
+    "--parallel": "--concurrency", "--workers": "--concurrency", "--limit": "--tasks", "--count": "--tasks",
+    "--output": "--out", "--url": "--base-url", "--key": "--openai.api_key",
+}  # fmt: skip
+"""Flags by words that other programs have for them."""
+
 ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_num_workers"}
 """Short names of settings for Python callers."""
 
@@ -88,6 +94,9 @@ SWITCHES = ("--slurm", "--testing", "--show-config", "--dry-run", "--json", "--h
 """Flags that stand alone."""
 
 _OWN = ("--policy", "--resume", "--config", "--mcp", *SWITCHES)
+GENERAL_FLAGS = (*_OWN, *SHORT_FORMS)
+"""Flags that every environment has."""
+
 RECORDED = "the recorded run"
 """The source of a setting that a resumed run was given when it began."""
 
@@ -275,7 +284,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
         name = name if model_type is None or name in model_type.model_fields else name.replace("-", "_")
         if model_type is None or name not in model_type.model_fields:
-            raise ConfigError(f"unknown flag {written}.{nearest(written, self.known_flags())}")
+            raise ConfigError(f"unknown flag {written}.{_nearest_flag(written, self.known_flags())}")
         annotation: Annotation = model_type.model_fields[name].annotation
         if dot and not takes_mapping(annotation):
             raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
@@ -297,7 +306,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             raise ConfigError(f"{written}: {error}") from None
 
     def known_flags(self) -> Iterator[str]:
-        yield from (*_OWN, *SHORT_FORMS)
+        yield from GENERAL_FLAGS
         yield from (f"--env.{name}" for name in self.env_type.model_fields)
         yield from (f"--openai.{name}" for name in self.server_type.model_fields)
 
@@ -465,12 +474,18 @@ def _with_run(policy: str) -> str:
 def check_general_flags(argv: Sequence[str]) -> None:
     """Raise `ConfigError` for a misspelt flag of those that every environment has. It needs no environment, whose
     loading may take long."""
-    general, written = (*_OWN, *SHORT_FORMS), {word.partition("=")[0] for word in argv if _is_flag(word)}
+    general, written = GENERAL_FLAGS, {word.partition("=")[0] for word in argv if _is_flag(word)}
     if not written.isdisjoint(("--help", "-h", "--help-all")):
         return
     for flag in sorted(written.difference(general)):
-        if not flag.startswith(("--env.", "--openai.")) and (hint := nearest(flag, general)):
+        if not flag.startswith(("--env.", "--openai.")) and (hint := _nearest_flag(flag, general)):
             raise ConfigError(f"unknown flag {flag}.{hint}")
+
+
+def _nearest_flag(written: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown flag: the flag that other programs call so, or the nearest one."""
+    meant = _OTHER_WORDS.get(written)
+    return f" Did you mean {meant}?" if meant is not None else nearest(written, known)
 
 
 def _is_flag(word: str) -> bool:

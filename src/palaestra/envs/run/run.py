@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import random
 import signal
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from palaestra.envs.run.feed_trainer import Serving
     from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation
 
+
+logger = logging.getLogger(__name__)
 
 Drive: TypeAlias = Callable[[Runner], Awaitable[Totals]]
 
@@ -157,6 +160,10 @@ async def run(
         console.in_flight, console.score_name = events.in_flight, environment.score_name
         for each in (console, reporting, *(() if spans is None else (spans,)), *subscribers):
             events.subscribe(each)
+        if logger.isEnabledFor(logging.DEBUG):
+            from palaestra.rollouts.observe.event_log import EventLog  # here, because most runs log nothing
+
+            events.subscribe(EventLog())
         context = RunContext(
             engine=engine,
             workspaces=Workspaces(pool, prepared, output.folder.workspaces if config.save_workspaces else None),

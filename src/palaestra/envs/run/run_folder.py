@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.io.durable_files import private
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import ARGUMENTS, Parsed
@@ -291,7 +291,11 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
         groups = opened.enter_context(GroupsFile(folder.groups, env=env, model=model, messages=keeps))
         copy = None
         if config.data_path_to_save_groups:
-            copy = GroupsFile(Path(config.data_path_to_save_groups), env=env, model=model, messages=keeps)
+            try:
+                copy = GroupsFile(Path(config.data_path_to_save_groups), env=env, model=model, messages=keeps)
+            except DiskError as error:
+                why = str(error).partition(". What was written")[0]
+                raise ConfigError(f"{why} (--out, data_path_to_save_groups)") from None
         opened.pop_all()
     settings |= {"groups_file": str((copy or groups).path.resolve()), "run_folder": str(folder.path.resolve())}
     with open(folder.config, "wb", opener=private) as file:

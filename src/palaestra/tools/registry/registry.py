@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.types import JSON
 from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
@@ -89,6 +90,9 @@ class ToolRegistry:
         """The names of the tools."""
         return iter(self._tools)
 
+    def __repr__(self) -> str:
+        return f"ToolRegistry({list(self)})"
+
     def __len__(self) -> int:
         return len(self._tools)
 
@@ -128,7 +132,9 @@ class ToolRegistry:
         """Run a call outside any rollout, for tools that need no slot. Every failure is a result."""
         tool = self.get(call.name)
         if call.error or tool is None:
-            return ToolResult(False, error=call.error or f"Unknown tool: {call.name}", uniq_id=call.uniq_id)
+            hint = nearest(call.name, self)
+            unknown = f"Unknown tool: {call.name}" + (f".{hint}" if hint else "")
+            return ToolResult(False, error=call.error or unknown, uniq_id=call.uniq_id)
         try:
             async with ToolRun(shared=self.shared) as run:
                 outcome = await run_tool(tool, self.argument_schema(call.name).parse(call.arguments), run)

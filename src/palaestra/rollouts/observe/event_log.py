@@ -1,0 +1,63 @@
+"""Logs what the rollouts of a run do, for `-v`: one line per turn with its calls, per reward and per failed attempt."""
+
+from __future__ import annotations
+
+import logging
+
+from palaestra.core.printable import printable
+from palaestra.rollouts.events import (
+    AttemptDiscarded,
+    Graded,
+    GroupBegun,
+    GroupStarted,
+    Handlers,
+    RolloutEnded,
+    TurnTaken,
+)
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = 100
+
+
+class EventLog:
+    """A subscriber of a run's events."""
+
+    def handlers(self) -> Handlers:
+        return {
+            GroupBegun: lambda event: logger.debug("%s begins", event.group.group_id),
+            GroupStarted: self._on_group,
+            TurnTaken: self._on_turn,
+            Graded: lambda event: logger.debug("%s: reward %g", event.rollout_id, event.reward),
+            AttemptDiscarded: self._on_end,
+            RolloutEnded: self._on_end,
+        }
+
+    def _on_group(self, event: GroupStarted) -> None:
+        names = ", ".join(each["function"]["name"] for each in event.group.tools)
+        logger.debug("%s: prepared in %.3f s, tools: %s", event.group.group_id, event.group.prepare_s, names or "none")
+
+    def _on_turn(self, event: TurnTaken) -> None:
+        calls = [
+            f"{call['function']['name']}({_short(str(call['function']['arguments']))})"
+            for message in event.messages
+            for call in message.get("tool_calls") or ()
+        ]
+        read, written = event.tokens
+        model_s, tools_s = event.seconds
+        logger.debug(
+            "%s: turn %d: %d tokens read, %d written in %.2f s, tools %.2f s%s",
+            *(event.rollout_id, event.turn, read, written, model_s, tools_s),
+            f": {', '.join(calls)}" if calls else "",
+        )
+
+    def _on_end(self, event: RolloutEnded | AttemptDiscarded) -> None:
+        each = event.trajectory
+        error = f": {_short(each.error)}" if each.error else ""
+        what = "ended" if isinstance(event, RolloutEnded) else "is tried again"
+        logger.debug("%s %s: %s after %.2f s%s", each.rollout_id, what, each.outcome, each.beside.duration_s, error)
+
+
+def _short(text: str) -> str:
+    line = " ".join(printable(text[: 4 * _LONGEST]).split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
