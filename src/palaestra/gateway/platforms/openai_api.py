@@ -1,0 +1,262 @@
+"""`/v1/chat/completions`: any program that can talk to a chat model talks to the agent.
+
+A request is one message of a person: the last user message of `messages`. The conversation it belongs to is named by
+the header `X-Session-Id`; without one, by the messages before it, which this server remembers by their digest. Unknown
+earlier messages, a system prompt for example, are given to the agent as a transcript at the beginning of a new session.
+The reply has the session's id in the same header.
+
+`stream: true` sends the answer as it comes (server-sent events), other requests get it whole. Tools are the gateway's;
+`tools`, `temperature` and other settings of a request have no effect. A person whose program disconnects keeps the
+session: the turn continues, and its answer is part of the conversation.
+
+The token is the platform's `token`; who has it may use the agent, so there is no allow-list. Settings in `extra`:
+`host` (127.0.0.1), `port` (8643) and `model`, the name to offer (palaestra).
+
+Format: https://platform.openai.com/docs/api-reference/chat
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import time
+import uuid
+from collections import OrderedDict
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.http_server import guard, listening
+from palaestra.core.types import JSON
+from palaestra.gateway.config import PlatformConfig
+from palaestra.gateway.platform import Address, Answers, Attachment, Deliver, Incoming, Limits
+from palaestra.gateway.platforms.webhook import listen_address
+
+MAX_BODY_BYTES = 64 << 20
+SESSION = "X-Session-Id"
+_REMEMBERED = 10_000
+_KEEP_ALIVE_S = 15.0
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that waits for its answer. `parts` are pieces as they come, then None."""
+
+    parts: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
+    texts: list[str] = field(default_factory=list)
+    streamed: str = ""
+
+
+class OpenAIServer:
+    """One server. `url` is its address while it runs, with `/v1`."""
+
+    limits = Limits(max_text=16 << 20, max_file_bytes=16 << 20, streams=True)
+
+    def __init__(self, name: str, config: PlatformConfig) -> None:
+        self.name = name
+        self.url = ""
+        self._token = config.secret(name)
+        self._host, self._port = listen_address(name, config, 8643)
+        self._model = str(config.extra.get("model", "palaestra"))
+        self._deliver: Deliver | None = None
+        self._waiting: dict[tuple[str, str], _Request] = {}
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._open = AsyncExitStack()
+
+    async def start(self, deliver: Deliver) -> None:
+        """Raises `ConfigError` if the port is taken, or if there is no token beyond the loopback."""
+        self._deliver = deliver
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(self._token)])
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        url = await self._open.enter_async_context(listening(app, self._host, self._port, token=self._token))
+        self.url = f"{url}/v1"
+
+    async def stop(self) -> None:
+        self._deliver = None
+        for request in self._waiting.values():
+            request.parts.put_nowait(None)
+        await self._open.aclose()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "palaestra"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body = msgspec.json.decode(await request.read())
+            earlier, text, files = _read(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+            return _error(400, str(error), "invalid_request_error")
+        said = text
+        session = request.headers.get(SESSION, "").strip()
+        if not session:
+            session = self._known.get(_digest(earlier), "") if earlier else ""
+        if not session:
+            session = uuid.uuid4().hex
+            if earlier:
+                before = "\n\n".join(f"{role}: {content}" for role, content in earlier)
+                text = f"[The conversation before this session:]\n{before}\n\n[The message to answer:]\n{said}"
+        if self._deliver is None:
+            return _error(503, "the gateway is stopping", "server_error")
+        address = Address(self.name, session)
+        message_id = request.headers.get("Idempotency-Key") or uuid.uuid4().hex
+        key = (session, message_id)
+        if key in self._waiting:
+            return _error(409, f"the request {message_id} is being answered", "conflict")
+        waiting = self._waiting[key] = _Request()
+        try:
+            user = str(body.get("user") or "api")
+            await self._deliver(Incoming(address, message_id, user, text, tuple(files), trusted=True))
+            if body.get("stream"):
+                answer, reply = await self._stream(request, waiting, session)
+            else:
+                while await waiting.parts.get() is not None:
+                    pass
+                answer = "\n\n".join(waiting.texts)
+                reply = self._whole(answer, session)
+        finally:
+            del self._waiting[key]
+        self._remember([*earlier, ("user", said), ("assistant", answer)], session)
+        return reply
+
+    def _whole(self, answer: str, session: str) -> web.Response:
+        if not answer:
+            return _error(503, "the gateway stopped; send the message again", "server_error")
+        choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        body = {**self._head("chat.completion"), "choices": [choice], "usage": usage}
+        return web.json_response(body, headers={SESSION: session})
+
+    async def _stream(self, request: web.Request, waiting: _Request, session: str) -> tuple[str, web.StreamResponse]:
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", SESSION: session})
+        await reply.prepare(request)
+        head = self._head("chat.completion.chunk")
+
+        async def send(delta: dict[str, JSON], finish: str | None = None) -> None:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish}
+            await reply.write(b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n")
+
+        await send({"role": "assistant", "content": ""})
+        while True:
+            try:
+                async with asyncio.timeout(_KEEP_ALIVE_S):
+                    part = await waiting.parts.get()
+            except TimeoutError:
+                await reply.write(b": waiting\n\n")  # so that nothing between us closes the connection
+                continue
+            if part is None:
+                break
+            await send({"content": part})
+            waiting.streamed += part
+        answer = "\n\n".join(waiting.texts)
+        streamed = waiting.streamed.rstrip()
+        if streamed.endswith(answer):
+            more = ""
+        elif answer.startswith(streamed):
+            more = answer.removeprefix(streamed)
+        else:  # a reply that was begun again, or notes in front
+            more = f"\n\n{answer}"
+        if more.strip():
+            await send({"content": more})
+        await send({}, "stop" if answer else "error")
+        await reply.write(b"data: [DONE]\n\n")
+        return answer, reply
+
+    def _head(self, kind: str) -> dict[str, JSON]:
+        return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self._model}
+
+    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+        """Hand over an answer. One whose request is gone is part of the conversation, and goes nowhere else; so are
+        notices. A question of the agent is shown in the request that runs."""
+        if answers is not None:
+            waiting = self._waiting.get((address.chat_id, answers.message_id))
+            if waiting is not None:
+                waiting.texts.append(text)
+                if answers.last:
+                    waiting.parts.put_nowait(None)
+            return key
+        for (chat_id, _), waiting in self._waiting.items():
+            if chat_id == address.chat_id:
+                waiting.texts.append(text)
+                waiting.parts.put_nowait(f"{text}\n\n")
+        return key
+
+    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+        """A file is a data URL in the answer."""
+        url = f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
+        sign = "!" if file.is_image else ""
+        return await self.send_text(address, f"{sign}[{file.name}]({url})", key=key, answers=answers)
+
+    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+        raise NotImplementedError("this platform has no edits")
+
+    async def stream_text(self, message: Incoming, text: str) -> None:
+        waiting = self._waiting.get((message.address.chat_id, message.message_id))
+        if waiting is not None:
+            waiting.parts.put_nowait(text)
+
+    async def set_typing(self, address: Address, typing: bool) -> None:
+        raise NotImplementedError("this platform has no typing notices")
+
+    def _remember(self, history: list[tuple[str, str]], session: str) -> None:
+        self._known[_digest(history)] = session
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+
+def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
+    """The messages before the last, as role and text, and the last one's text and images. Raises `ConfigError`."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise ConfigError("messages must be a list of messages, the last one the user's")
+    if messages[-1].get("role") != "user":
+        raise ConfigError("the last message must be the user's")
+    files: list[Attachment] = []
+    earlier = [(str(each.get("role")), _text(each.get("content"), [])) for each in messages[:-1]]
+    return earlier, _text(messages[-1].get("content"), files), files
+
+
+def _text(content: JSON, files: list[Attachment]) -> str:
+    """The text of a message's content; its images are added to `files`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ConfigError("the content of a message must be a text or a list of parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict):
+            raise ConfigError("a part of a message must be an object")
+        if part.get("type") == "text":
+            texts.append(str(part.get("text", "")))
+        elif part.get("type") == "image_url" and isinstance(part.get("image_url"), dict):
+            files.append(_image(str(part["image_url"].get("url", "")), len(files) + 1))
+        else:
+            raise ConfigError(f"parts of type {part.get('type')!r} are not supported; text and image_url are")
+    return "\n".join(texts)
+
+
+def _image(url: str, number: int) -> Attachment:
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
+        raise ConfigError("image_url must be a data URL of an image; addresses are not fetched")
+    media_type = head.removeprefix("data:").removesuffix(";base64")
+    try:
+        content = base64.b64decode(data, validate=True)
+    except ValueError:
+        raise ConfigError("image_url holds no valid base64") from None
+    return Attachment(f"image-{number}.{media_type.partition('/')[2]}", media_type, content)
+
+
+def _digest(history: list[tuple[str, str]]) -> str:
+    said = [(role, content.strip()) for role, content in history]
+    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
+
+
+def _error(status: int, message: str, kind: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": None}}, status=status)

@@ -1,0 +1,35 @@
+"""The platforms by name, each imported when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from palaestra.core.config import nearest
+from palaestra.core.errors import ConfigError
+from palaestra.core.extras import install_command
+from palaestra.gateway.config import PlatformConfig
+from palaestra.gateway.platform import Platform
+
+PLATFORMS: Mapping[str, str] = {
+    "webhook": "palaestra.gateway.platforms.webhook:Webhook",
+    "openai": "palaestra.gateway.platforms.openai_api:OpenAIServer",
+}
+"""Where the class of each platform is. It is called with the platform's name and its `PlatformConfig`."""
+
+
+def make_platform(name: str, config: PlatformConfig) -> Platform:
+    """The platform of a name in the configuration, which may be `KIND` or `KIND-WORD`, such as `webhook-2`.
+
+    Raises `ConfigError` for an unknown one, for unusable settings and if the extra `gateway` is not installed.
+    """
+    kind = name if name in PLATFORMS else name.partition("-")[0]
+    if kind not in PLATFORMS:
+        raise ConfigError(f"there is no platform {name!r}; there are {', '.join(PLATFORMS)}.{nearest(name, PLATFORMS)}")
+    module, _, attribute = PLATFORMS[kind].partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"platform {name} needs {error.name}: {install_command('gateway')}") from None
+    platform: Platform = found(name, config)
+    return platform

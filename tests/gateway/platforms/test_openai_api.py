@@ -1,0 +1,150 @@
+import asyncio
+import base64
+import json
+
+import aiohttp
+import openai
+import pytest
+
+from gateway.conftest import OPEN, a_gateway, until
+from palaestra.gateway.config import PlatformConfig
+from palaestra.gateway.platforms.openai_api import SESSION, OpenAIServer
+from palaestra.testing.platform_conformance import PNG
+
+
+def server(token="secret"):
+    return OpenAIServer("openai", PlatformConfig(token=token, extra={"port": 0}))
+
+
+def client(platform):
+    return openai.AsyncOpenAI(base_url=platform.url, api_key="secret", max_retries=0)
+
+
+def said(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat_program_continues_its_conversation(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
+            assert [each.id async for each in program.models.list()] == ["palaestra"]
+            messages = said("one")
+            answers = []
+            for text in ("two", "three", None):
+                reply = await program.chat.completions.create(model="palaestra", messages=messages)
+                answers.append(reply.choices[0].message.content)
+                messages += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": text}]
+            assert answers == ["echo 1: one", "echo 2: two", "echo 3: three"]
+            other = await program.chat.completions.create(model="palaestra", messages=said("one"))
+            assert other.choices[0].message.content == "echo 1: one"
+
+    asyncio.run(main())
+
+
+def test_the_answer_is_streamed_and_not_repeated_at_the_end(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
+            stream = await program.chat.completions.create(model="m", messages=said("slowly a b c d"), stream=True)
+            parts = [chunk.choices[0].delta.content async for chunk in stream]
+            assert "".join(part or "" for part in parts) == "a b c d "
+            assert len([part for part in parts if part]) == 4
+
+    asyncio.run(main())
+
+
+def test_a_session_is_named_by_its_header_and_survives_a_restart(tmp_path):
+    async def main():
+        for number in (1, 2):
+            platform = server()
+            async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
+                reply = await program.chat.completions.with_raw_response.create(
+                    model="m", messages=said("hi"), extra_headers={SESSION: "mine"}
+                )
+                assert reply.headers[SESSION] == "mine"
+                assert reply.parse().choices[0].message.content == f"echo {number}: hi"
+
+    asyncio.run(main())
+
+
+def test_messages_before_an_unknown_session_are_given_as_a_transcript(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]) as scene, client(platform) as program:
+            earlier = [
+                {"role": "system", "content": "Be brief."},
+                *said("old"),
+                {"role": "assistant", "content": "yes"},
+            ]
+            await program.chat.completions.create(model="m", messages=[*earlier, *said("new")])
+            content = scene.model.requests[-1]["messages"][-1]["content"]
+            assert content.index("Be brief.") < content.index("old") < content.index("yes") < content.index("new")
+
+    asyncio.run(main())
+
+
+@pytest.mark.slots
+def test_an_image_reaches_the_sandbox(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]) as scene, client(platform) as program:
+            url = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+            content = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
+            await program.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+            assert "uploads/image-1.png" in scene.model.requests[-1]["messages"][-1]["content"]
+
+    asyncio.run(main())
+
+
+def test_a_program_that_disconnects_leaves_the_session_usable(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]) as scene, client(platform) as program:
+            headers = {SESSION: "s"}
+            stream = await program.chat.completions.create(
+                model="m", messages=said("slowly a b c d e f"), stream=True, extra_headers=headers
+            )
+            await stream.close()
+            await until(lambda: len(scene.model.requests) == 1)
+            reply = await program.chat.completions.create(model="m", messages=said("next"), extra_headers=headers)
+            assert reply.choices[0].message.content == "echo 2: next"
+
+    asyncio.run(main())
+
+
+ADDRESS = {"type": "image_url", "image_url": {"url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("token", "body", "status"),
+    [
+        ("wrong", {"messages": said("x")}, 401),
+        ("secret", {"messages": []}, 400),
+        ("secret", {"messages": [{"role": "assistant", "content": "x"}]}, 400),
+        ("secret", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400),
+        ("secret", {"messages": [{"role": "user", "content": [ADDRESS]}]}, 400),
+        ("secret", [], 400),
+    ],
+)  # fmt: skip
+def test_a_request_that_is_no_chat_is_refused(tmp_path, token, body, status):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]), aiohttp.ClientSession() as session:
+            headers = {"Authorization": f"Bearer {token}"}
+            url = f"{platform.url}/chat/completions"
+            async with session.post(url, data=json.dumps(body), headers=headers) as reply:
+                assert reply.status == status
+
+    asyncio.run(main())
+
+
+def test_an_allow_list_does_not_keep_out_who_has_the_token(tmp_path):
+    async def main():
+        platform = server()
+        config = {"platforms": {**OPEN["platforms"], "openai": {"allowed_users": []}}}
+        async with a_gateway(tmp_path, config, others=[platform]), client(platform) as program:
+            reply = await program.chat.completions.create(model="m", messages=said("x"))
+            assert reply.choices[0].message.content == "echo 1: x"
+
+    asyncio.run(main())
