@@ -40,6 +40,7 @@ COMMANDS = {
     "images": "Make and list root file systems for slots.",
     "model": "Make a tiny real model.",
     "tools": "List the tools and toolsets of agents.",
+    "gateway": "Serve conversations on chat platforms, e-mail and HTTP.",
     "serve": "Run servers for trainers, slots, tools and models.",
     "slots": "List and clean up slots and workspaces on this machine.",
     "doctor": "Report what this machine can isolate, or check a model server.",

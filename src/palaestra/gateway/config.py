@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import Field
 
-from palaestra.core.config import Settings, local_path, nearest, sent_secret, setting
+from palaestra.core.config import Settings, local_path, sent_secret, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.gateway.platform import Address, ChatType
 from palaestra.gateway.session_reset import SessionResetPolicy
+from palaestra.inference.config import APIServerConfig
 
 CONFIG_NAME = "gateway.yaml"
 
@@ -57,6 +59,13 @@ class PlatformConfig(Settings):
             raise ConfigError(f"platforms.{name}.token_file: cannot read {path}: {error}") from None
 
 
+class ModelPrices(Settings):
+    """The price of a million tokens, in dollars."""
+
+    prompt: float = setting(0.0, "A million tokens of prompts.", ge=0)
+    completion: float = setting(0.0, "A million tokens of answers.", ge=0)
+
+
 class UserLimits(Settings):
     """What one person may use. Beyond it, a message is answered with the time at which the next one is taken."""
 
@@ -67,6 +76,19 @@ class UserLimits(Settings):
 class GatewayConfig(Settings):
     """The contract's configuration. `from_dict({})` and `GatewayConfig()` are equal."""
 
+    server: APIServerConfig | None = setting(None, "The model server: base_url, model_name, api_key and so on.")
+    toolsets: list[str] = Field(
+        default=["terminal", "file", "todo", "clarify"], description="The toolsets of the agent."
+    )
+    system_prompt: str | None = setting(None, "The system prompt; None: a short one.")
+    max_turns: int = setting(60, "Model calls for one message, at most.", ge=1)
+    context_tokens: int | None = setting(None, "The size of the model's window in tokens; None: unknown.", ge=1)
+    prices: ModelPrices | None = setting(None, "What the model costs; needed for limits.cost_per_day.")
+    isolation: str = setting("best", "How sandboxes are isolated: best, full, userns, confined or none.")
+    network: Literal["on", "off"] = setting("off", "Whether sandboxes have a network.")
+    image: str | None = setting(None, "The root file system of sandboxes; None: this machine's system directories.")
+    max_sandboxes: int | None = setting(None, "Sandboxes at a time, at most; None: what this machine can hold.", ge=1)
+    keep_sandboxes: bool = setting(True, "Whether sandboxes and their processes outlive a restart of the gateway.")
     platforms: dict[str, PlatformConfig] = Field(default_factory=dict, description="The platforms, by name.")
     default_reset_policy: SessionResetPolicy = Field(
         default_factory=SessionResetPolicy, description="When a session begins anew."
@@ -118,10 +140,6 @@ def read_config(path: Path) -> GatewayConfig:
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{path} must hold settings by name, such as `platforms:`")
     return GatewayConfig.from_dict(values)
-
-
-def unknown_platform(name: str, known: list[str]) -> ConfigError:
-    return ConfigError(f"there is no platform {name!r}; there are {', '.join(known)}.{nearest(name, known)}")
 
 
 def _without_none(values: dict[str, JSON]) -> dict[str, JSON]:

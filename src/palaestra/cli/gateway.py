@@ -1,0 +1,160 @@
+"""`palaestra gateway`: serve conversations on chat platforms, and say who may take part."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.exits import told_to_stop
+
+if TYPE_CHECKING:
+    from palaestra.gateway.mailbox import Mailbox
+
+T = TypeVar("T")
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+_HOME = "~/.palaestra/gateway"
+
+EXAMPLE = """\
+# Settings of `palaestra gateway`. docs/gateway.md lists all of them.
+server:
+  base_url: http://127.0.0.1:8000/v1
+  model_name: NAME
+toolsets: [terminal, file, todo, clarify]
+default_reset_policy: {mode: both, at_hour: 4, idle_minutes: 1440}
+limits: {messages_per_hour: 120}
+platforms:
+  openai:                         # http://127.0.0.1:8643/v1 for any chat program
+    token_file: ~/.palaestra/gateway/openai.token
+  # matrix:
+  #   token_file: ~/.palaestra/gateway/matrix.token
+  #   extra: {homeserver: https://matrix.example.org, user_id: "@agent:example.org"}
+  #   allowed_users: ["@anna:example.org"]
+  #   home_channel: {chat_id: "!room:example.org", chat_type: group}
+"""
+
+
+@click.group(
+    "gateway",
+    invoke_without_command=True,
+    context_settings=_CONTEXT,
+    help="""Serve conversations on chat platforms, e-mail and HTTP: one service, a session per chat.
+
+    \b
+      palaestra gateway example > ~/.palaestra/gateway/gateway.yaml    # then edit it
+      palaestra gateway                                                # serve until Ctrl-C
+      palaestra gateway pair K7QX2MPA                                  # allow the person with this code
+      palaestra gateway users
+
+    Each person's messages are answered in order by one agent with its own sandbox. Who is not in `allowed_users` gets a
+    code, which you confirm with `pair`. In a chat, /help lists the commands: /stop, /new, /retry, /undo, /status,
+    /approve and /deny.
+
+    Messages, answers and sessions survive a restart and a crash; sandboxes and background processes too. Everything is
+    kept in the folder --home. Platforms other than openai and webhook need the extra 'gateway'.
+    """,
+)
+@click.option(
+    "--home",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=_HOME,
+    show_default=True,
+    help="The folder of the gateway.",
+)
+@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="The settings [HOME/gateway.yaml].")
+@click.option("--base-url", help="The model server, instead of the configuration's.")
+@click.option("--model", help="The model's name, instead of the configuration's.")
+@click.pass_context
+def command(context: click.Context, home: Path, config: Path | None, base_url: str | None, model: str | None) -> None:
+    from palaestra.core.config import local_path
+
+    context.obj = local_path(home)
+    if context.invoked_subcommand is None:
+        asyncio.run(_serve(context.obj, config, base_url, model))
+
+
+async def _serve(home: Path, config: Path | None, base_url: str | None, model: str | None) -> None:
+    from palaestra.gateway.assembly import assembled
+    from palaestra.gateway.config import CONFIG_NAME, read_config
+    from palaestra.inference.config import APIServerConfig
+
+    settings = read_config(config or home / CONFIG_NAME)
+    if base_url or model:
+        changes = {"base_url": base_url, "model_name": model}
+        given = {} if settings.server is None else settings.server.model_dump(exclude_unset=True)
+        server = APIServerConfig(**given | {name: value for name, value in changes.items() if value})
+        settings = settings.model_copy(update={"server": server})
+    stop = told_to_stop()
+    async with assembled(settings, home) as gateway:
+        for platform in gateway.platforms.values():
+            click.echo(f"{platform.name} {getattr(platform, 'url', '')}".strip())
+        click.echo(f"serving; kept in {home}", err=True)
+        await stop.wait()
+        click.echo("stopping", err=True)
+
+
+@command.command("example", context_settings=_CONTEXT, help="Print a configuration to begin with.")
+def example() -> None:
+    click.echo(EXAMPLE, nl=False)
+
+
+@command.command("pair", context_settings=_CONTEXT, help="Allow the person to whom the gateway sent CODE.")
+@click.argument("code")
+@click.pass_obj
+def pair(home: Path, code: str) -> None:
+    platform, user_id, name = _with_mailbox(home, lambda mailbox: mailbox.pair(code, time.time()))
+    click.echo(f"{platform} {user_id} {name}".strip())
+
+
+@command.command("unpair", context_settings=_CONTEXT, help="Allow a person no longer whom `pair` allowed.")
+@click.argument("platform")
+@click.argument("user_id")
+@click.pass_obj
+def unpair(home: Path, platform: str, user_id: str) -> None:
+    if not _with_mailbox(home, lambda mailbox: mailbox.unpair(platform, user_id)):
+        raise ConfigError(f"user {user_id} of {platform} is not paired; `palaestra gateway users` lists who is")
+
+
+@command.command("users", context_settings=_CONTEXT, help="List the people whom `pair` allowed.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per person.")
+@click.pass_obj
+def users(home: Path, as_json: bool) -> None:
+    for platform, user_id, name in _with_mailbox(home, lambda mailbox: mailbox.users()):
+        if as_json:
+            click.echo(json.dumps({"platform": platform, "user_id": user_id, "name": name}))
+        else:
+            click.echo(f"{platform}\t{user_id}\t{name}")
+
+
+@command.command("refused", context_settings=_CONTEXT, help="List messages that a platform refused, with the reason.")
+@click.pass_obj
+def refused(home: Path) -> None:
+    for message, reason in _with_mailbox(home, lambda mailbox: mailbox.refused()):
+        text = message.text or (message.file.name if message.file else "")
+        place = {"platform": message.address.platform, "chat_id": message.address.chat_id}
+        click.echo(json.dumps({**place, "text": text, "reason": reason}, ensure_ascii=False))
+
+
+def _with_mailbox(home: Path, work: Callable[[Mailbox], Awaitable[T]]) -> T:
+    """Use the mailbox of a gateway, which may be running. Raises `ConfigError` if there is none."""
+    from palaestra.gateway.assembly import MAILBOX
+    from palaestra.gateway.mailbox import Mailbox
+
+    if not (home / MAILBOX).is_file():
+        raise ConfigError(f"there is no gateway in {home}: start it once, or name its folder with --home")
+
+    async def main() -> T:
+        mailbox = Mailbox(home / MAILBOX)
+        try:
+            return await work(mailbox)
+        finally:
+            await mailbox.aclose()
+
+    return asyncio.run(main())

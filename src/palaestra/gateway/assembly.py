@@ -1,0 +1,108 @@
+"""Put a gateway together from its configuration: locks, mailbox, conversations, platforms.
+
+Everything that it keeps is in one folder, its home:
+
+    gateway.yaml          the settings              conversations.db   conversations and their journal
+    gateway.db            the mailbox               processes.json     background processes, for the next start
+    gateway.lock          held while it runs
+
+Invariant: a folder, and a token on one machine, belong to one running gateway.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+from palaestra.chat.service import SYSTEM_PROMPT, ChatService, ChatSettings
+from palaestra.chat.store import ConversationStore
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import Network, Prices
+from palaestra.gateway.config import GatewayConfig
+from palaestra.gateway.mailbox import Mailbox
+from palaestra.gateway.platforms.registry import make_platform
+from palaestra.gateway.service import Gateway
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.backends.server_backend import levels
+from palaestra.sandbox.pool import SlotPoolConfig
+from palaestra.sandbox.service.service_client import default_directory
+from palaestra.sandbox.slot import SlotSpec
+
+MAILBOX, CONVERSATIONS, PROCESSES, LOCK = "gateway.db", "conversations.db", "processes.json", "gateway.lock"
+
+
+@asynccontextmanager
+async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]:
+    """A gateway that serves while the block runs. Raises `ConfigError`, `PlatformRefused`, `IsolationUnavailable`."""
+    if config.server is None:
+        raise ConfigError("server.base_url is not set: name the model server in the configuration, or with --base-url")
+    enabled = {name: each for name, each in config.platforms.items() if each.enabled}
+    if not enabled:
+        raise ConfigError("no platform is enabled: add one below `platforms`, such as openai or webhook")
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    platforms = [make_platform(name, each) for name, each in enabled.items()]
+    with ExitStack() as locks:
+        locks.enter_context(_held(home / LOCK, f"a gateway runs in {home} already; stop it first"))
+        for name, each in enabled.items():
+            if token := each.secret(name):
+                problem = f"another gateway on this machine uses the token of platforms.{name}; stop it first"
+                locks.enter_context(_held(_token_lock(name, token), problem))
+        store = locks.enter_context(closing(ConversationStore(home / CONVERSATIONS)))
+        mailbox = Mailbox(home / MAILBOX)
+        try:
+            async with ChatService(
+                config.server, store, _chat_settings(config), backend=_backend(config, home),
+                pool_config=SlotPoolConfig(max_slots=config.max_sandboxes), checkpoint=home / PROCESSES,
+            ) as chat:  # fmt: skip
+                gateway = Gateway(config, platforms, mailbox, chat)
+                async with gateway.running():
+                    yield gateway
+        finally:
+            await mailbox.aclose()
+
+
+def _chat_settings(config: GatewayConfig) -> ChatSettings:
+    prices = None if config.prices is None else Prices(config.prices.prompt, config.prices.completion)
+    return ChatSettings(
+        system_prompt=config.system_prompt or SYSTEM_PROMPT,
+        toolsets=config.toolsets,
+        max_turns=config.max_turns,
+        context_tokens=config.context_tokens,
+        prices=prices,
+        spec=SlotSpec(config.image, Network(config.network)),
+    )
+
+
+def _backend(config: GatewayConfig, home: Path) -> LocalBackend:
+    rung, require = levels(config.isolation)
+    return LocalBackend(rung=rung, require=require, service=service_name(home) if config.keep_sandboxes else None)
+
+
+def service_name(home: Path) -> str:
+    """The name of the slot service that keeps the sandboxes of a gateway (`palaestra slots list` shows it)."""
+    return f"gateway-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
+
+
+def _token_lock(name: str, token: str) -> Path:
+    folder = default_directory()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kind = name.partition("-")[0]
+    return folder / f"token-{hashlib.sha256(f'{kind}{token}'.encode()).hexdigest()[:24]}.lock"
+
+
+@contextmanager
+def _held(path: Path, problem: str) -> Iterator[None]:
+    """Hold a lock file, which the kernel releases when this process dies. Raises `ConfigError` with `problem`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(problem) from None
+        yield
+    finally:
+        os.close(descriptor)
