@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,6 +22,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
     \b
       palaestra serve api --store groups.jsonl      # between environments and a trainer
       palaestra serve model /tmp/tiny               # a small model, for development
+      palaestra serve tinker /tmp/tiny              # training and sampling for the Tinker SDK
       palaestra serve executor --slots 32           # slots and tools, for programs elsewhere
       palaestra serve tools my_tools.py             # tools that need no slot, for executors elsewhere
     """,
@@ -128,6 +130,80 @@ async def _serve_model(
         await serve_model(engine, host, port, print_url, stop, token)
     finally:
         await engine.aclose()
+
+
+@command.command(
+    "tinker",
+    context_settings=_CONTEXT,
+    help="""Train and sample a model on this machine for programs that use the Tinker SDK (0.38), unchanged.
+
+    \b
+      palaestra model tiny /tmp/tiny --practice 150
+      palaestra serve tinker /tmp/tiny --port 8010
+      TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python train.py
+
+    MODEL is a folder, or the OWNER/NAME of a model of the hub. In the program, base_model is the name that the server
+    prints. LoRA adapters and models with full weights (rank=0) of several clients train next to each other. A token, in
+    --token-file or in the variable TINKER_SERVER_TOKEN, is required to listen beyond the loopback; it starts with tml-
+    and is the clients' TINKER_API_KEY. Needs the extra 'tinker'. docs/tinker.md lists the calls and the losses.
+    """,
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
+@click.option(
+    "--checkpoints",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("tinker-checkpoints"),
+    show_default=True,
+    help="The folder that keeps saved states and sampler weights.",
+)
+@click.option("--name", help="What clients call the model. Default: its folder, from which they load the tokenizer.")
+@click.option("--device", help="cpu, cuda, …; the best there is when left out.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of the weights. In float32, sampler and trainer agree on log-probabilities to 1e-4.",
+)
+@click.option(
+    "--max-models", type=click.IntRange(min=1), default=16, show_default=True, help="Most models in training at once."
+)
+@click.option(
+    "--max-samplers",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Most sets of sampler weights in memory; those saved by name are loaded again.",
+)
+@click.option("--seed", type=int, help="Of requests that bring none; equal seeds sample equally.")
+@token_file
+@json_option
+@click.argument("model")
+def tinker(host: str, port: int, checkpoints: Path, model: str, token_file: Path | None, **settings: Any) -> None:
+    token = read_token(token_file, "TINKER_SERVER_TOKEN")
+    settings["most_models"], settings["most_samplers"] = settings.pop("max_models"), settings.pop("max_samplers")
+    asyncio.run(_serve_tinker(model, checkpoints, host, port, token=token, **settings))
+
+
+async def _serve_tinker(model: str, checkpoints: Path, host: str, port: int, **settings: Any) -> None:
+    from palaestra.core.errors import ConfigError
+    from palaestra.core.extras import install_command
+    from palaestra.inference.tokenizers import no_folder
+
+    try:
+        from palaestra.trainers.tinker.server import serving
+    except ImportError as error:
+        raise ConfigError(
+            f"The training server needs the extra 'tinker' ({error}): {install_command('tinker')}"
+        ) from None
+    if "/" not in model and not Path(model).exists():
+        raise no_folder(Path(model))
+    stop = told_to_stop()
+    async with serving(model, checkpoints, host, port, **settings) as server:
+        print_url(server.url)
+        click.echo(f"base_model={server.name!r}; checkpoints in {checkpoints}", err=True)
+        await stop.wait()
 
 
 command.add_command(tools)

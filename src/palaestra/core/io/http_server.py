@@ -60,19 +60,23 @@ def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | 
     return None
 
 
-def guard(token: str | None, open_paths: Collection[str] = ()) -> Any:
-    """The middleware that refuses callers by `refusal`, except on `open_paths`, and reads the bodies of the others."""
+def guard(token: str | None, open_paths: Collection[str] = (), *, key_header: str | None = None) -> Any:
+    """The middleware that refuses callers by `refusal`, except on `open_paths`, and reads the bodies of the others.
+    `key_header` may have the token too, for clients that send it there."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        refused = None if request.path in open_paths else refusal(token, request.headers)
+        headers: Mapping[str, str] = request.headers
+        if key_header is not None and key_header in headers:
+            headers = {**headers, "Authorization": f"Bearer {headers[key_header]}"}
+        refused = None if request.path in open_paths else refusal(token, headers)
         if refused is None:
             if request.can_read_body:
                 await _read_body(request)
             return await handler(request)
-        headers = {"WWW-Authenticate": "Bearer"} if refused[0] == 401 else {}
+        challenge = {"WWW-Authenticate": "Bearer"} if refused[0] == 401 else {}
         body = {"detail": refused[1], "error": "Refusal", "field": None}
-        return web.json_response(body, status=refused[0], headers=headers)
+        return web.json_response(body, status=refused[0], headers=challenge)
 
     return check
 

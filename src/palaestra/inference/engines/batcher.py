@@ -34,6 +34,7 @@ class _Request:
     sampling: Sampling
     most: int
     answer: Future[Sampled]
+    ended: Callable[[Sequence[int]], bool] | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -41,7 +42,7 @@ class _Request:
         """Take one token. Returns the finish reason, or an empty string while the row continues."""
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if token in self.sampling.stop_ids:
+        if token in self.sampling.stop_ids or (self.ended is not None and self.ended(self.ids)):
             return "stop"
         return "length" if len(self.ids) >= self.most else ""
 
@@ -94,9 +95,16 @@ class Batcher:
         self._thread.start()
         return self.ready
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, most: int) -> Future[Sampled]:
-        """Request up to `most` tokens. Cancelling the future cancels the request."""
-        request = _Request(prompt, sampling, most, Future())
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        most: int,
+        ended: Callable[[Sequence[int]], bool] | None = None,
+    ) -> Future[Sampled]:
+        """Request up to `most` tokens; fewer if `ended` is true of those sampled so far. Cancelling the future cancels
+        the request."""
+        request = _Request(prompt, sampling, most, Future(), ended)
         self._send(request)
         return request.answer
 

@@ -1,0 +1,123 @@
+"""Results that clients fetch later: each accepted request has an id and, once it is done, one answer.
+
+Invariants: a request that a client repeats gets the same id and runs once; an answer stays until `KEPT_S` after it was
+fetched, so that a broken connection loses nothing; what waits and what is kept is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from palaestra.core.clock import Clock
+from palaestra.core.types import JSON
+
+KEPT_S, UNFETCHED_S = 60.0, 3600.0
+"""Seconds that an answer is kept after it was fetched, and if nobody fetches it."""
+
+MOST_WAITING = 8192
+"""Requests without an answer."""
+
+MOST_BYTES = 1 << 30
+"""Of answers that are kept."""
+
+
+class Busy(Exception):
+    """The server has as much to do as it takes; the client sends the request again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    body: bytes
+    protobuf: bool = False
+
+    @classmethod
+    def of(cls, value: dict[str, JSON]) -> Answer:
+        return cls(msgspec.json.encode(value))
+
+    @classmethod
+    def failure(cls, message: str, category: Literal["user", "server"]) -> Answer:
+        """The SDK raises `RequestFailedError` with this message, and does not ask again."""
+        return cls.of({"error": message, "category": category})
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One request. `sequences` are the ids of the sequences that a sampling request will have."""
+
+    request_id: str
+    session_id: str
+    sequences: list[str] | None = None
+    cancel: Callable[[], object] | None = None
+    answer: Answer | None = None
+    done_s: float = 0.0
+    fetched_s: float | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Futures:
+    """All requests of a server, by id."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._all: dict[str, Pending] = {}
+        self._bytes = 0
+        self._waiting = 0
+
+    def find(self, request_id: str) -> Pending | None:
+        return self._all.get(request_id)
+
+    def add(self, request_id: str, session_id: str) -> Pending:
+        """Raises `Busy` beyond the bounds."""
+        if self._waiting >= MOST_WAITING:
+            raise Busy(f"{self._waiting} requests are waiting")
+        if self._bytes >= MOST_BYTES:
+            self._drop(lambda pending: pending.fetched_s is not None)
+            if self._bytes >= MOST_BYTES:
+                raise Busy(f"{self._bytes >> 20} MiB of results have not been fetched")
+        pending = self._all[request_id] = Pending(request_id, session_id)
+        self._waiting += 1
+        return pending
+
+    def finish(self, pending: Pending, answer: Answer) -> None:
+        """Set the answer. Later ones are ignored."""
+        if pending.answer is None:
+            pending.answer, pending.cancel, pending.done_s = answer, None, self._clock.monotonic()
+            self._bytes += len(answer.body)
+            self._waiting -= 1
+            pending.done.set()
+
+    def fetched(self, pending: Pending) -> None:
+        pending.fetched_s = self._clock.monotonic()
+
+    def sweep(self) -> None:
+        """Drop answers whose time is over."""
+        now_s = self._clock.monotonic()
+        self._drop(
+            lambda pending: (
+                now_s - pending.done_s > UNFETCHED_S
+                if pending.fetched_s is None
+                else now_s - pending.fetched_s > KEPT_S
+            )
+        )
+
+    def end_session(self, session_id: str) -> None:
+        """Cancel and drop everything of a session."""
+        for pending in self._of(session_id):
+            if pending.cancel is not None:
+                pending.cancel()
+            self.finish(pending, Answer.failure("The session has ended.", "user"))
+        self._drop(lambda pending: pending.session_id == session_id)
+
+    def _of(self, session_id: str) -> Iterator[Pending]:
+        yield from [pending for pending in self._all.values() if pending.session_id == session_id]
+
+    def _drop(self, old: Callable[[Pending], bool]) -> None:
+        for pending in list(self._all.values()):
+            if pending.answer is not None and old(pending):
+                del self._all[pending.request_id]
+                self._bytes -= len(pending.answer.body)

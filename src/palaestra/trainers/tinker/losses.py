@@ -1,0 +1,125 @@
+"""The losses of the Tinker API, on the log-probabilities of one sequence's targets.
+
+All are sums over positions. p is the model that is trained, q the one that sampled, A the advantage, sg stops the
+gradient. Sources: the loss pages of the Tinker documentation (tinker-docs.thinkingmachines.ai/tinker/losses) and the
+papers they name. `stable_reinforce` is this server's own: Thinking Machines does not publish its formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LossConfig: TypeAlias = Mapping[str, float]
+"""Settings of a loss, by name."""
+
+Loss: TypeAlias = "Callable[[Tensor, Mapping[str, Tensor], LossConfig], Tensor]"
+"""Per-position losses from the targets' log-probabilities, the loss's inputs and its settings."""
+
+_CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+"""Bounds of the ratio p/q, PPO's usual ones. A datum may have them per position, as inputs of the same names."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossKind:
+    """A loss: its per-position function, the inputs that a datum needs besides `target_tokens`, those that it may have,
+    and the settings with their defaults."""
+
+    positions: Loss
+    needs: frozenset[str] = frozenset({"logprobs", "advantages"})
+    may_have: frozenset[str] = frozenset({"weights"})
+    settings: Mapping[str, float] = field(default_factory=dict)
+
+
+def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """-w log p. `logprobs` and the weights are [N], or [N, K] with K targets per position. Without weights, w is 1."""
+    return -logprobs * inputs["weights"] if "weights" in inputs else -logprobs
+
+
+def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """-(p/q) A: the policy gradient with the off-policy correction (REINFORCE where p = q)."""
+    return -_ratio(logprobs, inputs) * inputs["advantages"]
+
+
+def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """-min((p/q) A, clip(p/q) A). Schulman et al. 2017, arXiv 1707.06347, equation 7."""
+    ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
+    return -(ratio * advantages).minimum(_clipped(ratio, inputs, config) * advantages)
+
+
+def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """-sg(clip(p/q)) A log p. MiniMax 2025, arXiv 2506.13585, equation 4."""
+    return -_clipped(_ratio(logprobs, inputs), inputs, config).detach() * inputs["advantages"] * logprobs
+
+
+def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """-(A log p - beta/2 (log p/q)^2). Richemond et al. 2024, arXiv 2405.19107."""
+    penalty = (logprobs - inputs["logprobs"]) ** 2
+    return -(logprobs * inputs["advantages"] - 0.5 * config["beta"] * penalty)
+
+
+def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """-min(s A, clip(s) A): s is the geometric mean of p/q over the positions of `sequence_ratio_mask`, with the
+    gradient of each token's own log p (GSPO-token). Zheng et al. 2025, arXiv 2507.18071, equations 13 and 14."""
+    advantages, inside = inputs["advantages"], inputs["sequence_ratio_mask"] != 0
+    difference = (logprobs.detach() - inputs["logprobs"])[inside]
+    mean = difference.mean() if difference.numel() else difference.sum()
+    ratio = (mean + logprobs - logprobs.detach()).exp()
+    return -(ratio * advantages).minimum(_clipped(ratio, inputs, config) * advantages)
+
+
+def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """-sg(min(p/q, c)) A log p, where q is what this server recorded when it sampled: REINFORCE with truncated
+    importance weights (Espeholt et al. 2018, arXiv 1802.01561, rho of equation 1). The input `recorded_logprobs` comes
+    from the sequences that the datum's spans name."""
+    ratio = (logprobs.detach() - inputs["recorded_logprobs"]).exp()
+    return -ratio.clamp(max=config["clip_high_threshold"]) * inputs["advantages"] * logprobs
+
+
+def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return (logprobs - inputs["logprobs"]).exp()
+
+
+def _clipped(ratio: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    def bound(name: str) -> Tensor:
+        return inputs[name] if name in inputs else ratio.new_tensor(config[name])
+
+    return ratio.clamp(min=bound("clip_low_threshold"), max=bound("clip_high_threshold"))
+
+
+_CLIP_INPUTS = frozenset({"weights", *_CLIPS})
+
+LOSSES: dict[str, LossKind] = {
+    "cross_entropy": LossKind(cross_entropy, needs=frozenset()),
+    "importance_sampling": LossKind(importance_sampling),
+    "ppo": LossKind(ppo, may_have=_CLIP_INPUTS, settings=_CLIPS),
+    "cispo": LossKind(cispo, may_have=_CLIP_INPUTS, settings=_CLIPS),
+    "dro": LossKind(dro, settings={"beta": 0.05}),
+    "gspo": LossKind(
+        gspo,
+        needs=frozenset({"logprobs", "advantages", "sequence_ratio_mask"}),
+        may_have=_CLIP_INPUTS,
+        settings=_CLIPS,
+    ),
+    "stable_reinforce": LossKind(
+        stable_reinforce,
+        needs=frozenset({"advantages"}),
+        may_have=frozenset({"weights", "logprobs"}),
+        settings={"clip_high_threshold": 2.0},
+    ),
+}
+"""The losses by the names of the API. `custom` is not among them: the SDK computes custom losses itself, from `forward`
+and a weighted `cross_entropy`."""
+
+
+def total(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """The loss of one datum. For losses of policies, a datum's `weights` multiply each position."""
+    kind = LOSSES[name]
+    positions = kind.positions(logprobs, inputs, {**kind.settings, **config})
+    if "weights" in inputs and name != "cross_entropy":
+        positions = positions * inputs["weights"]
+    return positions.sum()

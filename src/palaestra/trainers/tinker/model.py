@@ -1,0 +1,396 @@
+"""The models of the training server: one base model, and modules that share its weights.
+
+Each trained model is a `torch` module of its own: with LoRA it shares the base's tensors and has its adapter's, with
+full weights it has all. A sampler is a module with a copy of the trained tensors, so later steps do not change it.
+Invariants: log-probabilities are the model's own in float32 at temperature 1, for samplers and trainers alike; a batch
+that fails leaves the gradients as they were.
+
+Extra: `tinker` (torch, transformers, peft).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import math
+import re
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.extras import install_command
+from palaestra.inference.engines.torch_decoder import TorchDecoder, load_model, quiet_loading
+from palaestra.trainers.tinker.losses import total
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+LORA_ALPHA = 32
+"""The scale of adapters is this over their rank, as in Tinker (thinkingmachines.ai/blog/lora)."""
+
+MOST_LOGITS = 1 << 27
+"""Of one forward pass: 512 MiB in float32. More tokens are computed in several passes."""
+
+DEFAULT_WINDOW_TOKENS = 4096
+
+
+class UserError(Exception):
+    """A call that cannot work as it was made. The client gets the message and does not retry."""
+
+
+class Turns:
+    """A lock that threads get in the order in which they asked, so that training and sampling share one device."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._next = itertools.count()
+        self._now = 0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock:
+            mine = next(self._next)
+            self._lock.wait_for(lambda: self._now == mine)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._now += 1
+                self._lock.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """An adapter: its rank, the seed of its start, and which layers have one."""
+
+    rank: int
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Settings of one AdamW step, as in the API. `grad_clip_norm` 0 does not clip."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of a batch: `ids[N]` and its loss inputs, each [N] or [N, K], `target_tokens` among them."""
+
+    ids: Sequence[int]
+    inputs: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """Per row, the targets' log-probabilities in the shape of `target_tokens`; the loss is the sum over all rows."""
+
+    logprobs: Sequence[torch.Tensor]
+    loss: float
+
+
+class BaseModel:
+    """The model that all others start from. `name` is what clients call it. Loading blocks; raises `ConfigError`."""
+
+    def __init__(self, source: str, *, name: str | None = None, device: str | None = None, dtype: str = "float32"):
+        try:
+            import peft  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"The training server needs the extra 'tinker' ({error}): {install_command('tinker')}"
+            ) from None
+        self.module = load_model(source, device, dtype)
+        self.module.requires_grad_(False)
+        folder = Path(source)
+        self.source = str(folder.resolve()) if folder.exists() else source
+        self.name = name or loadable_name(self.source)
+        self.turns = Turns()
+        config = self.module.config.get_text_config()
+        self.vocabulary = int(config.vocab_size)
+        self.window = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_WINDOW_TOKENS)
+        self.digest = _digest(self.module)
+
+    @property
+    def device(self) -> str:
+        return str(self.module.device)
+
+    def known_as(self, name: str) -> bool:
+        """Whether a client that asks for `name` means this model."""
+        return name.rstrip("/") in {self.name.rstrip("/"), self.source, Path(self.source).name}
+
+    def stop_ids(self) -> tuple[int, ...]:
+        settings = self.module.generation_config
+        found = settings.eos_token_id if settings else None
+        return (found,) if isinstance(found, int) else tuple(found or ())
+
+    def copy(self, lora: LoraSettings | None) -> PreTrainedModel:
+        """A new module to train: with a fresh adapter, or for None with weights of its own. Blocks. Raises `UserError`
+        for an adapter that this model cannot have."""
+        import torch
+
+        if lora is None:
+            own = copy.deepcopy(self.module)
+            return own.requires_grad_(True)
+        module = _sharing(self.module)
+        with torch.random.fork_rng(), quiet_loading():
+            if lora.seed is not None:
+                torch.manual_seed(lora.seed)
+            _add_adapter(module, lora)
+        return module
+
+    def check_ids(self, ids: Iterable[int], what: str) -> None:
+        """Raise `UserError` for an id outside the vocabulary: it would cost the whole batch its answer."""
+        for number in ids:
+            if not 0 <= number < self.vocabulary:
+                raise UserError(
+                    f"{what} contains the token id {number}; model '{self.name}' has 0 to {self.vocabulary - 1}. "
+                    "Is the tokenizer that of this model?"
+                )
+
+
+class TrainedModel:
+    """One model in training: a module, its accumulated gradients and AdamW's state. Used by one thread at a time."""
+
+    def __init__(self, base: BaseModel, lora: LoraSettings | None) -> None:
+        self.base = base
+        self.lora = lora
+        self.module = base.copy(lora)
+        self.steps = 0
+        self._optimizer: torch.optim.AdamW | None = None
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The tensors that training changes, by name."""
+        return {name: tensor for name, tensor in self.module.named_parameters() if tensor.requires_grad}
+
+    def batch(self, rows: Sequence[Row], loss: str, config: Mapping[str, float], *, backward: bool) -> BatchResult:
+        """The loss and the log-probabilities of `rows`; with `backward`, the gradient is added to the accumulated one.
+
+        Raises `UserError` if the loss is not finite; the gradients are then as before.
+        """
+        tensors = list(self.trained().values())
+        before = [tensor.grad for tensor in tensors]
+        for tensor in tensors:
+            tensor.grad = None
+        logprobs: dict[int, torch.Tensor] = {}
+        summed = 0.0
+        try:
+            for chosen in passes([len(row.ids) for row in rows], self.base.vocabulary):
+                with self.base.turns.turn():
+                    found, part = self._pass([rows[index] for index in chosen], loss, config, backward)
+                logprobs.update(zip(chosen, found, strict=True))
+                summed += part
+            if not math.isfinite(summed):
+                raise UserError(f"The loss '{loss}' of this batch is {summed}; its gradient was not taken.")
+        except BaseException:
+            for tensor, gradient in zip(tensors, before, strict=True):
+                tensor.grad = gradient
+            raise
+        for tensor, gradient in zip(tensors, before, strict=True):
+            if gradient is not None:
+                tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
+        return BatchResult([logprobs[index] for index in range(len(rows))], summed)
+
+    def _pass(
+        self, rows: Sequence[Row], loss: str, config: Mapping[str, float], backward: bool
+    ) -> tuple[list[torch.Tensor], float]:
+        """One forward pass over all `rows`, and backward. Returns their log-probabilities and the sum of the losses."""
+        import torch
+
+        found: list[torch.Tensor] = []
+
+        with torch.set_grad_enabled(backward):
+            logits = forward(self.module, [row.ids for row in rows])
+            losses = []
+            for place, row in enumerate(rows):
+                inputs = {name: tensor.to(logits.device) for name, tensor in row.inputs.items()}
+                logprobs = target_logprobs(logits[place], inputs.pop("target_tokens"))
+                losses.append(total(loss, logprobs, inputs, config))
+                found.append(logprobs.detach())
+            summed = torch.stack(losses).sum()
+            if backward and torch.isfinite(summed):
+                summed.backward()
+        return [logprobs.cpu() for logprobs in found], float(summed.detach())
+
+    def step(self, adam: Adam) -> dict[str, float]:
+        """One AdamW step with the accumulated gradient, which is then dropped. Returns its norm before clipping. Raises
+        `UserError` without a gradient, or if it is not finite; the weights are then as before."""
+        import torch
+
+        tensors = [tensor for tensor in self.trained().values() if tensor.grad is not None]
+        if not tensors:
+            raise UserError("optim_step has no gradient: call forward_backward before each optim_step.")
+        with self.base.turns.turn():
+            limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf
+            norm = float(torch.nn.utils.clip_grad_norm_(tensors, limit))
+            if not math.isfinite(norm):
+                self.drop_gradients()
+                raise UserError(f"The gradient's norm is {norm}: the step was not taken, and the gradient is dropped.")
+            self._adamw(adam).step()
+        self.drop_gradients()
+        self.steps += 1
+        return {"grad_norm": norm, "learning_rate": adam.learning_rate, "step": float(self.steps)}
+
+    def drop_gradients(self) -> None:
+        for tensor in self.trained().values():
+            tensor.grad = None
+
+    def _adamw(self, adam: Adam) -> torch.optim.AdamW:
+        import torch
+
+        if self._optimizer is None:
+            self._optimizer = torch.optim.AdamW(self.trained().values())
+        self._optimizer.param_groups[0].update(
+            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+        )
+        return self._optimizer
+
+    def snapshot(self) -> PreTrainedModel:
+        """A module with a copy of the present weights, for sampling."""
+        with self.base.turns.turn():
+            return _sharing(self.module).requires_grad_(False)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The trained tensors, by name."""
+        return {name: tensor.detach() for name, tensor in self.trained().items()}
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """AdamW's tensors as `KIND.NAME`; empty before the first step."""
+        if self._optimizer is None:
+            return {}
+        return {
+            f"{kind}.{name}": value
+            for name, tensor in self.trained().items()
+            for kind, value in self._optimizer.state[tensor].items()
+        }
+
+    def restore(
+        self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None, steps: int
+    ) -> None:
+        """Take over saved tensors. Raises `UserError` if they are not those of a model like this one."""
+        import torch
+
+        own = self.trained()
+        odd = own.keys() ^ state.keys() or {name for name in own if own[name].shape != state[name].shape}
+        if odd:
+            raise UserError(f"The checkpoint does not fit this model: '{min(odd)}' is missing or has another shape.")
+        with self.base.turns.turn(), torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+        self.drop_gradients()
+        self._optimizer, self.steps = None, steps
+        if optimizer:
+            adamw = self._adamw(Adam())
+            for key, value in optimizer.items():
+                kind, _, name = key.partition(".")
+                tensor = own[name]
+                place = "cpu" if kind == "step" else tensor.device
+                adamw.state[tensor][kind] = value.to(place)
+
+
+class SamplingDecoder(TorchDecoder):
+    """A decoder that takes turns with the trainer and with other samplers."""
+
+    def __init__(self, module: PreTrainedModel, turns: Turns) -> None:
+        super().__init__(module)
+        self._turns = turns
+
+    def admit(self, *arguments: Any) -> None:
+        with self._turns.turn():
+            super().admit(*arguments)
+
+    def step(self) -> list[tuple[int, float]]:
+        with self._turns.turn():
+            return super().step()
+
+
+def forward(module: PreTrainedModel, ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """`logits[B, T, V]` in float32 of `ids[B][T]`, padded on the right."""
+    import torch
+
+    longest = max(len(row) for row in ids)
+    device = module.device
+    padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in ids], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=device)
+    return module(input_ids=padded, attention_mask=mask, use_cache=False).logits.float()
+
+
+def target_logprobs(logits_tv: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """log p of `targets[N]` or `targets[N, K]` at the first N positions of `logits_tv[T, V]`."""
+    logprobs = logits_tv[: targets.shape[0]].log_softmax(dim=-1)
+    return logprobs.gather(1, targets.reshape(targets.shape[0], -1)).reshape(targets.shape)
+
+
+def passes(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
+    """Indices of rows that are computed together, longest first, so that little is padded."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    start = 0
+    while start < len(order):
+        count = max(1, MOST_LOGITS // (vocabulary * max(1, lengths[order[start]])))
+        yield order[start : start + count]
+        start += count
+
+
+def _sharing(module: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `module` that shares the tensors that are not trained."""
+    frozen = [tensor for tensor in module.parameters() if not tensor.requires_grad]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in [*frozen, *module.buffers()]})
+
+
+def _add_adapter(module: PreTrainedModel, lora: LoraSettings) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = adapter_targets(module, lora)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # adapters are never merged here
+        inject_adapter_in_model(LoraConfig(r=lora.rank, lora_alpha=LORA_ALPHA, target_modules=targets), module)
+
+
+def adapter_targets(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
+    """The names of the layers that get an adapter: linear layers of attention, of the MLPs, and the output layer."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    found = set()
+    for path, layer in module.named_modules():
+        if not isinstance(layer, torch.nn.Linear | Conv1D):
+            continue
+        if layer is module.get_output_embeddings():
+            wanted = lora.train_unembed
+        else:
+            wanted = lora.train_attn if re.search(r"att", path, re.IGNORECASE) else lora.train_mlp
+        if wanted:
+            found.add(path.rpartition(".")[2])
+    if not found:
+        raise UserError("No layer of this model would get an adapter: train_attn, train_mlp and train_unembed miss it.")
+    return sorted(found)
+
+
+def loadable_name(source: str) -> str:
+    """A folder's name for clients. The SDK takes `A/B/C` for a variant of the hub's model `A/B` and would load the
+    tokenizer of that, so a path with two slashes gets a third."""
+    return f"{source}/" if source.startswith("/") and source.count("/") == 2 else source
+
+
+def _digest(module: PreTrainedModel) -> str:
+    """Of the first numbers of each tensor: tells a checkpoint of another model from one of this."""
+    seen = hashlib.sha256()
+    for name, tensor in module.named_parameters():
+        seen.update(f"{name}{tuple(tensor.shape)}".encode())
+        seen.update(tensor.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return seen.hexdigest()[:32]

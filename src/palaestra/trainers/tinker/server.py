@@ -1,0 +1,474 @@
+"""The routes of the Tinker API (SDK 0.38) over one `Service`.
+
+Source of the wire: the SDK itself (PyPI `tinker`), whose requests and responses are used as they are. Invariant: no
+answer makes the SDK repeat a request without end. A wrong request gets a status that the SDK raises immediately, or
+fails through its future. The SDK repeats only after 429, which the server sends while it is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pydantic
+from aiohttp import web
+from tinker import types
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import ConfigError, DiskError
+from palaestra.core.io.http_server import Handler, guard, listening, require_token
+from palaestra.core.types import JSON
+from palaestra.trainers.tinker.checkpoints import Checkpoint, CheckpointFolder, runs
+from palaestra.trainers.tinker.futures import Busy, Pending
+from palaestra.trainers.tinker.model import BaseModel, UserError
+from palaestra.trainers.tinker.service import NotFound, Service
+from palaestra.trainers.tinker.wire import read_batch
+
+log = logging.getLogger(__name__)
+
+MOST_REQUEST_BYTES = 256 << 20
+"""Of one request's body: the SDK splits batches at 5 MB."""
+
+POLL_S = 25.0
+"""Seconds that a request for a result waits; the SDK gives up after 45."""
+
+INLINE_BYTES = 1 << 20
+"""A larger result is first announced by its size, if the SDK asks so."""
+
+KEY_PREFIX = "tml-"
+"""The SDK sends no key without it."""
+
+SWEEP_S = 10.0
+
+_Model = TypeVar("_Model", bound=pydantic.BaseModel)
+
+
+class TinkerServer:
+    """The routes. `app` is the web application. Callers must send `token` as their API key; without one, every program
+    may call, but no web page."""
+
+    def __init__(self, service: Service, *, token: str | None = None) -> None:
+        self.service = service
+        self.app = web.Application(
+            client_max_size=MOST_REQUEST_BYTES, middlewares=[_errors, guard(token, key_header="X-API-Key")]
+        )
+        root = "/api/v1"
+        post = {
+            "client/config": self._client_config,
+            "client/dynamic_config": self._dynamic_config,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{session}/finish": self._finish,
+            "telemetry": self._telemetry,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "unload_model": self._unload_model,
+            "forward": self._batch,
+            "forward_backward": self._batch,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "load_weights": self._load,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "create_sampling_session": self._create_sampling,
+            "join_sampling_session": self._join_sampling,
+            "asample": self._asample,
+            "cancel_future": self._cancel,
+            "retrieve_future": self._retrieve,
+            "weights_info": self._weights_info,
+        }
+        get = {
+            "healthz": self._health,
+            "get_server_capabilities": self._capabilities,
+            "samplers/{sampler}": self._get_sampler,
+            "sessions": self._list_sessions,
+            "sessions/{session}": self._get_session,
+            "training_runs": self._list_runs,
+            "training_runs/{run}": self._get_run,
+            "training_runs/{run}/checkpoints": self._run_checkpoints,
+            "checkpoints": self._list_checkpoints,
+        }
+        checkpoint = f"{root}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}"
+        self.app.add_routes(
+            [
+                *(web.post(f"{root}/{path}", handler) for path, handler in post.items()),
+                *(web.get(f"{root}/{path}", handler) for path, handler in get.items()),
+                web.delete(checkpoint, self._delete_checkpoint),
+                web.put(f"{checkpoint}/ttl", self._set_ttl),
+                web.route("*", "/{path:.*}", self._unknown),
+            ]
+        )
+
+    # What the SDK asks first
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _client_config(self, request: web.Request) -> web.Response:
+        return web.json_response({"sample_join_sampling_session": True})
+
+    async def _dynamic_config(self, request: web.Request) -> web.Response:
+        return web.json_response({"sample_cancel_enabled": True})
+
+    async def _telemetry(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "accepted"})  # and forgotten
+
+    async def _capabilities(self, request: web.Request) -> web.Response:
+        base = self.service.base
+        model = {"model_name": base.name, "max_context_length": base.window, "trainable": True, "sampleable": True}
+        return web.json_response({"supported_models": [model]})
+
+    # Sessions
+
+    async def _create_session(self, request: web.Request) -> web.Response:
+        asked = await _read(request, types.CreateSessionRequest)
+        session = self.service.create_session(asked.user_metadata, asked.display_name)
+        return web.json_response({"type": "create_session", "session_id": session.session_id})
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        asked = await _read(request, types.SessionHeartbeatRequest)
+        try:
+            self.service.session(asked.session_id)
+        except NotFound as error:
+            return _error(410, error)  # the SDK then stops its heartbeat
+        return web.json_response({"type": "session_heartbeat"})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        self.service.end_session(request.match_info["session"])
+        return web.json_response({})
+
+    async def _list_sessions(self, request: web.Request) -> web.Response:
+        start, count = _page(request)
+        return web.json_response({"sessions": list(self.service.sessions)[start : start + count]})
+
+    async def _get_session(self, request: web.Request) -> web.Response:
+        session = self.service.session(request.match_info["session"])
+        return web.json_response(
+            {
+                "training_run_ids": session.models,
+                "sampler_ids": session.samplers,
+                "user_metadata": _texts(session.user_metadata),
+                "display_name": session.display_name,
+            }
+        )
+
+    # Training
+
+    async def _create_model(self, request: web.Request) -> web.Response:
+        return _accepted(self.service.create_model(await _read(request, types.CreateModelRequest)))
+
+    async def _get_info(self, request: web.Request) -> web.Response:
+        asked = await _read(request, types.GetInfoRequest)
+        training, base = self.service.training(asked.model_id), self.service.base
+        lora = training.model.lora
+        data = {
+            "arch": base.module.config.model_type,
+            "model_name": base.name,
+            "tokenizer_id": base.source,
+        }
+        return web.json_response(
+            {
+                "type": "get_info",
+                "model_id": training.model_id,
+                "model_data": data,
+                "model_name": base.name,
+                "is_lora": lora is not None,
+                "lora_rank": lora.rank if lora else None,
+            }
+        )
+
+    async def _unload_model(self, request: web.Request) -> web.Response:
+        asked = await _read(request, types.UnloadModelRequest)
+        return _accepted(self.service.unload(asked.model_id))
+
+    async def _batch(self, request: web.Request) -> web.Response:
+        batch = read_batch(await request.read())
+        return _accepted(self.service.batch(batch), batch.model_id)
+
+    async def _optim_step(self, request: web.Request) -> web.Response:
+        return await self._queued(request, types.OptimStepRequest, self.service.optim_step)
+
+    async def _save(self, request: web.Request) -> web.Response:
+        return await self._queued(request, types.SaveWeightsRequest, self.service.save)
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return await self._queued(request, types.LoadWeightsRequest, self.service.load)
+
+    async def _save_for_sampler(self, request: web.Request) -> web.Response:
+        return await self._queued(request, types.SaveWeightsForSamplerRequest, self.service.save_for_sampler)
+
+    async def _queued(
+        self, request: web.Request, kind: type[_Model], submit: Callable[[_Model], Pending]
+    ) -> web.Response:
+        """Queue a request of a model. A body that is not the message still consumes the number that it has."""
+        try:
+            return _accepted(submit(await _read(request, kind)))
+        except pydantic.ValidationError as error:
+            body = await _json(request)
+            model_id, number = body.get("model_id"), body.get("seq_id")
+            if not isinstance(model_id, str) or not isinstance(number, int) or number < 1:
+                raise
+            return _accepted(self.service.refuse(model_id, number, _wrong(error)))
+
+    # Sampling
+
+    async def _create_sampling(self, request: web.Request) -> web.Response:
+        sampling = self.service.create_sampling(await _read(request, types.CreateSamplingSessionRequest))
+        return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampling.sampler_id})
+
+    async def _join_sampling(self, request: web.Request) -> web.Response:
+        sampling = self.service.sampling_session((await _json(request))["sampling_session_id"])
+        sampling.clients += 1
+        return web.json_response({"type": "join_sampling_session", "client_counter": sampling.clients})
+
+    async def _get_sampler(self, request: web.Request) -> web.Response:
+        sampling = self.service.sampling_session(request.match_info["sampler"])
+        body = {"sampler_id": sampling.sampler_id, "base_model": self.service.base.name, "model_path": sampling.path}
+        return web.json_response(body)
+
+    async def _asample(self, request: web.Request) -> web.Response:
+        return _accepted(self.service.sample(await _read(request, types.SampleRequest)))
+
+    # Results
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        self.service.cancel(str((await _json(request)).get("request_id")))
+        return web.json_response({})
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        asked = await _read(request, types.FutureRetrieveRequest)
+        pending = self.service.futures.find(asked.request_id)
+        if pending is None:
+            raise NotFound(f"There is no request {asked.request_id}: its result was dropped, or its session has ended.")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await pending.done.wait()
+        answer = pending.answer
+        if answer is None:
+            return web.json_response({"type": "try_again", "request_id": asked.request_id, "queue_state": "active"})
+        if asked.allow_metadata_only and len(answer.body) > INLINE_BYTES:
+            return web.json_response({"status": "complete_metadata", "response_payload_size": len(answer.body)})
+        self.service.futures.fetched(pending)
+        kind = "application/x-protobuf" if answer.protobuf else "application/json"
+        return web.Response(body=answer.body, content_type=kind)
+
+    # Checkpoints
+
+    async def _weights_info(self, request: web.Request) -> web.Response:
+        found = self.service.checkpoints.find(str((await _json(request)).get("tinker_path")))
+        body: dict[str, JSON] = {"base_model": found.base_model, "is_lora": found.lora is not None}
+        if found.lora is not None:
+            body["lora_rank"] = found.lora.rank
+            for name in ("train_unembed", "train_mlp", "train_attn"):
+                body[name] = getattr(found.lora, name)
+        return web.json_response(body)
+
+    async def _list_runs(self, request: web.Request) -> web.Response:
+        start, count = _page(request)
+        found = self._runs()
+        body = {"training_runs": found[start : start + count], "cursor": _cursor(start, count, len(found))}
+        return web.json_response(body)
+
+    async def _get_run(self, request: web.Request) -> web.Response:
+        for run in self._runs():
+            if run["training_run_id"] == request.match_info["run"]:
+                return web.json_response(run)
+        raise NotFound(f"There is no training run {request.match_info['run']}.")
+
+    def _runs(self) -> list[dict[str, Any]]:
+        """Models in training, and those with checkpoints."""
+        saved = dict(runs(self.service.checkpoints.all()))
+        found = []
+        for run in dict.fromkeys([*saved, *self.service.trainings]):
+            training, checkpoints = self.service.trainings.get(run), saved.get(run, [])
+            lora = training.model.lora if training else checkpoints[-1].lora
+            times_s = [*(each.created_s for each in checkpoints), *([training.started_s] if training else [])]
+            body: dict[str, Any] = {
+                "training_run_id": run,
+                "base_model": self.service.base.name if training else checkpoints[-1].base_model,
+                "model_owner": "local",
+                "is_lora": lora is not None,
+                "lora_rank": lora.rank if lora else None,
+                "last_request_time": _time(max(times_s)),
+                "user_metadata": _texts(training.user_metadata) if training else None,
+            }
+            for each in checkpoints:
+                body["last_checkpoint" if each.kind == "weights" else "last_sampler_checkpoint"] = _described(each)
+            found.append(body)
+        return found
+
+    async def _run_checkpoints(self, request: web.Request) -> web.Response:
+        run = request.match_info["run"]
+        found = [_described(each) for each in self.service.checkpoints.all() if each.run == run]
+        return web.json_response({"checkpoints": found})
+
+    async def _list_checkpoints(self, request: web.Request) -> web.Response:
+        start, count = _page(request)
+        found = [_described(each) for each in self.service.checkpoints.all()]
+        body = {"checkpoints": found[start : start + count], "cursor": _cursor(start, count, len(found))}
+        return web.json_response(body)
+
+    async def _delete_checkpoint(self, request: web.Request) -> web.Response:
+        await asyncio.to_thread(self.service.checkpoints.delete, _checkpoint_path(request))
+        return web.json_response({})
+
+    async def _set_ttl(self, request: web.Request) -> web.Response:
+        ttl_s = (await _json(request)).get("ttl_seconds")
+        if ttl_s is not None and (not isinstance(ttl_s, int | float) or ttl_s <= 0):
+            raise UserError(f"ttl_seconds is {ttl_s!r}; it must be a number above 0, or null.")
+        await asyncio.to_thread(self.service.checkpoints.set_expiry, _checkpoint_path(request), ttl_s)
+        return web.json_response({})
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        raise NotFound(f"This server does not have {request.method} {request.path}: docs/tinker.md lists its calls.")
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except UserError as error:
+        return _error(400, error)
+    except pydantic.ValidationError as error:
+        return _error(422, _wrong(error))
+    except NotFound as error:
+        return _error(404, error)
+    except Busy as error:
+        return _error(429, f"The server is busy: {error}.", {"Retry-After": "1"})
+    except DiskError as error:
+        return _error(507, error)
+    except web.HTTPException as error:
+        return _error(error.status, error.reason)
+    except Exception as error:
+        log.exception("%s %s failed", request.method, request.path)
+        # A status of 500 would be asked again at once, without end, by the SDK's wait for a result.
+        return _error(422, f"The server failed: {type(error).__name__}: {error}")
+
+
+def _error(status: int, detail: object, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.json_response({"detail": str(detail)}, status=status, headers=headers)
+
+
+def _wrong(error: pydantic.ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5])
+
+
+async def _read(request: web.Request, kind: type[_Model]) -> _Model:
+    return kind.model_validate_json(await request.read() or b"{}")
+
+
+async def _json(request: web.Request) -> dict[str, JSON]:
+    try:
+        body = msgspec.json.decode(await request.read() or b"{}")
+    except msgspec.DecodeError as error:
+        raise UserError(f"The body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise UserError("The body is not a JSON object.")
+    return body
+
+
+def _accepted(pending: Pending, model_id: str | None = None) -> web.Response:
+    body: dict[str, JSON] = {"request_id": pending.request_id}
+    if model_id is not None:
+        body["model_id"] = model_id
+    if pending.sequences is not None:
+        body["sample_sequence_ids"] = pending.sequences
+    return web.json_response(body)
+
+
+def _checkpoint_path(request: web.Request) -> str:
+    return "tinker://{run}/{kind}/{name}".format_map(request.match_info)
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+        "checkpoint_type": "training" if checkpoint.kind == "weights" else "sampler",
+        "time": _time(checkpoint.created_s),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "user_metadata": checkpoint.user_metadata,
+        "expires_at": None if checkpoint.expires_s is None else _time(checkpoint.expires_s),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _texts(metadata: Mapping[str, JSON] | None) -> dict[str, str] | None:
+    return None if metadata is None else {name: str(value) for name, value in metadata.items()}
+
+
+def _page(request: web.Request) -> tuple[int, int]:
+    try:
+        return max(0, int(request.query.get("offset", 0))), max(1, int(request.query.get("limit", 100)))
+    except ValueError:
+        raise UserError("offset and limit must be whole numbers.") from None
+
+
+def _cursor(start: int, count: int, total: int) -> dict[str, JSON]:
+    return {"offset": start, "limit": count, "total_count": total}
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A running server: its address, and what clients call its model."""
+
+    url: str
+    name: str
+
+
+async def _sweeping(service: Service) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        await service.sweep()
+
+
+@asynccontextmanager
+async def serving(
+    model: str,
+    folder: Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    name: str | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    token: str | None = None,
+    most_models: int = 16,
+    most_samplers: int = 16,
+    seed: int | None = None,
+    clock: Clock | None = None,
+) -> AsyncIterator[Serving]:
+    """A running server of one base model. Port 0 takes a free one.
+
+    Raises `ConfigError` for a model that cannot be loaded, a folder that cannot be written, a token without the prefix
+    `tml-`, which the SDK requires, and for a host beyond the loopback without a token.
+    """
+    require_token(host, token)
+    if token is not None and not token.startswith(KEY_PREFIX):
+        raise ConfigError(f"the token must start with '{KEY_PREFIX}', because the Tinker SDK sends no other API keys")
+    checkpoints = CheckpointFolder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints.sweep()
+    except OSError as error:
+        raise ConfigError(f"cannot keep checkpoints in {folder}: {error.strerror}; choose another folder") from None
+    base = await asyncio.to_thread(lambda: BaseModel(model, name=name, device=device, dtype=dtype))
+    service = Service(
+        base, checkpoints, clock or SystemClock(), most_models=most_models, most_samplers=most_samplers, seed=seed
+    )
+    sweeper = asyncio.ensure_future(_sweeping(service))
+    try:
+        async with listening(TinkerServer(service, token=token).app, host, port, token=token) as url:
+            yield Serving(url, base.name)
+    finally:
+        sweeper.cancel()
+        await service.aclose()
