@@ -19,9 +19,9 @@ from palaestra.cli.completion import complete_runs
       palaestra report last
       palaestra report RUN --out report.html
 
-    The report shows scores with pass@k and categories, cost, failures, settings, and every finished group with its
-    conversations. A run writes it at its end; this command writes it again at any time, from the journal, which is only
-    read. RUN is a run's folder, an id or `last`. The path goes to stdout.
+    The report shows scores with pass@k and categories, cost, failures, settings, the curves of a training, and every
+    finished group with its conversations. A run writes it at its end; this command writes it again at any time, from
+    the journal, which is only read. RUN is a run's folder, an id or `last`. The path goes to stdout.
     """,
 )
 @click.argument("run", default="last", shell_complete=complete_runs)
@@ -33,6 +33,7 @@ def command(run: str, out: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.finished_run import open_run
     from palaestra.rollouts.observe.failures import Failures
     from palaestra.rollouts.observe.metrics import Figures, group_size
+    from palaestra.trainers.charts import training_charts
 
     found = open_run(run)
     recording, path = found.recording, out or found.path / "report.html"
@@ -54,6 +55,7 @@ def command(run: str, out: Path | None, as_json: bool) -> None:
             own={name: value for name, value in found.metrics.items() if name.startswith("eval/")},
             causes=failures.causes(),
             config=recording.meta.config,
+            charts=training_charts(found.path),
         )
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from error

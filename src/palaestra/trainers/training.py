@@ -235,9 +235,7 @@ class Training:
                 f"{self._runner.env.name} has {len(tasks)} tasks, and {held_out} are to be held out for evaluation: "
                 "lower eval_tasks, or set eval_every to 0"
             )
-        order = list(tasks.values())
-        random.Random(f"{self._runner.run_context.settings.seed}:held-out").shuffle(order)
-        return order[held_out:], order[:held_out]
+        return split_tasks(list(tasks.values()), held_out, self._runner.run_context.settings.seed)
 
     async def _restored(self) -> TrainingState:
         state = self._files.latest()
@@ -283,6 +281,13 @@ class Training:
 
 class _Done(Exception):
     """The training ends before its last step, for the reason in the text."""
+
+
+def split_tasks(tasks: Sequence[Task], held_out: int, seed: int) -> tuple[list[Task], list[Task]]:
+    """The tasks to train on, and those held out, drawn from the seed."""
+    order = list(tasks)
+    random.Random(f"{seed}:held-out").shuffle(order)
+    return order[held_out:], order[:held_out]
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

@@ -242,3 +242,11 @@ def test_a_training_killed_at_random_points_repeats_and_loses_no_step(tmp_path: 
     )
     assert again.engine.requests == 0
     assert again.weights == last
+
+
+def test_the_report_has_the_curves() -> None:
+    report = train(TabularTrainer(), steps=3)
+    page = report.run.report.read_text()
+    assert page.count("<polyline") == 7
+    assert "held out: 0." in page
+    assert "nan" not in page.partition("<nav")[0].partition('class="charts"')[2]

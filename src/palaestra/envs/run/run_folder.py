@@ -38,7 +38,7 @@ from palaestra.rollouts.events import (
     RunStarted,
 )
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.export.html import write_report
+from palaestra.rollouts.export.html import Chart, write_report
 from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.reader import Recording, find_run
 from palaestra.rollouts.observe.failures import Failures
@@ -257,12 +257,22 @@ class RunOutput:
                 own=self.own,
                 causes=self.failures.causes(),
                 config=self.settings,
+                charts=_charts(self.folder.path),
             )
             if self.copy is not None and self.copy.path.is_file():
                 shutil.copyfile(report, self.copy.path.with_suffix(".html"))
         except OSError as error:
             logger.warning("the report %s cannot be written: %s; all else is kept", report, error.strerror)
         return self._figures.numbers() | self.own
+
+
+def _charts(path: Path) -> list[Chart]:
+    """The curves of a training; none of other runs."""
+    if not (path / "training").is_dir():
+        return []
+    from palaestra.trainers.charts import training_charts  # here, because most runs train nothing
+
+    return training_charts(path)
 
 
 RunLine = Parsed[BaseEnvConfig, APIServerConfig]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,14 @@ class ShownMessage:
     calls: list[ShownCall] = field(default_factory=list)
     result: ShownResult | None = None
     turn: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves over the steps of a training: each with a label and its points (step, value), ascending."""
+
+    title: str
+    curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
 
 
 class PageBudget:
@@ -314,13 +323,14 @@ def write_report(
     own: Mapping[str, float] | None = None,
     causes: Sequence[Cause] = (),
     config: Mapping[str, JSON] | None = None,
+    charts: Sequence[Chart] = (),
 ) -> None:
     """Write the page to `path`, atomically. Blocks: call it from a thread during a run.
 
     `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, for the top.
     `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own,
     any other entry is listed. `page` is how much text fits. `own` are the environment's own metrics, `causes` those of
-    the failures, and `config` the run's recorded settings.
+    the failures, `config` the run's recorded settings, and `charts` are drawn at the top.
     """
     page = page or PageBudget()
     style, script = _own("report.css"), _own("report.js")
@@ -335,6 +345,7 @@ def write_report(
         own=[(printable(name), f"{value:.6g}") for name, value in _own_figures(own or {}).items()],
         causes=[printable(cause.line()) for cause in causes],
         settings=_settings(config or {}),
+        charts=[view for chart in charts if (view := _chart_view(chart)) is not None],
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         policy=f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
@@ -342,6 +353,33 @@ def write_report(
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
         file.writelines(piece.encode() for piece in pieces)
+
+
+def _chart_view(chart: Chart) -> dict[str, Any] | None:
+    """A chart in a box of 100 by 30, for the template; None without a finite point."""
+    curves = [(name, [(x, y) for x, y in points if math.isfinite(y)]) for name, points in chart.curves]
+    everything = [point for _, points in curves for point in points]
+    if not everything:
+        return None
+    xs, ys = [x for x, _ in everything], [y for _, y in everything]
+    left, width = min(xs), (max(xs) - min(xs)) or 1.0
+    low, height = min(ys), (max(ys) - min(ys)) or 1.0
+    return {
+        "title": printable(chart.title),
+        "low": f"{low:.3g}",
+        "high": f"{max(ys):.3g}",
+        "first": f"{left:g}",
+        "last": f"{max(xs):g}",
+        "curves": [
+            (
+                printable(name),
+                " ".join(f"{100 * (x - left) / width:.2f},{29 - 28 * (y - low) / height:.2f}" for x, y in points),
+                f"{points[-1][1]:.3g}",
+            )
+            for name, points in curves
+            if points
+        ],
+    }
 
 
 def _score_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
