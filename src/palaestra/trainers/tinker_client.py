@@ -91,8 +91,8 @@ class TinkerEngine(TokenChat):
 
 
 class TinkerTrainer:
-    """Trains an adapter for `server.model_name`. `url` is the server's; with None, the service's, or with `local` a
-    server that is started here."""
+    """Trains an adapter for `server.model_name`. `url` is the server's; None is the service. With `local`, a server is
+    started here, and keeps its states in that folder."""
 
     name = "tinker"
 
@@ -127,8 +127,8 @@ class TinkerTrainer:
             raise ConfigError(
                 f"The trainer tinker needs the extra 'tinker' ({error}): {install_command('tinker')}"
             ) from None
-        if self._url is None and self._local:
-            self._url = await self._opened.enter_async_context(_local_server(self.model))
+        if self._url is None and self._local is not None:
+            self._url = await self._opened.enter_async_context(_local_server(self.model, self._local))
         key = {"api_key": _LOCAL_KEY} if self._url is not None else {}
         try:
             self._service = await asyncio.to_thread(lambda: tinker.ServiceClient(base_url=self._url, **key))
@@ -241,10 +241,11 @@ def _tensors(row: TrainedRow, **values: Sequence[float]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _local_server(model: str) -> AsyncIterator[str]:
+async def _local_server(model: str, states: Path) -> AsyncIterator[str]:
     """Start `palaestra serve tinker` for the model; yields its address. It ends with the block."""
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "palaestra", "serve", "tinker", model, "--port", "0"),
+        *(sys.executable, "-m", "palaestra", "serve", "tinker", model, "--name", model),
+        *("--port", "0", "--checkpoints", str(states)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -88,7 +88,7 @@ async def train_line(
     tinker_url: str | None = None,
 ) -> TrainingReport:
     """Train to the end. The model is loaded before anything is written."""
-    chosen = make_trainer(trainer, parsed, config, tinker_url) if isinstance(trainer, str) else trainer
+    chosen = make_trainer(trainer, parsed, config, tinker_url, root) if isinstance(trainer, str) else trainer
     training = Training(chosen, config)
     try:
         await chosen.open()
@@ -108,7 +108,9 @@ async def train_line(
     return TrainingReport(report, training.result)
 
 
-def make_trainer(name: TrainerName, parsed: RunLine, config: TrainingConfig, tinker_url: str | None) -> Trainer:
+def make_trainer(
+    name: TrainerName, parsed: RunLine, config: TrainingConfig, tinker_url: str | None, root: Path
+) -> Trainer:
     """The trainer of this name, for the settings of a run. Nothing is loaded yet. Raises `ConfigError`."""
     env, servers = parsed.env_config, parsed.server_configs
     if len(servers) != 1 or servers[0].model_name in ("", "default"):
@@ -117,7 +119,7 @@ def make_trainer(name: TrainerName, parsed: RunLine, config: TrainingConfig, tin
     if name == "tinker":
         from palaestra.trainers.tinker_client import TinkerTrainer
 
-        local = tinker_url is None and not os.environ.get("TINKER_API_KEY")
+        local = root / "tinker-states" if tinker_url is None and not os.environ.get("TINKER_API_KEY") else None
         return TinkerTrainer(servers[0], config, url=tinker_url, local=local, seed=env.seed)
     from palaestra.trainers.trl import TrlTrainer
 
