@@ -15,7 +15,7 @@ from typing import TypeAlias
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer, chat_server
-from palaestra.inference.engine import ChatCompletion
+from palaestra.inference.engine import ChatCompletion, TextCompletion
 from palaestra.inference.ledger import Ledger
 from palaestra.sandbox.slot import Slot
 
@@ -58,6 +58,9 @@ class Conversation(ChatServer):
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
         return await self._ask(ChatCall(self.branch, messages, request))
+
+    async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
+        return await self.server.completion(prompt=prompt, **request)
 
     async def _ask_server(self, call: ChatCall) -> ChatCompletion:
         return await self.server.chat_completion(messages=call.messages, **call.request)

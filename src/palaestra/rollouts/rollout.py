@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -115,6 +116,8 @@ class Rollout:
         """Called when the rollout ends, the latest first: what its grading holds."""
         self._hooks = hooks
         self._slot_spec = hooks.slot_spec(spec.task, Phase.AGENT)
+        if run.program is not None:
+            self._slot_spec = replace(self._slot_spec, mounts=(*self._slot_spec.mounts, *run.program.mounts))
         self._log = TurnLog(self.rollout_id, run.events, self.settings.prices, recorded)
         self.server = run.engine.session(context)
         self._started_at = time.time()
@@ -396,11 +399,15 @@ class Rollout:
         tool_handler: ToolRuntime | RolloutTool | None = None,
         after: AgentResult | None = None,
     ) -> AgentResult:
-        """Run the one agent loop over this rollout's conversation, or over `messages`.
+        """Run the one agent loop, or the run's program, over this rollout's conversation, or over `messages`.
 
         `after` is the result of an earlier part of the conversation, which continues; limits are those of a new
         rollout. `result` is kept even when the call is cancelled.
         """
+        if self.run_context.program is not None:
+            if after is not None:
+                raise TaskError(f"agent {self.run_context.program.program.name} cannot continue an ended conversation")
+            return await self.run_context.program.play(self, self.opening() if messages is None else messages)
         loop = self.loop(server=server, tool_handler=tool_handler)
         opening = self.opening() if messages is None else messages
         self.record(None, opening if after is None else opening[-1:])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from palaestra.agent.budget import Budget
 from palaestra.core.types import JSON, AllowList, Network, Prices, Task
@@ -23,6 +24,9 @@ from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Snapshot
 from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.runtime.runtime import ToolMiddleware
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.program_agent import ProgramAgent  # loaded for such an agent alone
 
 
 class Seeded:
@@ -210,6 +214,8 @@ class RunContext:
     recorded_tools: RecordedTools = field(default_factory=RecordedTools)
     middleware: Middleware = field(default_factory=Middleware)
     earlier: EarlierWork = field(default_factory=EarlierWork)
+    program: ProgramAgent | None = None
+    """The agent, if it is a program in the slot and not the agent loop."""
 
 
 @dataclass(slots=True)

@@ -53,6 +53,7 @@ Variables: TypeAlias = Sequence[tuple[str, Mapping[str, str]]]
 SHORT_FORMS = {
     "--model": "openai.model_name",
     "--base-url": "openai.base_url",
+    "--agent": "env.agent",
     "--tasks": "env.total_steps",
     "--group": "env.group_size",
     "--samples": "env.group_size",

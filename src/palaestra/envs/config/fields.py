@@ -62,6 +62,10 @@ class BaseEnvConfig(Settings):
     tokenizer_name: str = setting(
         "none", "Tokenizer of a token-exact server without --openai.tokenizer_name; none: the model's own."
     )
+    agent: str | None = setting(
+        None,
+        "The agent: codex, claude-code, opencode, pi, or a command line, which runs in the slot; None: the agent loop.",
+    )
     seed: int = setting(0, "The seed of every random choice; equal seeds give equal runs.")
     max_failures: int = setting(0, "Unscored rollouts above which the exit code of a run is 3.", ge=0)
     isolation: str = setting(

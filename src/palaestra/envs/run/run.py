@@ -56,6 +56,7 @@ from palaestra.sandbox.slot import Rung
 if TYPE_CHECKING:
     from palaestra.envs.run.feed_trainer import Serving
     from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation
+    from palaestra.rollouts.program_agent import ProgramAgent
 
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,8 @@ async def run(
         pool = await stack.enter_async_context(make_pool(config))
         if config.save_workspaces and pool.rung < Rung.USERNS:
             raise ConfigError(f"isolation {pool.rung.label} has no layers, so it cannot keep workspaces: use userns")
+        if config.agent and pool.rung is Rung.CONFINED:
+            raise ConfigError(f"isolation {pool.rung.label} has no loopback for agent {config.agent!r}: use userns")
         prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
         await stack.enter_async_context(opened(environment))
@@ -179,6 +182,7 @@ async def run(
             recorded_tools=recorded_tools,
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
+            program=await stack.enter_async_context(_program(config.agent, engine, output)) if config.agent else None,
         )
         command = CommandRun(environment, parsed, context, output, reporting, status, gate, drive)
         gc.freeze()  # modules and settings live as long as the run; collections need not visit them
@@ -195,6 +199,14 @@ async def run(
         report=output.folder.report,
         reason=command.reason,
     )
+
+
+def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
+    """The agent of a run that is a program in the slot."""
+    from palaestra.agent.programs import program_named  # most runs have the agent loop
+    from palaestra.rollouts.program_agent import ProgramAgent
+
+    return ProgramAgent(program_named(name), engine, output.folder.path / "agents")
 
 
 @asynccontextmanager

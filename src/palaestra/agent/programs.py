@@ -1,0 +1,255 @@
+"""Agents that others wrote, as programs that run in a slot and ask a model at an address that they are given.
+
+`program_named` finds one: `codex`, `claude-code`, `opencode`, `pi`, or any command line. A program is
+installed once on this machine, and slots see it read-only; `launch` writes its settings and returns its command line.
+The rollout starts it, waits, ends it and keeps its output (`rollouts/program_agent.py`).
+
+A command line gets the task on its standard input and in `PALAESTRA_PROMPT_FILE`, and the model in `OPENAI_BASE_URL`,
+`OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `PALAESTRA_MODEL`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.file_lock import file_lock
+from palaestra.core.types import JSON
+from palaestra.sandbox.images.image_store import default_folder
+from palaestra.sandbox.slot import Mount
+
+HOME = "/tmp/agent"  # noqa: S108  inside the slot, outside the workspace that is graded
+PROMPT_FILE = f"{HOME}/prompt.txt"
+INSTALL_S = 900.0
+MODEL = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The task of a program and its model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's."""
+
+    prompt: str
+    url: str
+    openai_url: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a program is started: its command, files that are written before (by path in the slot), variables, input."""
+
+    command: str | Sequence[str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class AgentProgram(Protocol):
+    """One agent. Implemented by `CommandProgram` and `NpmProgram`."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def install(self) -> Sequence[Mount]:
+        """Install it on this machine, if it is not, and return the folders that slots need. Raises `ConfigError`."""
+
+    def launch(self, assignment: Assignment) -> Launch: ...
+
+
+def model_variables(assignment: Assignment) -> dict[str, str]:
+    """The variables under which SDKs look for a model."""
+    return {
+        "HOME": HOME,
+        "OPENAI_BASE_URL": assignment.openai_url,
+        "OPENAI_API_BASE": assignment.openai_url,
+        "OPENAI_API_KEY": assignment.key,
+        "ANTHROPIC_BASE_URL": assignment.url,
+        "ANTHROPIC_API_KEY": assignment.key,
+        "PALAESTRA_MODEL": MODEL,
+        "PALAESTRA_PROMPT_FILE": PROMPT_FILE,
+    }
+
+
+@dataclass(frozen=True)
+class CommandProgram:
+    """A command line, run by the slot's shell in the workspace."""
+
+    command: str
+
+    @property
+    def name(self) -> str:
+        return Path(shlex.split(self.command)[0]).name
+
+    async def install(self) -> Sequence[Mount]:
+        return ()
+
+    def launch(self, assignment: Assignment) -> Launch:
+        return Launch(f"{self.command} < {PROMPT_FILE}", env=model_variables(assignment))
+
+
+Settings = Callable[[Assignment], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class NpmProgram:
+    """An agent from npm. `arguments` follow the program, `{prompt}` in them is the task; `files` are its settings."""
+
+    name: str
+    package: str
+    version: str
+    arguments: Sequence[str]
+    files: Settings = lambda assignment: {}
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where it is installed on this machine."""
+        return Path(default_folder("agents")) / f"{self.name}-{self.version}"
+
+    @property
+    def binary(self) -> Path:
+        """Its program."""
+        return self.folder / "node_modules" / ".bin" / self.name.removesuffix("-code")
+
+    async def install(self) -> Sequence[Mount]:
+        node = shutil.which("node")
+        if node is None:
+            raise ConfigError(f"agent {self.name} needs Node.js 20 or newer on this machine, and node is not installed")
+        mounts = [Mount(str(self.folder), str(self.folder))]
+        node_root = Path(node).resolve().parents[1]
+        if node_root not in (Path("/usr"), Path("/usr/local")):
+            mounts.append(Mount(str(node_root), str(node_root)))
+        if not self.binary.exists():
+            await self._install()
+        return mounts
+
+    async def _install(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        async with file_lock(self.folder / "install.lock"):
+            if not self.binary.exists():
+                await self._run_npm(f"{self.package}@{self.version}")
+
+    async def _run_npm(self, target: str) -> None:
+        try:
+            npm = await asyncio.create_subprocess_exec(
+                *("npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), target),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+        except FileNotFoundError:
+            raise ConfigError(f"agent {self.name} is installed with npm, which this machine does not have") from None
+        try:
+            async with asyncio.timeout(INSTALL_S):
+                output, _ = await npm.communicate()
+        except TimeoutError:
+            raise ConfigError(
+                f"npm did not install {target} within {INSTALL_S:g} s; is the registry reachable?"
+            ) from None
+        finally:
+            if npm.returncode is None:
+                npm.kill()
+                await npm.wait()
+        if npm.returncode or not self.binary.exists():
+            raise ConfigError(f"npm cannot install {target}: {output.decode(errors='replace')[-1500:].strip()}")
+
+    def launch(self, assignment: Assignment) -> Launch:
+        arguments = [each.replace("{prompt}", assignment.prompt) for each in self.arguments]
+        node = Path(shutil.which("node") or "node").resolve().parent
+        path = f"{node}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+        return Launch(
+            [str(self.binary), *arguments],
+            files=self.files(assignment),
+            env={**model_variables(assignment), "PATH": path, **self.env},
+        )
+
+
+def _codex(assignment: Assignment) -> Mapping[str, str]:
+    return {
+        f"{HOME}/.codex/config.toml": f"""\
+model = "{MODEL}"
+model_provider = "palaestra"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+check_for_update_on_startup = false
+[model_providers.palaestra]
+name = "palaestra"
+base_url = "{assignment.openai_url}"
+wire_api = "responses"
+env_key = "OPENAI_API_KEY"
+[analytics]
+enabled = false
+"""
+    }
+
+
+def _opencode(assignment: Assignment) -> Mapping[str, str]:
+    options = {"baseURL": assignment.openai_url, "apiKey": assignment.key}
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "palaestra", "options": options, "models": {MODEL: {}}}
+    settings: JSON = {
+        "$schema": "https://opencode.ai/config.json",
+        "provider": {"palaestra": provider},
+        "model": f"palaestra/{MODEL}",
+        "small_model": f"palaestra/{MODEL}",
+        "permission": {"bash": "allow", "edit": "allow", "webfetch": "deny"},
+        "autoupdate": False,
+        "share": "disabled",
+    }
+    return {f"{HOME}/.config/opencode/opencode.json": json.dumps(settings)}
+
+
+def _pi(assignment: Assignment) -> Mapping[str, str]:
+    provider = {
+        "baseUrl": assignment.openai_url,
+        "apiKey": assignment.key,
+        "api": "openai-completions",
+        "models": [{"id": MODEL, "contextWindow": 128000, "maxTokens": 16000}],
+    }
+    return {f"{HOME}/.pi/agent/models.json": json.dumps({"providers": {"palaestra": provider}})}
+
+
+PROGRAMS: Mapping[str, AgentProgram] = {
+    "codex": NpmProgram("codex", "@openai/codex", "0.169.0", ["exec", "--skip-git-repo-check", "{prompt}"], _codex),
+    "claude-code": NpmProgram(
+        "claude-code",
+        "@anthropic-ai/claude-code",
+        "2.1.197",
+        ["-p", "{prompt}", "--dangerously-skip-permissions", "--model", MODEL],
+        env={
+            "IS_SANDBOX": "1",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+        },
+    ),
+    "opencode": NpmProgram(
+        "opencode", "opencode-ai", "1.18.33", ["run", "{prompt}"], _opencode, {"OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    ),
+    "pi": NpmProgram(
+        "pi",
+        "@mariozechner/pi-coding-agent",
+        "0.73.1",
+        ["--provider", "palaestra", "--model", MODEL, "-p", "{prompt}"],
+        _pi,
+        {"PI_OFFLINE": "1"},
+    ),
+}
+
+
+def program_named(name: str) -> AgentProgram:
+    """A known agent, or a command line. Raises `ConfigError` for text that is neither."""
+    if name in PROGRAMS:
+        return PROGRAMS[name]
+    try:
+        words = shlex.split(name)
+    except ValueError as error:
+        raise ConfigError(f"--agent {name!r} is not a command line: {error}") from None
+    if not words:
+        raise ConfigError(f"--agent is empty: name one of {', '.join(PROGRAMS)}, or a command line")
+    return CommandProgram(name)

@@ -1,0 +1,291 @@
+"""Plays rollouts with an agent that others wrote: the program runs in the rollout's slot and asks the run's model.
+
+The slot reaches the recording endpoint over a forwarded port and nothing else. The rollout's limits hold: reaching one
+ends the program. Its workspace is sealed and graded as after any agent.
+
+Whose failure it is: a failure of the engine ends the rollout, unscored (`engine`); so does a slot that is lost
+(`sandbox`). A program that ends without having asked the model never acted, so that is not scored either (`tool`).
+Whatever else it does, with any exit status, is the agent's doing and is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from palaestra.agent.budget import Used, WallClock
+from palaestra.agent.programs import HOME, PROMPT_FILE, AgentProgram, Assignment
+from palaestra.agent.result import AgentResult, Subagent, Turn
+from palaestra.core.clock import SystemClock
+from palaestra.core.errors import InfraError, SandboxError, TaskError, ToolUnavailable
+from palaestra.core.types import Blame, Message, Outcome, Usage
+from palaestra.inference.chat_server import Engine, SessionContext
+from palaestra.inference.recording import Address, CallLimits, Conversations, RecordingEndpoint
+from palaestra.inference.recording.conversations import RecordedCall, RecordedConversation
+from palaestra.inference.recording.request import Refusal
+from palaestra.rollouts.limits import CutShort
+from palaestra.rollouts.middleware import Conversation
+from palaestra.rollouts.resume.recorded_turns import Mismatch
+from palaestra.sandbox.host_tools import Capture
+from palaestra.sandbox.port_forward import forwarded_port
+from palaestra.sandbox.slot import Mount, Process, Slot
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.rollout import Rollout
+
+logger = logging.getLogger(__name__)
+
+LOG_BYTES = 4 << 20
+"""How much of a program's output is kept, head and tail together."""
+
+END_S = 5.0
+"""How long a program may take to end when it is told to."""
+
+AUXILIARY_SCHEMA = "palaestra.auxiliary/1"
+
+PROBE: Message = {"role": "user", "content": "Answer with one word: ready"}
+
+
+class ProgramAgent:
+    """The agent of a run that is a program. An async context manager, which installs it and opens the endpoint. `logs`
+    is a folder for the programs' output."""
+
+    def __init__(self, program: AgentProgram, engine: Engine, logs: Path | None = None) -> None:
+        self.program = program
+        self.mounts: tuple[Mount, ...] = ()
+        self._engine, self._logs = engine, logs
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self.mounts = tuple(await self.program.install())
+        self._endpoint = await self._stack.enter_async_context(RecordingEndpoint())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def play(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
+        """Let the program work on a task. The result is kept on the rollout even when the call is cancelled."""
+        if rollout.recorded is not None:
+            raise rollout.recorded.fail(Mismatch.CONVERSATION, f"agent {self.program.name} cannot repeat its turns")
+        rollout.record(None, messages)
+        play = _Play(self, rollout, messages)
+        try:
+            return await play.run()
+        finally:
+            rollout.ended(play.result())
+            await asyncio.shield(self._keep(rollout.rollout_id, b"".join(play.log.parts()), play.auxiliary()))
+
+    async def check_engine(self) -> None:
+        """Ask the model something plain, outside any rollout. Raises `EngineError`."""
+        session = self._engine.session(SessionContext())
+        await session.chat_completion(messages=[PROBE], max_tokens=16)
+
+    def open(self, conversations: Conversations) -> contextlib.AbstractContextManager[Address]:
+        """Serve the conversations of a rollout during a block."""
+        return self._endpoint.open(conversations)
+
+    async def _keep(self, rollout_id: str, log: bytes, auxiliary: bytes) -> None:
+        """Keep the program's output and its calls that are not trained, in files named after the rollout."""
+        if self._logs is None:
+            return
+        folder, name = self._logs, rollout_id.replace("/", "-")
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.log").write_bytes(log)
+            (folder / f"{name}.auxiliary.json").write_bytes(auxiliary)
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            logger.warning("the log of the agent of %s is not kept: %s", rollout_id, error)
+
+
+class _Play:
+    """One rollout's program, its calls, and its end."""
+
+    def __init__(self, agent: ProgramAgent, rollout: Rollout, messages: list[Message]) -> None:
+        self.log = Capture(LOG_BYTES)
+        self._agent, self._rollout, self._messages = agent, rollout, messages
+        self._end: tuple[Outcome, str, Blame | None] = (Outcome.CANCELLED, "cancelled", None)
+        self._cut: CutShort | None = None
+        self._limit: tuple[Outcome, str] | None = None
+        self._stop = asyncio.Event()
+        self._wall = WallClock(SystemClock())
+        self._calls = 0
+        self._usage = Usage()
+        settings = rollout.settings
+        middleware = [make(rollout.rollout_id) for make in rollout.run_context.middleware.chat]
+        self._conversations = Conversations(
+            Conversation(rollout.server, middleware),
+            sampling={"temperature": settings.temperature, **(settings.extra_body or {})},
+            limits=CallLimits(max_tokens=settings.max_tokens),
+            admit=self._admit,
+            answered=self._answered,
+            check_engine=agent.check_engine,
+        )
+
+    async def run(self) -> AgentResult:
+        """Start the program and wait for its end, or a limit's."""
+        rollout, agent = self._rollout, self._agent
+        slot = await rollout.sandbox()
+        self._wall.start()
+        with agent.open(self._conversations) as address:
+            try:
+                async with self._wall.limited(rollout.settings.budget.wall_s) as limit:
+                    exit_code = await self._run_in(slot, address)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                self._end = Outcome.BUDGET, f"budget of {rollout.settings.budget.wall_s:g} seconds used up", None
+            except InfraError as error:
+                self._end = Outcome.INFRA_ERROR, f"{type(error).__name__}: {error}", error.blame
+                raise
+            else:
+                self._end = self._ending(exit_code)
+        if self._cut is not None:
+            raise self._cut
+        if self._conversations.failure is not None:
+            raise self._conversations.failure
+        return self.result()
+
+    async def _run_in(self, slot: Slot, address: Address) -> int | None:
+        """The program's exit status; None if it was ended."""
+        host, _, port = address.url.split("/")[2].rpartition(":")
+        async with forwarded_port(slot, host, int(port)) as slot_port:
+            here = address.at(f"http://127.0.0.1:{slot_port}")
+            prompt = _prompt(self._messages)
+            launch = self._agent.program.launch(Assignment(prompt, here.url, here.openai_url, here.key))
+            await slot.make_dir(HOME)
+            for path, text in {PROMPT_FILE: prompt, **launch.files}.items():
+                await slot.write_text(path, text)
+            process = await slot.spawn(launch.command, env=launch.env, stdin=False)
+            try:
+                return await self._wait(process)
+            finally:
+                with contextlib.suppress(ProcessLookupError, SandboxError):
+                    await asyncio.shield(process.kill(END_S if self._stop.is_set() else 0.0))
+
+    async def _wait(self, process: Process) -> int | None:
+        """Follow the program to its end, until a limit is reached or the engine fails."""
+
+        async def follow() -> None:
+            async for piece in process.output():
+                self.log.add(piece.data)
+
+        following = asyncio.create_task(follow())
+        ends = [following, *(asyncio.create_task(event.wait()) for event in (self._stop, self._conversations.failed))]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                return None
+            following.result()
+            return (await process.status()).exit_code
+        finally:
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    def _admit(self) -> None:
+        """Refuse a call that the rollout's limits forbid, and end the program."""
+        rollout, settings = self._rollout, self._rollout.settings
+        if self._limit is None and self._calls >= settings.max_turns:
+            self._limit = Outcome.MAX_TURNS, ""
+        used = Used(self._calls, self._usage.prompt_tokens, self._usage.completion_tokens, 0, self._wall.elapsed_s)
+        if self._limit is None and (reached := settings.budget.used_up(used)):
+            self._limit = Outcome.BUDGET, reached
+        try:
+            rollout.run_context.limits.check(begun=True)
+        except CutShort as error:
+            self._cut = error
+        if self._limit is not None or self._cut is not None:
+            self._stop.set()
+            raise Refusal(403, "This rollout has reached its limit; no further call is answered.", code="limit_reached")
+
+    def _answered(self, conversation: RecordedConversation, call: RecordedCall) -> None:
+        self._calls += 1
+        self._usage.add(call.prompt_tokens, call.completion_tokens)
+        self._rollout.record(_turn(self._calls, call), [conversation.messages[-1]])
+
+    def _ending(self, exit_code: int | None) -> tuple[Outcome, str, Blame | None]:
+        if self._limit is not None:
+            return *self._limit, None
+        if not self._calls and self._conversations.failure is None and self._cut is None:
+            told = b"".join(self.log.parts())[-1500:].decode(errors="replace").strip()
+            raise ToolUnavailable(
+                f"agent {self._agent.program.name} ended with exit status {exit_code} without having asked the model: "
+                f"{told or 'it printed nothing'}"
+            )
+        error = f"the agent's program ended with exit status {exit_code}" if exit_code else ""
+        return Outcome.NATURAL, error, None
+
+    def result(self) -> AgentResult:
+        """The result as far as the rollout got."""
+        recorded = self._conversations.recorded()
+        outcome, error, blame = self._end
+        own = recorded.own
+        result = _conversation_result(own, self._messages)
+        result.outcome, result.error, result.blame = outcome, error, blame
+        result.finished_naturally = outcome is Outcome.NATURAL
+        result.usage = self._usage
+        result.managed_state = None if recorded.ledger is None else {"nodes": [], "ledger": recorded.ledger}
+        result.subagents = [
+            Subagent(number, 1, each.system[:200], _conversation_result(each, []), segments=each.segments)
+            for number, each in enumerate(recorded.subagents, 1)
+        ]
+        result.metadata = {"agent": self._agent.program.name}
+        return result
+
+    def auxiliary(self) -> bytes:
+        """The conversations that are not trained, with their tokens, and the fields of requests without effect."""
+        recorded = self._conversations.recorded()
+        ledger = recorded.auxiliary_ledger
+        return msgspec.json.encode(
+            {
+                "schema": AUXILIARY_SCHEMA,
+                "conversations": [
+                    {"messages": each.messages, "calls": len(each.calls), "segments": each.segments}
+                    for each in recorded.auxiliary
+                ],
+                "ledger": ledger.record() if ledger is not None and ledger.turns else None,
+                "ignored_fields": dict(recorded.ignored),
+            }
+        )
+
+
+def _conversation_result(own: RecordedConversation | None, opening: list[Message]) -> AgentResult:
+    if own is None:
+        return AgentResult(messages=opening)
+    usage = Usage()
+    for call in own.calls:
+        usage.add(call.prompt_tokens, call.completion_tokens)
+    return AgentResult(
+        messages=own.messages,
+        turns_used=len(own.calls),
+        turns=[_turn(number, call) for number, call in enumerate(own.calls, 1)],
+        reasoning_per_turn=[None] * len(own.calls),
+        tool_calls_attempted=sum(call.attempted for call in own.calls),
+        tool_calls_schema_valid=sum(call.attempted for call in own.calls),
+        usage=usage,
+    )
+
+
+def _turn(number: int, call: RecordedCall) -> Turn:
+    return Turn(
+        number, call.finish_reason, call.prompt_tokens, call.completion_tokens, call.seconds, 0.0, call.tool_names
+    )
+
+
+def _prompt(messages: Sequence[Message]) -> str:
+    """The task as one text: programs take a prompt, and have a system prompt of their own."""
+    if any(message.get("role") not in ("system", "user") for message in messages):
+        raise TaskError("a program cannot start from a conversation with replies: use the agent loop for this task")
+    return "\n\n".join(str(message["content"]) for message in messages)

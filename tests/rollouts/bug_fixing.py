@@ -1,0 +1,69 @@
+"""A bug-fixing task, and a model that solves it by text alone, for agents that others wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+
+from palaestra import Task, environment
+from palaestra.core.types import JSON
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.token_engine import TokenChat
+from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
+
+TOKENIZER = toy_tokenizer(["fix the bug in calc.py <tool_call> bash command sed the answer is done"] * 5)
+FIX = "sed -i 's/a - b/a + b/' calc.py"
+
+
+@environment
+def fix_calc():
+    yield Task(
+        id="calc",
+        prompt="calc.py has a bug: add(2, 3) gives -1. Fix it.",
+        files={"calc.py": "def add(a, b):\n    return a - b\n"},
+    )
+
+
+@fix_calc.score
+async def adds(task, sandbox):
+    result = await sandbox.execute("python3 -c 'from calc import add; assert add(2, 3) == 5'")
+    return 1.0 if result.success else 0.0
+
+
+class Fixer(TokenChat):
+    """Samples, with a toy tokenizer, a call of the agent's own shell tool that fixes the bug, and then an answer.
+    Without tools it writes a title. `prompts` has what it was given, as text."""
+
+    shells = ("exec_command", "shell_command", "shell", "bash", "Bash", "terminal")
+
+    def __init__(self, *, last: str = "The bug is fixed.") -> None:
+        super().__init__(APIServerConfig(model_name="fixer", tool_parser="hermes"), tokenizer=TOKENIZER)
+        self.prompts: list[str] = []
+        self.sampled, self._last = 0, last
+
+    async def aclose(self) -> None: ...
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        text = TOKENIZER.decode(list(input_ids), skip_special_tokens=False)
+        self.prompts.append(text)
+        ids = [*TOKENIZER.encode(self._reply(text)), TOKENIZER.stop_ids[0]]
+        self.sampled += len(ids)
+        place = len(array("i", input_ids))
+        return Sampled(ids, [toy_logprob(each, place + at) for at, each in enumerate(ids)], "stop", "v1")
+
+    def _reply(self, text: str) -> str:
+        offered = set(re.findall(r'"name": "(\w+)"', text.split("<|im_end|>")[0]))
+        shell = next((name for name in self.shells if name in offered), None)
+        if shell is None:
+            return "Fixing calc"
+        if "<|im_start|>tool" in text:
+            return self._last
+        arguments: JSON = {"command": FIX, "description": "Fix the bug"}
+        if shell == "exec_command":
+            arguments = {"cmd": FIX}
+        elif shell == "shell":
+            arguments = {"command": ["bash", "-c", FIX]}
+        return f"I fix it.\n<tool_call>\n{json.dumps({'name': shell, 'arguments': arguments})}\n</tool_call>"

@@ -1,0 +1,159 @@
+"""Agents that are programs in the slot: what they do is recorded, limited, graded and blamed as with the agent loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bug_fixing import Fixer, fix_calc
+
+import palaestra
+from palaestra.core.errors import ConfigError, EngineUnavailable
+from palaestra.core.types import JSON, Blame, Outcome
+from palaestra.rollouts.records import Trajectory
+
+pytestmark = pytest.mark.slots
+
+AGENT = """
+import json, os, subprocess, sys, urllib.request
+def ask(messages, tools=True):
+    body = {"model": "m", "messages": messages}
+    if tools:
+        parameters = {"type": "object", "properties": {"command": {"type": "string"}}}
+        body["tools"] = [{"type": "function", "function": {"name": "bash", "parameters": parameters}}]
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+def work():
+    task = sys.stdin.read()
+    ask([{"role": "system", "content": "Write a title."}, {"role": "user", "content": task}], tools=False)
+    messages = [{"role": "system", "content": "You fix bugs."}, {"role": "user", "content": task}]
+    while True:
+        said = ask(messages)
+        messages.append(said)
+        if not said.get("tool_calls"):
+            print("agent:", said["content"])
+            return
+        for call in said["tool_calls"]:
+            command = json.loads(call["function"]["arguments"])["command"]
+            done = subprocess.run(command, shell=True, capture_output=True, text=True)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout + done.stderr})
+"""
+
+
+def played(
+    tmp_path: Path, command: str, engine: Fixer | None = None, **settings: JSON
+) -> tuple[Trajectory, palaestra.Run]:
+    """The only rollout of a run with this agent."""
+    run = asyncio.run(
+        palaestra.run(
+            fix_calc,
+            server=engine or Fixer(),
+            agent=command,
+            folder=tmp_path,
+            group_size=1,
+            infra_retries=0,
+            **settings,
+        )
+    )
+    (group,) = run.groups
+    (trajectory,) = group.trajectories
+    return trajectory, run
+
+
+def python(code: str) -> str:
+    assert "'" not in code
+    return f"python3 -c '{code}'"
+
+
+def test_a_command_solves_the_task_and_every_token_is_recorded(tmp_path: Path) -> None:
+    engine = Fixer()
+    trajectory, run = played(tmp_path, python(AGENT + "work()"), engine)
+    assert (trajectory.outcome, trajectory.reward, trajectory.error) == (Outcome.NATURAL, 1.0, "")
+    assert [message["role"] for message in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert trajectory.ledger is not None
+    assert [len(trajectory.ledger.segments), len(trajectory.ledger.turns)] == [1, 2]
+    auxiliary = json.loads(next((run.path / "agents").glob("*.auxiliary.json")).read_bytes())
+    trained = sum(mask != -100 for mask in trajectory.rows[0].masks)
+    left_out = sum(turn["sampled_tokens"] for turn in auxiliary["ledger"]["turns"])
+    assert trained + left_out == engine.sampled
+    assert auxiliary["conversations"][0]["messages"][0]["content"] == "Write a title."
+    assert "agent: The bug is fixed." in next((run.path / "agents").glob("*.log")).read_text()
+    verified = subprocess.run(
+        [sys.executable, "-m", "palaestra", "verify", str(run.path)], capture_output=True, text=True, check=False
+    )
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+@pytest.mark.long
+def test_isolation_without_root(tmp_path: Path) -> None:
+    trajectory, _ = played(tmp_path, python(AGENT + "work()"), isolation="userns")
+    assert trajectory.reward == 1.0, trajectory.error
+
+
+def test_isolation_without_a_loopback_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="confined"):
+        played(tmp_path, "true", isolation="confined")
+
+
+@pytest.mark.long
+def test_an_agent_without_work_is_scored(tmp_path: Path) -> None:
+    say = AGENT + 'ask([{"role": "user", "content": "hi"}]); sys.exit(3)'
+    trajectory, _ = played(tmp_path, python(say))
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.NATURAL, 0.0)
+    assert "3" in trajectory.error
+
+
+@pytest.mark.long
+def test_an_agent_that_never_asks_is_not_scored(tmp_path: Path) -> None:
+    trajectory, _ = played(tmp_path, "no-such-program")
+    assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.INFRA_ERROR, None, Blame.TOOL)
+    assert "no-such-program" in trajectory.error
+
+
+@pytest.mark.long
+def test_an_agent_that_never_ends_is_ended_and_scored(tmp_path: Path) -> None:
+    trajectory, _ = played(tmp_path, python(AGENT + "work()\nimport time; time.sleep(99)"), worker_timeout=6.0)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.BUDGET, 1.0)
+
+
+@pytest.mark.long
+def test_the_turn_limit_ends_the_agent(tmp_path: Path) -> None:
+    loop = AGENT + 'while True: ask([{"role": "user", "content": "hi"}])'
+    trajectory, _ = played(tmp_path, python(loop), max_agent_turns=3)
+    assert (trajectory.outcome, trajectory.reward, len(trajectory.turns)) == (Outcome.MAX_TURNS, 0.0, 3)
+
+
+@pytest.mark.long
+def test_a_failing_engine_is_not_the_agents_fault(tmp_path: Path) -> None:
+    class Gone(Fixer):
+        async def generate(self, input_ids: JSON, sampling: JSON) -> JSON:
+            raise EngineUnavailable("the server is gone")
+
+    trajectory, _ = played(tmp_path, python(AGENT + "work()"), Gone())
+    assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.API_ERROR, None, Blame.ENGINE)
+
+
+@pytest.mark.long
+def test_a_hostile_agent_cannot_make_its_zero_unscored(tmp_path: Path) -> None:
+    kill = AGENT + 'ask([{"role": "user", "content": "hi"}])\nos.system("kill -9 -1")'
+    trajectory, _ = played(tmp_path, python(kill), worker_timeout=20.0)
+    assert (trajectory.outcome.scored, trajectory.reward) == (True, 0.0)
+
+
+@pytest.mark.long
+def test_the_slot_reaches_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
+    probe = AGENT + (
+        "import socket\n"
+        'reached = []\nfor host, port in (("127.0.0.1", 22), ("10.0.0.1", 80), ("1.1.1.1", 53)):\n'
+        "    try: socket.create_connection((host, port), 1); reached.append(host)\n"
+        "    except OSError: pass\n"
+        'ask([{"role": "user", "content": "reached " + repr(reached)}])'
+    )
+    trajectory, _ = played(tmp_path, python(probe))
+    assert trajectory.messages[0]["content"] == "reached []"
