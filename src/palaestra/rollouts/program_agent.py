@@ -16,7 +16,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import msgspec
 
@@ -33,12 +33,10 @@ from palaestra.inference.recording.request import Refusal
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import Conversation
 from palaestra.rollouts.resume.recorded_turns import Mismatch
+from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.host_tools import Capture
 from palaestra.sandbox.port_forward import forwarded_port
 from palaestra.sandbox.slot import Mount, Process, Slot
-
-if TYPE_CHECKING:
-    from palaestra.rollouts.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +69,14 @@ class ProgramAgent:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
+    @property
+    def name(self) -> str:
+        return self.program.name
+
     async def play(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
         """Let the program work on a task. The result is kept on the rollout even when the call is cancelled."""
         if rollout.recorded is not None:
-            raise rollout.recorded.fail(Mismatch.CONVERSATION, f"agent {self.program.name} cannot repeat its turns")
+            raise rollout.recorded.fail(Mismatch.CONVERSATION, f"agent {self.name} cannot repeat its turns")
         rollout.record(None, messages)
         play = _Play(self, rollout, messages)
         try:

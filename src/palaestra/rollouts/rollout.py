@@ -406,7 +406,7 @@ class Rollout:
         """
         if self.run_context.program is not None:
             if after is not None:
-                raise TaskError(f"agent {self.run_context.program.program.name} cannot continue an ended conversation")
+                raise TaskError(f"agent {self.run_context.program.name} cannot continue an ended conversation")
             return await self.run_context.program.play(self, self.opening() if messages is None else messages)
         loop = self.loop(server=server, tool_handler=tool_handler)
         opening = self.opening() if messages is None else messages

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from palaestra.agent.budget import Budget
-from palaestra.core.types import JSON, AllowList, Network, Prices, Task
+from palaestra.agent.result import AgentResult
+from palaestra.core.types import JSON, AllowList, Message, Network, Prices, Task
 from palaestra.inference.chat_server import Engine
 from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
@@ -21,12 +22,9 @@ from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.slot import Snapshot
+from palaestra.sandbox.slot import Mount, Snapshot
 from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.runtime.runtime import ToolMiddleware
-
-if TYPE_CHECKING:
-    from palaestra.rollouts.program_agent import ProgramAgent  # loaded for such an agent alone
 
 
 class Seeded:
@@ -202,6 +200,18 @@ class RecordedTools:
             self._world.close()
 
 
+class ForeignAgent(Protocol):
+    """Plays rollouts in place of the agent loop (`program_agent.py`). Slots get its `mounts`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def mounts(self) -> tuple[Mount, ...]: ...
+
+    async def play(self, rollout: JSON, messages: list[Message]) -> AgentResult: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """What all groups of a run share."""
@@ -214,7 +224,7 @@ class RunContext:
     recorded_tools: RecordedTools = field(default_factory=RecordedTools)
     middleware: Middleware = field(default_factory=Middleware)
     earlier: EarlierWork = field(default_factory=EarlierWork)
-    program: ProgramAgent | None = None
+    program: ForeignAgent | None = None
     """The agent, if it is a program in the slot and not the agent loop."""
 
 
