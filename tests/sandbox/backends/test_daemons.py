@@ -1,4 +1,7 @@
-"""A run over several docker daemons, one of which dies in the middle."""
+"""A run over three docker daemons and Modal's stand-in, in which one of the daemons dies.
+
+PALAESTRA_TEST_GROUPS sets the number of rollouts, PALAESTRA_TEST_CONCURRENCY how many run at a time.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.testing.fake_modal import FakeModal
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root
 
@@ -22,6 +26,7 @@ pytestmark = [
 ]  # fmt: skip
 
 GROUPS = int(os.environ.get("PALAESTRA_TEST_GROUPS", "60"))
+CONCURRENCY = os.environ.get("PALAESTRA_TEST_CONCURRENCY", "8")
 
 ENVIRONMENT = """
 from palaestra import Task, environment
@@ -61,15 +66,19 @@ def test_the_death_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: 
         daemons = [stack.enter_context(docker()) for _ in range(3)]
         for daemon in daemons:
             daemon.load(root, "python:here")
+        modal = stack.enter_context(FakeModal())
         hosts = ",".join(daemon.address for daemon in daemons)
-        words = ["--backend", f"docker={hosts}", "--env.docker_image", "python:here", "--policy", "oracle"]
-        words += ["--env.n", str(GROUPS), "--group", "1", "--concurrency", "8", "--env.slots_per_container", "4"]
+        words = ["--backend", f"docker={hosts}", "--backend", "modal", "--env.docker_image", "python:here"]
+        words += ["--policy", "oracle", "--env.modal_slots_per_sandbox", "4", "--env.modal_max_sandboxes", "1"]
+        words += ["--env.n", str(GROUPS), "--group", "1", "--concurrency", CONCURRENCY]
+        words += ["--env.slots_per_container", "4"]
         words += ["--env.max_containers", "3", "--env.infra_retries", "2", "--env.max_infra_rate", "1"]
 
         async def main() -> tuple[int, str]:
             run = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "palaestra", "run", "there_env.py", *words,
                 cwd=tmp_path, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **modal.variables, "MODAL_CONFIG_PATH": os.devnull},
             )  # fmt: skip
             groups = asyncio.create_task(half(tmp_path))
             reading = asyncio.create_task(run.communicate())
@@ -85,6 +94,8 @@ def test_the_death_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: 
     scores = [json.loads(line)["scores"] for line in lines.read_text().splitlines()]
     assert scores == [[1.0]] * GROUPS, log[-3000:]
     assert "left out" in log or "lost" in log, log[-3000:]
+    assert "slots in docker: " in log
+    assert "slots in modal: " in log
 
 
 async def half(folder: Path) -> None:
