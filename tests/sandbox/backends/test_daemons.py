@@ -20,13 +20,13 @@ from palaestra.testing.fake_modal import FakeModal
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root
 
-pytestmark = [
-    pytest.mark.slots, pytest.mark.docker, pytest.mark.long, pytest.mark.timeout(600),
-    pytest.mark.xdist_group("docker"),
-]  # fmt: skip
-
 GROUPS = int(os.environ.get("PALAESTRA_TEST_GROUPS", "60"))
 CONCURRENCY = os.environ.get("PALAESTRA_TEST_CONCURRENCY", "8")
+
+pytestmark = [
+    pytest.mark.slots, pytest.mark.docker, pytest.mark.long, pytest.mark.timeout(max(600, GROUPS)),
+    pytest.mark.xdist_group("docker"),
+]  # fmt: skip
 
 ENVIRONMENT = """
 from palaestra import Task, environment
