@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.cli.completion import SettingsCommand, complete_cheats, complete_environments, complete_settings
+from palaestra.cli.completion import (
+    SettingsCommand,
+    complete_cheats,
+    complete_environments,
+    complete_settings,
+    first_word,
+)
 from palaestra.cli.main import PluginGroup
-from palaestra.cli.run import first_word
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import plural, printable

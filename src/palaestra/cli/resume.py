@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
-from palaestra.cli.run import first_word
+from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings, first_word
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import plural
 

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings
-from palaestra.core.errors import ConfigError
-
-
-def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
-    """The first word that is neither a flag nor the value of one, and the other words after it: settings may also come
-    before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a word."""
-    from palaestra.envs.config.command_line import SWITCHES
-
-    place = 0
-    while place < len(words) and words[place].startswith("-"):
-        place += 1 if "=" in words[place] or words[place] in SWITCHES else 2
-    if place >= len(words):
-        raise ConfigError(f"Missing argument {name!r}")
-    before, after = list(words[:place]), list(words[place + 1 :])
-    return words[place], [*after, *before]
+from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings, first_word
 
 
 def front_door(verb: str, help_text: str, *words: str) -> click.Command:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from palaestra.cli.completion import SettingsCommand, complete_settings
-from palaestra.cli.run import first_word
+from palaestra.cli.completion import SettingsCommand, complete_settings, first_word
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ class TinkerTrainer:
         config: TrainingConfig,
         *,
         url: str | None = None,
-        local: bool = False,
+        local: Path | None = None,
         seed: int = 0,
     ) -> None:
         self.model = server.model_name
