@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -143,6 +145,37 @@ def test_verbose_adds_the_log_and_the_traceback(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert said.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor"],
+        ["run", "my_env.py", "--policy", "noop"],
+        ["env", "check", "my_env.py", "--only", "git-log-all", "--all"],
+    ],
+)
+def test_no_color_prints_without_colours_on_a_terminal(words: list[str]) -> None:
+    def shown(*flags: str, **variables: str) -> bytes:
+        ours, terminal = pty.openpty()
+        environ = {name: each for name, each in os.environ.items() if name != "NO_COLOR"}
+        with subprocess.Popen(
+            [sys.executable, "-m", "palaestra", *words, *flags],
+            env={**environ, "TERM": "xterm-256color", **variables}, stdout=terminal, stderr=terminal, stdin=terminal,
+        ):  # fmt: skip
+            os.close(terminal)
+            parts = []
+            with contextlib.suppress(OSError), os.fdopen(ours, "rb", buffering=0) as reader:
+                while part := reader.read(65536):
+                    parts.append(part)
+        return b"".join(parts)
+
+    colour = re.compile(rb"\x1b\[[\d;]*(?:3[0-8]|9[0-7])[\d;]*m")
+    if words[0] != "env":
+        assert colour.search(shown())
+    for text in (shown("--no-color"), shown(NO_COLOR="1")):
+        assert text
+        assert not colour.search(text)
 
 
 def test_a_script_has_these_flags_too() -> None:

@@ -55,7 +55,7 @@ _EXAMPLES = """\b
 """
 
 _EXIT_CODES = """\b
-Every command takes -q (only errors on stderr) and -v (the log, and tracebacks). With --json, errors are JSON too.
+All commands: -q (errors only), -v (log, tracebacks), --no-color. With --json, errors are JSON too.
 
 \b
 Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than allowed, or paused,

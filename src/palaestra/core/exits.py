@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -42,26 +43,30 @@ class ProcessFailure:
 
 
 JSON_FLAG = "--json"
+NO_COLOR_FLAG = "--no-color"
 _QUIET, _VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 
 
 class Program:
     """A command line that is being run: the block of a `with` does it, and `exit_code` is its result.
 
-    Two flags count in every place of `argv`, and `words` are without them: -q drops everything on stderr but the error
-    that ends the program, -v adds the log and the traceback of that error. A failure ends the block and is reported;
-    with --json, as one line of JSON. A bug is raised.
+    Three flags count in every place of `argv`, and `words` are without them: -q drops everything on stderr but the
+    error that ends the program, -v adds the log and the traceback of that error, and --no-color is the variable
+    NO_COLOR. A failure ends the block and is reported; with --json, as one line of JSON. A bug is raised.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.words = [word for word in argv if word not in (*_QUIET, *_VERBOSE)]
+        self.words = [word for word in argv if word not in (*_QUIET, *_VERBOSE, NO_COLOR_FLAG)]
         self.exit_code = DONE
         self._quiet = any(word in _QUIET for word in argv)
         self._verbose = any(word in _VERBOSE for word in argv)
+        self._colourless = NO_COLOR_FLAG in argv
         self._stderr = contextlib.ExitStack()
 
     def __enter__(self) -> Program:
         guard_terminals()
+        if self._colourless:
+            self._stderr.enter_context(_without_colour())
         if self._verbose:
             self._stderr.enter_context(_logged())
         if self._quiet:
@@ -87,6 +92,19 @@ class _OnlyErrors(io.TextIOBase):
     def write(self, text: str) -> int:
         """Drop the text."""
         return len(text)
+
+
+@contextlib.contextmanager
+def _without_colour() -> Iterator[None]:
+    """Set NO_COLOR, which rich and child processes read."""
+    before = os.environ.get("NO_COLOR")
+    os.environ["NO_COLOR"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["NO_COLOR"]
+        if before is not None:
+            os.environ["NO_COLOR"] = before
 
 
 @contextlib.contextmanager
