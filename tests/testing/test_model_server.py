@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +26,11 @@ from palaestra.inference.engines.token_engine import SGLangEngine, TokenChat, To
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.model_server import ModelServer, serve_model
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra.testing.tiny_model import make_tiny, save_tokenizer, train_tokenizer
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="needs the extra 'train': make test-torch"
+)
 
 TOOL: dict[str, JSON] = {
     "type": "function",
@@ -114,6 +122,49 @@ def test_weights_are_reloaded_on_request(folder: Path, tmp_path: Path) -> None:
 
     with_server(engine, scenario)
     assert engine.loaded == [(str(folder), "1"), (str(folder), "step-7")]
+
+
+@pytest.mark.torch
+@needs_torch
+def test_a_served_model_samples_with_the_weights_that_it_was_sent(tmp_path: Path) -> None:
+    """The real command and real weights: after the reload the log-probabilities are those of the other model."""
+    folders = [str(make_tiny(tmp_path / f"tiny-{seed}", seed=seed).path) for seed in (0, 1)]
+    greedy = {"temperature": 0.0, "max_tokens": 4}
+
+    async def sample(url: str) -> Sampled:
+        async with contextlib.aclosing(SGLangEngine(APIServerConfig(base_url=url, model_name=folders[0]))) as engine:
+            await engine.start()
+            return await engine.generate([5, 6, 7], greedy)
+
+    async def update(url: str) -> JSON:
+        body = {"model_path": folders[1], "weight_version": "step-1"}
+        address = f"{url}/update_weights_from_disk"
+        async with aiohttp.ClientSession() as session, session.post(address, json=body) as reply:
+            return await reply.json()
+
+    def served(folder: str, scenario: Callable[[str], Awaitable[list[Sampled]]]) -> list[Sampled]:
+        command = [sys.executable, "-m", "palaestra", "serve", "model", folder, "--port", "0", "--device", "cpu"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            try:
+                return asyncio.run(scenario(server.stdout.readline().strip()))
+            finally:
+                server.terminate()
+
+    async def before_and_after(url: str) -> list[Sampled]:
+        before = await sample(url)
+        assert (await update(url))["success"]
+        return [before, await sample(url)]
+
+    async def once(url: str) -> list[Sampled]:
+        return [await sample(url)]
+
+    before, after = served(folders[0], before_and_after)
+    (fresh,) = served(folders[1], once)
+    assert list(after.ids) == list(fresh.ids)
+    assert after.logprobs == pytest.approx(fresh.logprobs)
+    assert after.logprobs != pytest.approx(before.logprobs)
+    assert after.policy_version == "step-1"
 
 
 def test_a_streamed_reply_adds_up_to_the_whole_one(folder: Path) -> None:
