@@ -9,7 +9,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -142,7 +142,7 @@ def test_a_served_model_samples_with_the_weights_that_it_was_sent(tmp_path: Path
         async with aiohttp.ClientSession() as session, session.post(address, json=body) as reply:
             return await reply.json()
 
-    def served(folder: str, scenario: Callable[[str], Awaitable[list[Sampled]]]) -> list[Sampled]:
+    def served(folder: str, scenario: Callable[[str], Coroutine[None, None, list[Sampled]]]) -> list[Sampled]:
         command = [sys.executable, "-m", "palaestra", "serve", "model", folder, "--port", "0", "--device", "cpu"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
