@@ -100,6 +100,18 @@ class SessionRow:
     last_used: float
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A message to answer: its session, the conversation in which the answer was begun (empty if it was not), and how
+    many messages wait to be sent to its chat."""
+
+    row: int
+    message: Incoming
+    session: SessionRow | None
+    conversation: str
+    unsent: int
+
+
 @dataclass(slots=True)
 class _Work(Generic[T]):
     do: Callable[[sqlite3.Connection], T]
@@ -186,11 +198,21 @@ class Mailbox:
             ).fetchall()
         )
 
-    async def load(self, row: int) -> Incoming:
-        body = await self.do(
-            lambda connection: connection.execute("select body from incoming where id = ?", (row,)).fetchone()[0]
-        )
-        return msgspec.msgpack.decode(body, type=Incoming)
+    async def read(self, row: int) -> Waiting:
+        """A message that was taken and is not answered."""
+
+        def work(connection: sqlite3.Connection) -> Waiting:
+            body, key, conversation = connection.execute(
+                "select body, session_key, conversation from incoming where id = ?", (row,)
+            ).fetchone()
+            message = msgspec.msgpack.decode(body, type=Incoming)
+            (unsent,) = connection.execute(
+                "select count(*) from outgoing where chat = ? and state in ('waiting', 'sending')",
+                (_chat(message.address),),
+            ).fetchone()
+            return Waiting(row, message, _find_session(connection, key), conversation, unsent)
+
+        return await self.do(work)
 
     async def finish(
         self, row: int, message: Incoming, answers: Sequence[Outgoing], now: float, cost: float = 0.0
@@ -229,20 +251,7 @@ class Mailbox:
 
     async def next_unsent(self, address: Address) -> Unsent | None:
         """The oldest message for a chat that was not sent."""
-        row = await self.do(
-            lambda connection: connection.execute(
-                "select id, body, state from outgoing where chat = ? and state in ('waiting', 'sending')"
-                " order by id limit 1",
-                (_chat(address),),
-            ).fetchone()
-        )
-        return (
-            None if row is None else Unsent(row[0], msgspec.msgpack.decode(row[1], type=Outgoing), row[2] != "waiting")
-        )
-
-    async def count_unsent(self, address: Address) -> int:
-        query = "select count(*) from outgoing where chat = ? and state in ('waiting', 'sending')"
-        return int(await self.do(lambda connection: connection.execute(query, (_chat(address),)).fetchone()[0]))
+        return await self.do(lambda connection: _next_unsent(connection, _chat(address)))
 
     async def begin_send(self, number: int) -> None:
         await self.do(
@@ -255,12 +264,18 @@ class Mailbox:
             lambda connection: connection.execute("update outgoing set state = 'waiting' where id = ?", (number,))
         )
 
-    async def end_send(self, number: int, state: Literal["sent", "refused"], note: str = "") -> None:
-        """Record the end of a message: it is sent, or refused with the reason. The text of a refused one is kept."""
+    async def end_send(self, unsent: Unsent, state: Literal["sent", "refused"], note: str = "") -> Unsent | None:
+        """Record the end of a message: it is sent, or refused with the reason. The text of a refused one is kept.
+        Returns the next one for its chat."""
         query = (
             "update outgoing set state = ?, note = ?, body = case when ? = 'sent' then null else body end where id = ?"
         )
-        await self.do(lambda connection: connection.execute(query, (state, note, state, number)))
+
+        def work(connection: sqlite3.Connection) -> Unsent | None:
+            connection.execute(query, (state, note, state, unsent.id))
+            return _next_unsent(connection, _chat(unsent.message.address))
+
+        return await self.do(work)
 
     async def refused(self) -> list[tuple[Outgoing, str]]:
         """The messages that a platform refused, with the reason."""
@@ -324,9 +339,7 @@ class Mailbox:
     # Sessions
 
     async def session(self, key: str) -> SessionRow | None:
-        query = "select key, conversation, address, last_used from sessions where key = ?"
-        row = await self.do(lambda connection: connection.execute(query, (key,)).fetchone())
-        return None if row is None else _session(row)
+        return await self.do(lambda connection: _find_session(connection, key))
 
     async def sessions(self) -> list[SessionRow]:
         query = "select key, conversation, address, last_used from sessions"
@@ -335,11 +348,6 @@ class Mailbox:
     async def use_session(self, session: SessionRow) -> None:
         """Record which conversation a session has."""
         await self.do(lambda connection: _use_session(connection, session))
-
-    async def conversation_of(self, row: int) -> str:
-        """The conversation in which the answer to a message was begun; empty if it was not."""
-        query = "select conversation from incoming where id = ?"
-        return str(await self.do(lambda connection: connection.execute(query, (row,)).fetchone()[0]))
 
     async def begin(self, row: int, session: SessionRow) -> None:
         """Record in one transaction that a session is used, and in which conversation a message is answered."""
@@ -452,6 +460,20 @@ def _chat(address: Address) -> str:
 
 def _address(chat: str) -> Address:
     return msgspec.json.decode(chat, type=Address)
+
+
+def _find_session(connection: sqlite3.Connection, key: str) -> SessionRow | None:
+    query = "select key, conversation, address, last_used from sessions where key = ?"
+    row = connection.execute(query, (key,)).fetchone()
+    return None if row is None else _session(row)
+
+
+def _next_unsent(connection: sqlite3.Connection, chat: str) -> Unsent | None:
+    row = connection.execute(
+        "select id, body, state from outgoing where chat = ? and state in ('waiting', 'sending') order by id limit 1",
+        (chat,),
+    ).fetchone()
+    return None if row is None else Unsent(row[0], msgspec.msgpack.decode(row[1], type=Outgoing), row[2] != "waiting")
 
 
 def _session(row: Sequence[str | float]) -> SessionRow:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 from palaestra.core.clock import Clock
@@ -55,6 +56,7 @@ class Outbox:
             self._sending[address].set()
             return
         self._sending[address] = asyncio.Event()
+        self._sending[address].set()
         self._start(self._send_all(address), f"send to {address.platform}")
 
     def retry_now(self) -> None:
@@ -65,28 +67,29 @@ class Outbox:
     async def _send_all(self, address: Address) -> None:
         more, failures = self._sending[address], 0
         try:
-            while True:
+            following: Unsent | None = None
+            while following is not None or more.is_set():
                 more.clear()
-                unsent = await self._mailbox.next_unsent(address)
+                unsent = following or await self._mailbox.next_unsent(address)
                 if unsent is None:
-                    if more.is_set():
-                        continue
-                    return
+                    continue
                 try:
-                    await self._send(self._platforms[address.platform], unsent)
+                    following = await self._send(self._platforms[address.platform], unsent)
                     failures = 0
                 except PlatformUnavailable as error:
                     failures += 1
                     await self._mailbox.undo_begin_send(unsent.id)
                     await self._wait(address, failures, error)
+                    following = replace(unsent, started=False)
                 except PlatformRefused as error:
                     logger.warning("%s refuses a message: %s", address.platform, error)
-                    await self._mailbox.end_send(unsent.id, "refused", str(error))
                     await self._on_refused(unsent.message, str(error))
+                    following = await self._mailbox.end_send(unsent, "refused", str(error))
         finally:
             del self._sending[address]
 
-    async def _send(self, platform: Platform, unsent: Unsent) -> None:
+    async def _send(self, platform: Platform, unsent: Unsent) -> Unsent | None:
+        """Send a message; returns the next one."""
         message, limits = unsent.message, platform.limits
         if not limits.idempotent and not unsent.started:
             await self._mailbox.begin_send(unsent.id)
@@ -97,7 +100,7 @@ class Outbox:
             if unsent.started and not limits.idempotent and size(SENT_AGAIN + text, limits) <= limits.max_text:
                 text = SENT_AGAIN + text
             await platform.send_text(message.address, text, key=message.key, answers=message.answers)
-        await self._mailbox.end_send(unsent.id, "sent")
+        return await self._mailbox.end_send(unsent, "sent")
 
     async def _wait(self, address: Address, failures: int, error: PlatformUnavailable) -> None:
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, 10)) * random.uniform(0.8, 1.0)

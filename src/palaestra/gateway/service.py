@@ -31,7 +31,7 @@ from palaestra.gateway import commands, files
 from palaestra.gateway.commands import ChatCommand
 from palaestra.gateway.config import GatewayConfig
 from palaestra.gateway.long_replies import split_reply
-from palaestra.gateway.mailbox import Mailbox, Outgoing, SessionRow
+from palaestra.gateway.mailbox import Mailbox, Outgoing, SessionRow, Waiting
 from palaestra.gateway.outbox import Outbox
 from palaestra.gateway.platform import Address, Answers, Attachment, Incoming, Platform, session_key
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
@@ -54,8 +54,8 @@ _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 
 @dataclass(slots=True)
 class _Session:
-    """A session of this process. `used_at` is monotonic seconds, None before its first message here. `message` is the
-    one that is being answered; `approval` and `question` wait for a person."""
+    """A session of this process. `used_at` is monotonic seconds, None before its first message here. `approval`
+    and `question` wait for a person."""
 
     key: str
     address: Address
@@ -64,7 +64,6 @@ class _Session:
     stopped: bool = False
     used_at: float | None = None
     conversation: Conversation | None = None
-    message: Incoming | None = None
     doing: str = ""
     approval: asyncio.Future[ApprovalAnswer] | None = None
     question: asyncio.Future[str] | None = None
@@ -118,9 +117,9 @@ class Gateway:
                 await self._outbox.resume()
                 await asyncio.gather(*(self._connect(platform) for platform in self.platforms.values()))
                 for row, key in await self.mailbox.waiting():
-                    message = await self.mailbox.load(row)
-                    if message.address.platform in self.platforms:
-                        self._enqueue(key, message.address, row)
+                    address = (await self.mailbox.read(row)).message.address
+                    if address.platform in self.platforms:
+                        self._enqueue(key, address, row)
                 self._start(self._post_notices(), "notices")
                 self._start(self._sweep(), "sweep")
                 yield self
@@ -272,19 +271,21 @@ class Gateway:
         """Answer the messages that wait in a session."""
         try:
             while session.waiting:
-                message = await self.mailbox.load(session.waiting[0])
-                while await self.mailbox.count_unsent(message.address) >= MOST_UNSENT:
+                waiting = await self.mailbox.read(session.waiting[0])
+                if waiting.unsent >= MOST_UNSENT:
                     await self._clock.sleep(1.0)
-                await self._answer(session, session.waiting[0], message)
+                    continue
+                await self._answer(session, waiting)
                 session.waiting.popleft()
         finally:
             session.running = False
 
-    async def _answer(self, session: _Session, row: int, message: Incoming) -> None:
+    async def _answer(self, session: _Session, waiting: Waiting) -> None:
         """One message: a command, or a turn of the agent. Records its answers."""
-        session.stopped, session.message = False, message
+        message = waiting.message
+        session.stopped = False
         try:
-            notes = await self._begin(session, row, message)
+            notes = await self._begin(session, waiting)
             command = commands.parse(message.text)
             answer = await (self._turn(session, message) if command is None else self._do(command, session, message))
             answer.texts[:0] = notes
@@ -295,9 +296,9 @@ class Gateway:
             logger.exception("%s: a message could not be answered", session.key)
             answer = _Answer(["This message could not be answered because of an internal error; the log has it."])
             await self.notify(f"An internal error in session {session.key}; the log of the gateway has it.")
-        finally:
-            session.message = None
-        await self.mailbox.finish(row, message, self._outgoing(message, answer), self._clock.wall(), answer.cost)
+        await self.mailbox.finish(
+            waiting.row, message, self._outgoing(message, answer), self._clock.wall(), answer.cost
+        )
         self._outbox.wake(message.address)
 
     def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
@@ -321,13 +322,13 @@ class Gateway:
 
     # Sessions
 
-    async def _begin(self, session: _Session, row: int, message: Incoming) -> list[str]:
+    async def _begin(self, session: _Session, waiting: Waiting) -> list[str]:
         """Open the conversation of a message, a new one if the reset policy says so, and record that it is used.
         Returns notes for the chat."""
         notes: list[str] = []
         now, monotonic = self._clock.wall(), self._clock.monotonic()
-        known = await self.mailbox.session(session.key)
-        current = await self.mailbox.conversation_of(row)  # not empty if the gateway was killed during this turn
+        message, known = waiting.message, waiting.session
+        current = waiting.conversation  # not empty if the gateway was killed during this turn
         if not current and known is not None:
             reason = await self._reset_reason(session, known)
             if reason is None:
@@ -341,7 +342,7 @@ class Gateway:
         if conversation is None or conversation.id != current:
             session.conversation = conversation = self._open(session, current, message.user_id)
         session.used_at = monotonic
-        await self.mailbox.begin(row, SessionRow(session.key, conversation.id, message.address, now))
+        await self.mailbox.begin(waiting.row, SessionRow(session.key, conversation.id, message.address, now))
         return notes
 
     async def _reset_reason(self, session: _Session, row: SessionRow) -> str | None:
