@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import re
 import secrets
 import time
@@ -82,6 +83,7 @@ class RecordingEndpoint:
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._host, self._port = host, port
         self._rollouts: dict[str, Address] = {}
+        self._numbers = itertools.count(1)
         # Compared for unknown rollouts, so that they cannot be told from wrong keys by the time that it takes.
         self._nobody = secrets.token_urlsafe(32)
 
@@ -135,7 +137,8 @@ class RecordingEndpoint:
             asked = dialect.read(body, address.conversations.features)
             if rest == _COUNT_PATH:
                 return _json({"input_tokens": address.conversations.prompt_tokens(asked)})
-            return await _Call(request, dialect, asked, address.conversations).answer()
+            reply_id = f"{name}{next(self._numbers):06x}"
+            return await _Call(request, dialect, asked, address.conversations, reply_id).answer()
         except Refusal as refusal:
             return _json(dialect.error(refusal), refusal.status, _error_headers(refusal))
 
@@ -155,10 +158,15 @@ class _Call:
     """One request and its reply."""
 
     def __init__(
-        self, request: web.Request, dialect: Dialect, asked: ModelRequest, conversations: Conversations
+        self,
+        request: web.Request,
+        dialect: Dialect,
+        asked: ModelRequest,
+        conversations: Conversations,
+        reply_id: str,
     ) -> None:
         self._request, self._dialect, self._asked, self._conversations = request, dialect, asked, conversations
-        self._id, self._created = secrets.token_hex(12), int(time.time())
+        self._id, self._created = reply_id, int(time.time())
 
     async def answer(self) -> web.StreamResponse:
         """The response. Raises `Refusal` as long as nothing of a stream was sent."""

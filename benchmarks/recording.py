@@ -1,0 +1,220 @@
+"""The cost of the recording endpoint: CPU and latency of a call, beside the same engine called directly.
+
+The engine writes fixed replies at once, so that everything else is seen. Both sides get the same conversations, with
+tools and growing histories; both keep the exact tokens in a ledger. The endpoint runs in a process of its own and its
+CPU is that process's; its client's does not count.
+
+Also: how much later the first streamed piece arrives than the engine's reply, and 256 agents at a time whose engine
+takes 50 ms for a reply.
+
+    python benchmarks/recording.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _measure import Row, fresh_process, interleaved, parse_options, quantile, report, serving, with_ceiling
+
+from palaestra.core.types import JSON
+from palaestra.inference.engine import Sampled
+from palaestra.inference.recording import Address, Conversations, RecordingEndpoint
+from palaestra.inference.templates import ChatFormat
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra.testing.fake_engine import toy_tokenizer
+
+TURNS = 12
+RESULT = "total 12\ndrwxr-xr-x 2 root root 4096 README.md src tests\n" * 8
+CALL = 'I look.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls -la src"}}\n</tool_call>'
+TOOLS: JSON = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Do it. " * 20,
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+        },
+    }
+    for name in ("bash", "edit", "read", "write", "grep", "glob")
+]
+TOKENIZER = toy_tokenizer([RESULT, CALL, json.dumps(TOOLS)])
+FORMAT = ChatFormat(TOKENIZER)
+REPLY = [*TOKENIZER.encode(CALL), TOKENIZER.stop_ids[0]]
+
+
+class Instant:
+    """An engine whose replies are always the same."""
+
+    name = "instant"
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        len(input_ids)
+        if self.wait_s:
+            await asyncio.sleep(self.wait_s)
+        return Sampled(REPLY, [-0.1] * len(REPLY), "stop", "v1")
+
+
+def chat(wait_s: float = 0.0) -> ManagedChat:
+    return ManagedChat(Instant(wait_s), FORMAT, "hermes")
+
+
+def opening() -> list[JSON]:
+    return [{"role": "system", "content": "You fix bugs. " * 100}, {"role": "user", "content": "Fix the bug."}]
+
+
+def extend(messages: list[JSON], message: JSON) -> None:
+    messages.append({name: value for name, value in message.items() if value is not None})
+    for call in message["tool_calls"]:
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": RESULT})
+
+
+async def direct(rollouts: int) -> dict[str, float]:
+    """The same conversations without the endpoint."""
+    seconds: list[float] = []
+    cpu = 0.0
+    for _ in range(rollouts):
+        managed, messages = chat(), opening()
+        for _ in range(TURNS):
+            began, began_cpu = time.perf_counter(), time.process_time()
+            completion = await managed.chat_completion(messages=messages, tools=TOOLS, temperature=1.0)
+            cpu += time.process_time() - began_cpu
+            seconds.append(time.perf_counter() - began)
+            extend(messages, completion.choices[0].message.model_dump())
+    return {"cpu_ms": 1e3 * cpu / len(seconds), "reply_ms": 1e3 * quantile(seconds, 0.5)}
+
+
+async def serve(rollouts: int, wait_s: float) -> None:
+    """Print the addresses of this many rollouts and serve them until standard input ends."""
+    async with RecordingEndpoint() as endpoint:
+        opened = [endpoint.open(Conversations(chat(wait_s))) for _ in range(rollouts)]
+        addresses: list[Address] = [each.__enter__() for each in opened]
+        print(json.dumps([os.getpid(), *([each.openai_url, each.key] for each in addresses)]), flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def conversation(
+    session: aiohttp.ClientSession, url: str, key: str, turns: int, *, stream: bool, seconds: list[float]
+) -> None:
+    """One rollout's calls; `seconds` gets the time until the first piece of each reply, or the whole of it."""
+    messages = opening()
+    for _ in range(turns):
+        body = {"model": "m", "messages": messages, "tools": TOOLS, "temperature": 1.0, "stream": stream}
+        began = time.perf_counter()
+        async with session.post(
+            f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
+        ) as response:
+            assert response.status == 200
+            if not stream:
+                message = (await response.json())["choices"][0]["message"]
+                seconds.append(time.perf_counter() - began)
+            else:
+                chunks = [chunk async for chunk in _chunks(response, began, seconds)]
+                message = {"role": "assistant", "content": ""}
+                for delta in (chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]):
+                    message["content"] += delta.get("content") or ""
+                    for call in delta.get("tool_calls", ()):
+                        call.pop("index")
+                        message.setdefault("tool_calls", []).append(call)
+        extend(messages, message)
+
+
+async def _chunks(response: aiohttp.ClientResponse, began: float, seconds: list[float]) -> Iterator[JSON]:
+    seen = False
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            chunk = json.loads(line[6:])
+            if not seen and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                seconds.append(time.perf_counter() - began)
+                seen = True
+            yield chunk
+
+
+async def through_endpoint(addresses: list[JSON], pid: int, *, stream: bool) -> dict[str, float]:
+    seconds: list[float] = []
+    async with aiohttp.ClientSession() as session:
+        began = cpu_s(pid)
+        for url, key in addresses:
+            await conversation(session, url, key, TURNS, stream=stream, seconds=seconds)
+        spent = cpu_s(pid) - began
+    return {"cpu_ms": 1e3 * spent / len(seconds), "reply_ms": 1e3 * quantile(seconds, 0.5)}
+
+
+async def at_once(addresses: list[JSON], wait_s: float, turns: int) -> dict[str, float]:
+    """Many agents at a time: calls per second, and how much longer than the engine the slow calls take."""
+    seconds: list[float] = []
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        began = time.perf_counter()
+        await asyncio.gather(
+            *(conversation(session, url, key, turns, stream=False, seconds=seconds) for url, key in addresses)
+        )
+        wall_s = time.perf_counter() - began
+    return {"calls_per_s": len(seconds) / wall_s, "p99_ms": 1e3 * (quantile(seconds, 0.99) - wait_s)}
+
+
+def sample_of(case: str, rollouts: int) -> Mapping[str, float]:
+    if case == "direct":
+        return fresh_process(__file__, "direct", str(rollouts))
+    many = case == "many"
+    with serving(__file__, "serve", "256" if many else str(rollouts), "0.05" if many else "0") as line:
+        pid, *addresses = json.loads(line)
+        if many:
+            return asyncio.run(at_once(addresses, 0.05, 2 if rollouts < 20 else 6))
+        return asyncio.run(through_endpoint(addresses, pid, stream=case == "streamed"))
+
+
+def main() -> int:
+    if len(sys.argv) > 1 and sys.argv[1] == "direct":
+        print(json.dumps(asyncio.run(direct(int(sys.argv[2])))))
+        return 0
+    if len(sys.argv) > 1 and sys.argv[1] == "serve":
+        asyncio.run(serve(int(sys.argv[2]), float(sys.argv[3])))
+        return 0
+    options = parse_options(__doc__)
+    rollouts = 10 if options.quick else 60
+    names = ("direct", "whole", "streamed", "many")
+    cases = {name: (lambda name=name: sample_of(name, rollouts)) for name in names}
+    found = interleaved(cases, options.rounds)
+    base = found["direct"]
+    later_ms = found["streamed"]["reply_ms"] - base["reply_ms"]
+    rows = [
+        Row("a call directly: CPU", base["cpu_ms"], "ms"),
+        Row(
+            "a call through the endpoint: CPU",
+            found["whole"]["cpu_ms"],
+            "ms",
+            found["whole"]["cpu_ms"] / base["cpu_ms"],
+        ),
+        with_ceiling(Row("added CPU per call", found["whole"]["cpu_ms"] - base["cpu_ms"], "ms"), 0.6),
+        with_ceiling(Row("added CPU per streamed call", found["streamed"]["cpu_ms"] - base["cpu_ms"], "ms"), 0.6),
+        Row("a call directly: reply after", base["reply_ms"], "ms"),
+        with_ceiling(
+            Row("first streamed piece, later than the reply", found["streamed"]["reply_ms"] - base["reply_ms"], "ms"),
+            5.0,
+        ),
+        Row("256 agents: calls per second", found["many"]["calls_per_s"], "1/s"),
+        Row("256 agents: slowest 1 % later than the engine", found["many"]["p99_ms"], "ms"),
+    ]
+    return report("The recording endpoint", rows, options.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
