@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from palaestra.core.errors import SandboxError, SlotLost
 from palaestra.core.types import Network
 from palaestra.sandbox.backends.server_backend import ServerBackend, environment
 from palaestra.sandbox.remote.port_client import PortClient, archive, ask, deliver, program
+from palaestra.sandbox.remote.port_launch import MAX_CONNECTIONS
+from palaestra.sandbox.remote.port_server import MAX_UNKNOWN
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 pytestmark = pytest.mark.slots
@@ -36,13 +39,15 @@ class Behind(ServerBackend):
 
     name = "behind"
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, silence_s: float = 60.0) -> None:
         super().__init__()
-        self._address = address
+        self._address, self._silence_s = address, silence_s
 
     async def _start_server(self, rung: Rung) -> None:
         settings = {"prefix": "", "first_epoch": self._last_epoch + 1}
-        self._server = await PortClient.connect(self._address, TOKEN, rung.label, settings, self._on_lost)
+        self._server = await PortClient.connect(
+            self._address, TOKEN, rung.label, settings, self._on_lost, silence_s=self._silence_s
+        )
 
     async def _place(self, spec: SlotSpec) -> dict[str, Any]:
         return {"image": None, "allow": None, "mounts": [], "env": environment(spec)}
@@ -175,6 +180,38 @@ def test_the_end_of_the_place_is_a_lost_slot() -> None:
     run(body)
 
 
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_server_that_hangs_is_a_lost_slot() -> None:
+    async def body(address: Address, process: subprocess.Popen[bytes]) -> None:
+        async with Behind(address, silence_s=5.0) as backend:
+            slot = await backend.create(SlotSpec(), "t")
+            running = asyncio.create_task(slot.execute("sleep 60"))
+            await asyncio.sleep(0.2)
+            for server in (watching := children(process.pid)) + [each for pid in watching for each in children(pid)]:
+                os.kill(server, signal.SIGSTOP)
+            with pytest.raises(SlotLost):
+                await asyncio.wait_for(running, 40)
+
+    run(body)
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+def test_connections_that_send_nothing_keep_nobody_out(delivered: bool) -> None:
+    async def body(address: Address, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.ExitStack() as silent:
+            for _ in range(MAX_UNKNOWN + 20 if delivered else MAX_CONNECTIONS // 2):
+                stream = silent.enter_context(socket.create_connection(address))
+                stream.sendall(b"GET /heal")
+            async with asyncio.timeout(8):
+                await deliver(address, TOKEN)
+                assert (await ask(address, TOKEN, "GET", "/health"))[0] == 200
+
+    run(body, delivered=delivered)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="users of slots differ from the caller's only for root")
 def test_a_slot_with_a_network_does_not_reach_the_port_even_with_the_token() -> None:
     async def body(address: Address, process: subprocess.Popen[bytes]) -> None:
@@ -233,6 +270,10 @@ def test_the_contracts_routes() -> None:
         _, slots = await ask(address, TOKEN, "GET", "/slots")
         assert [each["slot_id"] for each in slots["slots"]] == ["slot_0", "slot_1"]
         assert (await post(address, "/execute", {"slot_id": "slot_9", "tool": "bash"}))[0] == 404
-        assert (await ask(address, TOKEN, "POST", "/execute", b"{"))[0] == 400
+        for wrong in (b"{", b"[" * 1_000_000, json.dumps(call("bash") | {"timeout": "soon"}).encode()):
+            assert (await ask(address, TOKEN, "POST", "/execute", wrong))[0] == 400
+        wrong_calls = [{"slot_id": "slot_1", "timeout": {}}, call("bash", "slot_1", command="true", timeout=[1]), 7]
+        _, many = await post(address, "/batch", [*wrong_calls, call("bash", "slot_1", command="true")])
+        assert [each["success"] for each in many] == [False, False, False, True]
 
     run(body)

@@ -47,7 +47,7 @@ async def run_slot_tool(
             return tool_result(f"wrote {args['path']}")
     except InfraError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return tool_result(error=f"{type(error).__name__}: {error}")
     return tool_result(error=f"Unknown tool: {name}. A slot runs {', '.join(sorted(SLOT_TOOLS))}")
 

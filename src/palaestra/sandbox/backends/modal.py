@@ -14,7 +14,6 @@ A slot starts only where the rest of the lifetime is enough for a whole rollout.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import itertools
 import json
@@ -39,8 +38,8 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.backends.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
 from palaestra.sandbox.images.image_store import ImageStore
-from palaestra.sandbox.local.client import OnLost, SlotClient, settle
-from palaestra.sandbox.remote.client import call_of, send_server
+from palaestra.sandbox.local.client import OnLost, settle
+from palaestra.sandbox.remote.client import DistantClient, call_of, send_server
 from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.protocol.frames import Fields
 
@@ -59,7 +58,6 @@ _COPY_S = 900.0
 _CALL_S = 60.0
 _CHECK_S = 20.0
 _CLOSE_S = 20.0
-_BEATS = 4  # how often the connection is used while it may be silent
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 _PIECE = 256 << 10
 _ENTRIES = 100
@@ -362,7 +360,7 @@ class ModalBackend(RemoteBackend):
     async def _keep(self) -> None:
         """Have the minimum of sandboxes run, and end those that nobody has used for long."""
         while True:
-            await asyncio.sleep(min(15.0, self.config.idle_timeout / _BEATS))
+            await asyncio.sleep(min(15.0, self.config.idle_timeout / 4))
             await self._tidy()
             await self._fill()
             await self._notify()
@@ -537,7 +535,7 @@ class ModalPlace(Place):
         return await asyncio.shield(copying)
 
 
-class ModalClient(SlotClient):
+class ModalClient(DistantClient):
     """A slot server that runs as a command of a sandbox."""
 
     def __init__(self, on_lost: OnLost, sandbox: modal.Sandbox, silence_s: float) -> None:
@@ -557,7 +555,7 @@ class ModalClient(SlotClient):
                 await client._launch(rung.label, settings)
         except TimeoutError:
             raise SlotLost(f"Modal's sandbox has not started the slot server in {_START_S:g} s") from None
-        client._tasks.append(asyncio.create_task(client._beat()))
+        client.beat(silence_s)
         return client
 
     async def _spawn(self, stream: socket.socket, rung: str) -> None:
@@ -594,18 +592,6 @@ class ModalClient(SlotClient):
                     self._log.flush()
             except Exception as error:
                 self._end(SlotLost(f"Modal's sandbox has ended: {_text(error)}"))
-
-    async def _beat(self) -> None:
-        """Keep the server alive, and notice a connection on which nothing arrives."""
-        pause = self._silence_s / _BEATS
-        while not self.ended:
-            await asyncio.sleep(pause)
-            answer = asyncio.create_task(self.call("forget", {"layers": []}))
-            done, _ = await asyncio.wait([answer], timeout=self._silence_s)
-            if not done:
-                self._end(SlotLost(f"Modal's sandbox has not answered for {self._silence_s:g} s"))
-            with contextlib.suppress(SandboxError):
-                await answer
 
     async def aclose(self) -> None:
         self._end()

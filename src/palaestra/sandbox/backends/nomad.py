@@ -262,10 +262,12 @@ class NomadJob:
         allocation.taken = False
         allocation.free_since = time.monotonic() if idle_since is None else idle_since
 
-    async def connect(self, allocation: Allocation, rung: str, settings: JSON, on_lost: JSON) -> PortClient:
+    async def connect(
+        self, allocation: Allocation, rung: str, settings: JSON, on_lost: JSON, silence_s: float
+    ) -> PortClient:
         """A slot server of its own in the allocation."""
         assert allocation.address is not None
-        return await PortClient.connect(allocation.address, self._token, rung, settings, on_lost)
+        return await PortClient.connect(allocation.address, self._token, rung, settings, on_lost, silence_s=silence_s)
 
     async def _next(self) -> Allocation:
         """Wait for an allocation that runs, and take it. Raises `SandboxError` if those that could come up fail."""
@@ -471,7 +473,7 @@ class NomadPlace(Place):
             self._give_back()
         job, allocation = await self._hold()
         settings = {"prefix": "", "first_epoch": self._last_epoch + 1}
-        self._server = await job.connect(allocation, rung.label, settings, self._on_lost)
+        self._server = await job.connect(allocation, rung.label, settings, self._on_lost, self._backend.silence_s)
 
     async def aclose(self) -> None:
         await super().aclose()

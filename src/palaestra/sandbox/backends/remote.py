@@ -26,7 +26,7 @@ from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.backends.server_backend import ServerBackend, StartedBackend, allowed_hosts, environment
 from palaestra.sandbox.creation_gate import CreationGate
-from palaestra.sandbox.remote.client import RemoteClient
+from palaestra.sandbox.remote.client import SILENCE_S, RemoteClient
 from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 
 _LEFT_OUT_S = 30.0
@@ -103,7 +103,11 @@ class Place(ServerBackend):
     async def _start_server(self, rung: Rung) -> None:
         settings = {"prefix": "", "first_epoch": self._last_epoch + 1}
         self._server = await RemoteClient.start_by(
-            lambda call: self._backend.command(self.spec, call), rung.label, settings, self._on_lost
+            lambda call: self._backend.command(self.spec, call),
+            rung.label,
+            settings,
+            self._on_lost,
+            silence_s=self._backend.silence_s,
         )
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
@@ -119,6 +123,9 @@ class RemoteBackend(StartedBackend):
     """
 
     name: str
+    image_kinds: tuple[str, ...] = ("name",)
+    silence_s = SILENCE_S
+    """After so long without an answer a place counts as dead."""
 
     def __init__(
         self,

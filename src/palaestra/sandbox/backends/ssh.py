@@ -27,6 +27,7 @@ class SSHBackend(RemoteBackend):
     further words for `ssh`."""
 
     name = "ssh"
+    image_kinds = ()
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from palaestra.core.errors import SlotLost
 from palaestra.sandbox.local.client import OnLost, SlotClient
 from palaestra.sandbox.remote import launch
 from palaestra.sandbox.slotd.protocol.frames import Fields
@@ -24,10 +25,43 @@ from palaestra.sandbox.slotd.protocol.frames import Fields
 Command = Callable[[Sequence[str]], Sequence[str]]
 """Makes the local command that runs the given one elsewhere, with its standard input and output."""
 
+SILENCE_S = 60.0
+"""After so long without an answer a slot server counts as gone."""
+
+_BEATS = 4  # how often a server is asked in that time
+_START_S = 900.0  # the platform may pull an image
+
 _SLOTD = Path(__file__).parents[1] / "slotd"
 
 
-class RemoteClient(SlotClient):
+class DistantClient(SlotClient):
+    """A client that notices when its server is silent: a network or a platform can hang without closing the stream."""
+
+    _beating: asyncio.Task[None] | None = None
+
+    def beat(self, silence_s: float) -> None:
+        """Ask the server something now and then, and end the connection when it has not answered for `silence_s`."""
+        self._beating = asyncio.create_task(self._beat(silence_s))
+
+    async def _beat(self, silence_s: float) -> None:
+        while not self.ended:
+            await asyncio.sleep(silence_s / _BEATS)
+            answer = asyncio.create_task(self.call("forget", {"layers": []}))
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.wait([answer], timeout=silence_s)
+            if not answer.done():
+                self._end(SlotLost(f"the slot server has not answered for {silence_s:g} s"))
+
+    async def aclose(self) -> None:
+        beating, self._beating = self._beating, None
+        if beating is not None:
+            beating.cancel()
+        await super().aclose()
+        if beating is not None:
+            await asyncio.gather(beating, return_exceptions=True)
+
+
+class RemoteClient(DistantClient):
     """A server started by a command that runs Python elsewhere and passes its streams on."""
 
     def __init__(self, on_lost: OnLost, command: Command) -> None:
@@ -35,10 +69,17 @@ class RemoteClient(SlotClient):
         self._command = command
 
     @classmethod
-    async def start_by(cls, command: Command, rung: str, settings: Fields, on_lost: OnLost) -> Self:
+    async def start_by(
+        cls, command: Command, rung: str, settings: Fields, on_lost: OnLost, *, silence_s: float = SILENCE_S
+    ) -> Self:
         """Start a server by a command. Raises `SlotLost` with the end of its standard error if it ends instead."""
         client = cls(on_lost, command)
-        await client._launch(rung, settings)
+        try:
+            async with asyncio.timeout(_START_S):
+                await client._launch(rung, settings)
+        except TimeoutError:
+            raise SlotLost(f"no slot server has started within {_START_S:g} s") from None
+        client.beat(silence_s)
         return client
 
     async def _spawn(self, stream: socket.socket, rung: str) -> None:

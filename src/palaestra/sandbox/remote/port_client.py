@@ -11,9 +11,9 @@ from typing import Self
 
 from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON
-from palaestra.sandbox.local.client import OnLost, SlotClient
+from palaestra.sandbox.local.client import OnLost
 from palaestra.sandbox.remote import port_launch
-from palaestra.sandbox.remote.client import packed, slotd_files
+from palaestra.sandbox.remote.client import SILENCE_S, DistantClient, packed, slotd_files
 from palaestra.sandbox.remote.port_server import UPGRADE, keep_alive
 from palaestra.sandbox.slotd.protocol.frames import Fields
 
@@ -29,11 +29,20 @@ _FILES = (
 """What the server needs besides `slotd`."""
 
 
-class PortClient(SlotClient):
+class PortClient(DistantClient):
     """A slot server of its own, behind a port."""
 
     @classmethod
-    async def connect(cls, address: tuple[str, int], token: str, rung: str, settings: Fields, on_lost: OnLost) -> Self:
+    async def connect(
+        cls,
+        address: tuple[str, int],
+        token: str,
+        rung: str,
+        settings: Fields,
+        on_lost: OnLost,
+        *,
+        silence_s: float = SILENCE_S,
+    ) -> Self:
         """Start a server at an isolation level. Raises `SandboxError` or `OSError`."""
         client = cls(on_lost)
         stream = await _opened(address)
@@ -46,14 +55,15 @@ class PortClient(SlotClient):
             if " 101 " not in first:
                 raise SandboxError(f"the slot server at {_name(address)} refuses a stream: {first}")
             client._connect(stream)
-            await client._greet(settings)
-        except TimeoutError:
-            stream.close()
-            raise SandboxError(f"the slot server at {_name(address)} did not answer in {_ANSWER_S:g} s") from None
-        except BaseException:
+            async with asyncio.timeout(silence_s):
+                await client._greet(settings)
+        except BaseException as error:
             await client.aclose()
             stream.close()
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"the slot server at {_name(address)} did not answer in time") from None
             raise
+        client.beat(silence_s)
         return client
 
 

@@ -11,25 +11,56 @@ from __future__ import annotations
 import hmac
 import io
 import os
+import select
 import shutil
 import signal
 import socket
 import sys
 import tarfile
 import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable
 from typing import NoReturn
 
 NEEDED = (3, 11)
 PREFIX = "palaestra-port-"
-PATIENCE_S = 10.0
-MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
+HEAD_S, BODY_S = 10.0, 60.0
+"""How long a request and its body may take altogether."""
+MAX_HEAD, MAX_BODY, MAX_CONNECTIONS = 64 << 10, 64 << 20, 64
 
 
-def receive_head(connection: socket.socket) -> tuple[str, dict[str, str], bytes]:
+class Connection:
+    """A connection that ends at a deadline, however slowly its other side sends."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self.allow(HEAD_S)
+
+    def allow(self, seconds: float) -> None:
+        """Set the deadline."""
+        self._ends_at = time.monotonic() + seconds
+
+    def receive(self, most: int) -> bytes:
+        """Some bytes; none at the end. Raises OSError at the deadline."""
+        self._stream.settimeout(max(0.001, self._ends_at - time.monotonic()))
+        return self._stream.recv(most)
+
+    def reply(self, status: str, text: str) -> None:
+        """Answer, and wait until the other side has closed: a reset would take the answer away."""
+        head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
+        self._stream.sendall(f"{head}Connection: close\r\n\r\n{text}".encode())
+        self._stream.shutdown(socket.SHUT_WR)
+        while self.receive(MAX_HEAD):
+            pass
+
+
+def receive_head(connection: Connection) -> tuple[str, dict[str, str], bytes]:
     """The first line, the headers, and what has come of the body. Raises ValueError for what is not a request."""
     data = b""
     while b"\r\n\r\n" not in data:
-        piece = connection.recv(MAX_HEAD)
+        piece = connection.receive(MAX_HEAD)
         if not piece or len(data) > MAX_HEAD:
             raise ValueError("not a request")
         data += piece
@@ -39,14 +70,14 @@ def receive_head(connection: socket.socket) -> tuple[str, dict[str, str], bytes]
     return first, headers, body
 
 
-def receive_body(connection: socket.socket, headers: dict[str, str], begun: bytes) -> bytes:
+def receive_body(connection: Connection, headers: dict[str, str], begun: bytes) -> bytes:
     """The whole body. Raises ValueError for one that is too large or not whole."""
     size = int(headers.get("content-length", "0"))
-    if size > MAX_BODY:
+    if not 0 <= size <= MAX_BODY:
         raise ValueError("too large")
     body = bytearray(begun)
     while len(body) < size:
-        piece = connection.recv(size - len(body))
+        piece = connection.receive(size - len(body))
         if not piece:
             raise ValueError("the request ended early")
         body += piece
@@ -66,21 +97,49 @@ def unpack(archive: bytes) -> str:
     return folder
 
 
-def answer(connection: socket.socket, token: str) -> str:
-    """Answer one request; the folder of the files if it brought them, else an empty text."""
+def answer(connection: Connection, token: str, arrived: Callable[[str], None]) -> None:
+    """Answer one request. If it brings the files, `arrived` gets their folder before the answer is sent."""
     first, headers, begun = receive_head(connection)
-    folder, status, text = "", "503 Service Unavailable", '{"status": "waiting"}'
+    status, text = "503 Service Unavailable", '{"status": "waiting"}'
     if not hmac.compare_digest(headers.get("authorization", "").encode(), b"Bearer " + token.encode()):
         status, text = "401 Unauthorized", '{"error": "the token is missing or wrong"}'
     elif first.startswith("PUT /server "):
-        folder = unpack(receive_body(connection, headers, begun))
+        connection.allow(BODY_S)
+        arrived(unpack(receive_body(connection, headers, begun)))
         status, text = "200 OK", '{"status": "ok"}'
-    reply = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
-    connection.sendall(f"{reply}Connection: close\r\n\r\n{text}".encode())
-    connection.shutdown(socket.SHUT_WR)
-    left = MAX_BODY
-    while left > 0 and (piece := connection.recv(MAX_HEAD)):  # a reset would take the answer away
-        left -= len(piece)
+    connection.reply(status, text)
+
+
+def serve(listener: socket.socket, token: str) -> str:
+    """Answer requests, each in a thread of its own, until one has brought the files; returns their folder.
+
+    Requests that come after the files wait in the listener for the server.
+    """
+    found: list[tuple[str, threading.Thread]] = []
+    ready, tell = os.pipe()
+    free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def arrived(folder: str) -> None:
+        found.append((folder, threading.current_thread()))
+        os.write(tell, b"x")
+
+    def one(stream: socket.socket) -> None:
+        try:
+            with stream:
+                answer(Connection(stream), token, arrived)
+        except (OSError, ValueError, EOFError, tarfile.TarError, zlib.error) as error:
+            sys.stderr.write(f"a request failed: {error}\n")
+        finally:
+            free.release()
+
+    while ready not in select.select([listener.fileno(), ready], [], [])[0]:
+        stream, _ = listener.accept()
+        if free.acquire(blocking=False):
+            threading.Thread(target=one, args=(stream,), daemon=True).start()
+        else:
+            stream.close()
+    folder, bringer = found[0]
+    bringer.join()
     return folder
 
 
@@ -92,15 +151,7 @@ def main(host: str, port: str, slots: str) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the first process of a container has no default
     token = os.environ["PALAESTRA_TOKEN"]
     listener = socket.create_server((host, int(port)), backlog=128)
-    folder = ""
-    while not folder:
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(PATIENCE_S)
-            try:
-                folder = answer(connection, token)
-            except (OSError, ValueError, tarfile.TarError) as error:
-                sys.stderr.write(f"a request failed: {error}\n")
+    folder = serve(listener, token)
     reader, writer = os.pipe()  # the environment of a process can be read by others of its user
     os.write(writer, token.encode())
     os.close(writer)

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import math
 import os
 import shutil
 import signal
@@ -45,8 +46,9 @@ from palaestra.sandbox.slotd import syscalls
 
 UPGRADE = "palaestra-slots"
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
-HEAD_S, BODY_S, MAX_CONNECTIONS = 60.0, 60.0, 1024
-"""How long a connection may be silent before a request, how long a body may take, and connections at a time."""
+HEAD_S, BODY_S, MAX_UNKNOWN = 60.0, 60.0, 256
+"""How long a connection may be silent before a request, how long a body may take, and how many connections at a time
+may not have shown the token; the oldest are closed for new ones."""
 MAX_OUTPUT_BYTES = 50_000
 """Of one call by the contract's routes, as the contract has it."""
 FIRST_SLOT_UID = 65536
@@ -79,7 +81,7 @@ class Request:
         """The body. Raises `Refused` for one that is not JSON."""
         try:
             return json.loads(self.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON: {error}") from None
 
 
@@ -124,7 +126,8 @@ class PortServer:
         self._token = token.encode()
         self._backend = Here()
         self._slots = {f"slot_{number}": Numbered(f"slot_{number}") for number in range(slots)}
-        self._streams = self._connections = 0
+        self._streams = 0
+        self._unknown: dict[asyncio.StreamWriter, None] = {}  # connections without a token yet, the oldest first
         self._left = time.monotonic()
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,10 +139,10 @@ class PortServer:
             await server.serve_forever()
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+        self._unknown[writer] = None
+        if len(self._unknown) > MAX_UNKNOWN:  # whoever has the token sends it immediately
+            next(iter(self._unknown)).transport.abort()
         try:
-            if self._connections > MAX_CONNECTIONS:
-                return
             if is_of_a_slot(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
                 return
             while (request := await _read_head(reader)) is not None:
@@ -148,7 +151,7 @@ class PortServer:
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
             pass  # it sent no request
         finally:
-            self._connections -= 1
+            self._unknown.pop(writer, None)
             writer.close()
 
     async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -159,6 +162,7 @@ class PortServer:
             known = hmac.compare_digest(sent, b"Bearer " + self._token)
             if not known:
                 raise Refused(401, "the token is missing or wrong")
+            self._unknown.pop(writer, None)
             request = replace(request, body=await _read_body(reader, request))
             if request.path == "/stream":
                 await self._stream(request, writer)
@@ -259,7 +263,7 @@ class PortServer:
     async def _one_of_many(self, call: JSON) -> JSON:
         try:
             return await self._execute(call)
-        except (Refused, InfraError) as error:
+        except (Refused, InfraError) as error:  # `_execute` refuses whatever else is wrong with a call
             return _result(call if isinstance(call, dict) else {}, False, "", str(error), {})
 
     async def _execute(self, call: JSON) -> JSON:
@@ -267,6 +271,7 @@ class PortServer:
         args = call.get("args") or {}
         if not isinstance(args, dict):
             raise Refused(400, "args is not an object")
+        limit_s = _seconds(call.get("timeout") or 30.0)
         async with numbered.lock:
             numbered.execution_id = str(call.get("execution_id") or "") or None
             try:
@@ -279,7 +284,7 @@ class PortServer:
                     lambda: self._shell(numbered, slot),
                     str(call.get("tool")),
                     args,
-                    float(call.get("timeout") or 30.0),
+                    limit_s,
                     max_output_bytes=MAX_OUTPUT_BYTES,
                 )
                 return _result(call, done.success, done.output.strip(), done.error, dict(done.metadata))
@@ -365,6 +370,16 @@ def _result(call: Mapping[str, JSON], success: bool, output: str, error: str, me
     }  # fmt: skip
 
 
+def _seconds(value: JSON) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise Refused(400, f"timeout is not a number of seconds: {value!r:.100}")
+    return seconds
+
+
 def _described(each: Numbered) -> JSON:
     return {
         "slot_id": each.slot_id,
@@ -380,8 +395,8 @@ def is_of_a_slot(peer: tuple[str, int], here: tuple[str, int]) -> bool:
     with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
         for line in table:
             words = line.split()
-            if (words[1], words[2]) == wanted:
-                return int(words[7]) >= FIRST_SLOT_UID
+            if (words[1], words[2]) == wanted:  # a closed socket has no inode, and shows no user any more
+                return int(words[7]) >= FIRST_SLOT_UID or words[9] == "0"
     return False  # it is not from this host
 
 
