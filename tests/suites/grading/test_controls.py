@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from palaestra.core.errors import GraderError
 from palaestra.envs.cheats.hijacked_code import FORGED
 from palaestra.suites.grading.controls import ControlResult, Controls, ControlsTimedOut, RunTexts
 from palaestra.suites.grading.rewritten_tests import named_tests, parse, rewrite, without_tests
@@ -210,41 +211,30 @@ def test_a_test_that_nothing_falsifies_is_named_unless_a_broken_solution_fails_i
 CUT_OFF = TestRun({}, complete=False, timed_out=True)
 
 
-@pytest.mark.parametrize("has_reference", [True, False])
-@pytest.mark.parametrize("slow", [True, False])
-def test_a_busy_machine_is_no_tampering_and_work_that_hangs_under_rewritten_tests_is(
-    slow: bool, has_reference: bool
-) -> None:
-    async def in_time(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-        functions = [node for node in ast.walk(ast.parse(texts[PATH])) if isinstance(node, ast.FunctionDef)]
-        return TestRun({f"{PATH}::{each.name}": Status.PASSED for each in functions}, complete=True)
+async def in_time(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
+    functions = [node for node in ast.walk(ast.parse(texts[PATH])) if isinstance(node, ast.FunctionDef)]
+    return TestRun({f"{PATH}::{each.name}": Status.PASSED for each in functions}, complete=True)
 
-    async def too_late(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-        return CUT_OFF
 
-    async def work(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-        as_written = texts[PATH] == text
-        return await (in_time if as_written and not slow else too_late)(texts, parameters)
+async def too_late(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
+    return CUT_OFF
 
-    async def find() -> ControlResult:
-        controls = Controls({PATH: text}, (f"{PATH}::test_plain",), ())
-        await controls.calibrate(None)
-        reference = (too_late if slow else in_time) if has_reference else None
-        return await controls.find_tampering(work, reference)
 
-    text = "def test_plain():\n    assert 1 + 1 == 2\n"
-    if slow:
-        with pytest.raises(ControlsTimedOut) as caught:
-            asyncio.run(find())
-        assert caught.value.certain
-    else:
-        assert asyncio.run(find()).tampering is not None
+async def tampering_of_slow_work(reference: RunTexts | None) -> str | None:
+    controls = Controls({PATH: "def test_plain():\n    assert 1 + 1 == 2\n"}, (f"{PATH}::test_plain",), ())
+    await controls.calibrate(None)
+    return (await controls.find_tampering(too_late, reference)).tampering
+
+
+def test_a_busy_machine_is_no_tampering_and_work_that_alone_hangs_under_rewritten_tests_is() -> None:
+    assert asyncio.run(tampering_of_slow_work(in_time)) is not None
+    for reference, certain in ((too_late, True), (None, False)):
+        with pytest.raises(GraderError) as caught:
+            asyncio.run(tampering_of_slow_work(reference))
+        assert caught.value.certain is certain  # if not, the prepared workspace decides whose fault it is
 
 
 def test_a_reference_solution_that_is_cut_off_leaves_no_test_uncontrolled() -> None:
-    async def too_late(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-        return CUT_OFF
-
     controls = Controls({PATH: "def test_plain():\n    assert 1 + 1 == 2\n"}, (f"{PATH}::test_plain",), ())
     with pytest.raises(ControlsTimedOut):
         asyncio.run(controls.calibrate(too_late))

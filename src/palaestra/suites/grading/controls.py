@@ -27,7 +27,7 @@ from palaestra.core.errors import GraderError
 from palaestra.suites.grading.harness import Alarm
 from palaestra.suites.grading.negate_test import Falsification, Function, Site, find_sites, tests_in
 from palaestra.suites.grading.rewritten_tests import TAMPERED, RewrittenTests, TestPlace, named_tests, parse, rewrite
-from palaestra.suites.grading.run_tests import Status, TestRun
+from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut
 
 RunTexts = Callable[[Mapping[str, str], Collection[str]], Awaitable[TestRun]]
 """Runs test files given by path and text in a workspace where no test has run.
@@ -285,16 +285,14 @@ class Controls:
         return ControlResult(None, self.uncontrolled)
 
     async def _again(self, copy: RewrittenTests, work: RunTexts, reference: RunTexts | None) -> TestRun:
-        """The run of a round that timed out, repeated. Raises `ControlsTimedOut` if the machine may be too slow for it.
+        """The run of a round that timed out, repeated if the reference solution ends the same tests in time.
 
-        The reference solution, or without one the work under the tests as they were written, must end in time first.
+        Raises `ControlsTimedOut` if it does not, and `TestsTimedOut` without a reference solution.
         """
-        if reference is not None:
-            compared = await reference(copy.texts, self._parameters)
-        else:
-            compared = await work(self.sources, self._parameters)
-        if compared.timed_out:
-            raise ControlsTimedOut("tests that passed before did not end in time again")
+        if reference is None:
+            raise TestsTimedOut("rewritten tests timed out over work that passes the original ones")
+        if (await reference(copy.texts, self._parameters)).timed_out:
+            raise ControlsTimedOut("the reference solution did not end its rewritten tests in time")
         return await work(copy.texts, self._parameters)
 
     def _round(self, number: int) -> RewrittenTests:
