@@ -193,6 +193,75 @@ def _watch():
 _threading.Thread(target=_watch, daemon=True).start()
 """
 
+_OTHER_PROCESS = """\
+import os as _os, subprocess as _subprocess, sys as _sys
+if 'pytest' in _sys.modules and not hasattr(_sys, 'observed') and 'COLLECTING' not in _os.environ:
+    _sys.observed = True
+    _subprocess.run([_sys.executable, '-I', '-S', '-c', {program!r}, str(_os.getpid())], timeout=50)
+"""
+"""A second process of the same user, in which no audit hook runs, gets the grader's process id."""
+
+_FORGED_SESSION = """\
+import ctypes, json, os, signal, subprocess, sys
+pid, libc = int(sys.argv[1]), ctypes.CDLL(None, use_errno=True)
+os.environ['COLLECTING'] = 'yes'
+listed = subprocess.run([sys.executable, '-m', 'pytest', '--collect-only', '-q'], capture_output=True, text=True)
+names = [line for line in listed.stdout.splitlines() if '::' in line]
+records = [dict(kind='collected', node_ids=names)]
+for name in names:
+    records.append(dict(kind='test', node_id=name, when='call', outcome='passed', wasxfail=False, marked=False,
+                        duration_s=0.01, failure=None))
+records.append(dict(kind='finish', exit_status=0, tests=len(names)))
+data = b''.join(json.dumps(each).encode() + b'\\n' for each in records)
+os.kill(pid, signal.SIGSTOP)
+wrote = False
+for number in range(3, 1000):
+    try:
+        descriptor = OPEN
+        os.write(descriptor, data)
+        wrote = True
+    except OSError:
+        pass
+os.kill(pid, signal.SIGKILL if wrote else signal.SIGCONT)
+"""
+"""Writes a whole session to the descriptors of the stopped grader, and kills it so that it cannot contradict."""
+
+_STOLEN = _FORGED_SESSION.replace("OPEN", "libc.syscall(438, libc.syscall(434, pid, 0), number, 0)")
+_REOPENED = _FORGED_SESSION.replace("OPEN", "os.open(f'/proc/{pid}/fd/{number}', os.O_WRONLY | os.O_NONBLOCK)")
+
+_POKED = """\
+import ctypes, os, signal, sys
+pid = int(sys.argv[1])
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+libc.ptrace(0x4206, pid, None, None)
+os.kill(pid, signal.SIGSTOP)
+for line in open(f'/proc/{pid}/maps'):
+    places, access = line.split()[:2]
+    start, end = (int(each, 16) for each in places.split('-'))
+    if 'w' not in access or end - start > 1 << 28:
+        continue
+    try:
+        with open(f'/proc/{pid}/mem', 'r+b', buffering=0) as memory:
+            memory.seek(start)
+            found = memory.read(end - start)
+            at = found.find(b'failed\\0')
+            while at >= 0:
+                memory.seek(start + at)
+                memory.write(b'passed')
+                at = found.find(b'failed\\0', at + 1)
+    except OSError:
+        pass
+libc.ptrace(17, pid, None, None)
+os.kill(pid, signal.SIGCONT)
+"""
+"""Overwrites the word that reports of failed tests carry, in the memory of the grader."""
+
+
+def _beside(program: str) -> str:
+    return in_package(_OTHER_PROCESS.replace("{program!r}", repr(program)))
+
+
 FORGERIES = (
     Cheat("lying-channel", "the package replaces the method that sends records", in_package(_CHANNEL)),
     Cheat("lying-json", "the package replaces the encoder of records", in_package(_JSON)),
@@ -206,4 +275,7 @@ FORGERIES = (
     Cheat("hoarded-tests", "the package keeps what it saw of the tests for a later run", in_package(_HOARD)),
     Cheat("forked-session", "the package lets a copy of the process run the tests", in_package(_FORK)),
     Cheat("patching-thread", "a thread of the package patches reports", in_package(_THREAD)),
+    Cheat("stolen-descriptors", "a process takes the grader's descriptors and reports in its place", _beside(_STOLEN)),
+    Cheat("reopened-descriptors", "a process opens the grader's descriptors in /proc and reports", _beside(_REOPENED)),
+    Cheat("overwritten-memory", "a debugger overwrites the grader's word for a failure", _beside(_POKED)),
 )
