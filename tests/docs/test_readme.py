@@ -2,12 +2,15 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import palaestra
 from envs.scripts import groups_file
-from palaestra.cli.main import main
+from palaestra.cli.main import COMMANDS, main
+from palaestra.envs.cheats.proof import BANK
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -46,3 +49,36 @@ def test_every_folder_in_the_readmes_tree_is_there() -> None:
             outer = name if indent == 2 else outer
             path = {0: root / name, 2: package / name}.get(indent, package / outer / name)
             assert path.is_dir(), line
+
+
+def test_the_command_is_on_the_path_before_it_is_used() -> None:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    shell = "\n".join(text for language, text in blocks if not language)
+    first = re.search(r"^palaestra ", shell, re.MULTILINE)
+    assert first is not None
+    assert "source .venv/bin/activate" in shell[: first.start()]
+
+
+def test_every_page_is_linked() -> None:
+    linked = set(re.findall(r"\]\((docs/[^)#]+)\)", README.read_text()))
+    pages = {f"docs/{path.name}" for path in (README.parent / "docs").glob("*.md")} - {"docs/index.md"}
+    assert pages <= linked
+
+
+def test_the_package_and_its_metadata_promise_the_same() -> None:
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+    topic = project["description"].partition(":")[0]
+    assert topic.lower() in " ".join((palaestra.__doc__ or "").lower().split())
+    names = ("chat", "batch", "view", "gateway", "report")
+    promised = {word for word in names if re.search(rf"\b{word}\b", project["description"])}
+    assert promised <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/environments.md"])
+def test_the_number_of_cheats_is_the_number_of_cheats(page: str) -> None:
+    text = (README.parent / page).read_text()
+    what = "(?:published )?(?:exploits|ways of reward hacking|cheats)"
+    said = re.findall(rf"(?:about|more than) (a hundred|\w+) {what}", text)
+    assert said
+    assert set(said) == {"a hundred"}
+    assert 85 <= len(BANK) <= 125
