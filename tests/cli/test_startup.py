@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from envs.scripts import CLASS_ENV
+
 HEAVY = ("aiohttp", "palaestra.agent.loop", "palaestra.rollouts.rollout", "palaestra.sandbox.backends.local", "jinja2")
 ENV = """
 from palaestra import Task, environment
@@ -18,17 +20,6 @@ def words(n: int = 2):
 
 @words.score
 def right(task): return 1
-"""
-CLASS_ENV = """
-from palaestra import HermesAgentBaseEnv
-
-class WordsEnv(HermesAgentBaseEnv):
-    name = "words"
-    async def setup(self): self.left = [{"prompt": "p"}]
-    async def get_next_item(self): return self.left.pop() if self.left else None
-    def format_prompt(self, item): return item["prompt"]
-    async def compute_reward(self, item, result, ctx): return 1.0
-    async def evaluate(self): pass
 """
 SCRIPT = f"""
 import sys

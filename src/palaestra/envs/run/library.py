@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 from palaestra.core.config import python_names
 from palaestra.core.errors import ConfigError, PalaestraError
@@ -75,10 +75,10 @@ async def run(
         roll_out = assembled(
             env,
             "evaluate" if evaluate else "process",
-            server,
-            folder,
             dotenv,
-            progress,
+            server=server,
+            folder=folder,
+            progress=progress,
             policy=policy,
             model=model,
             base_url=base_url,
@@ -102,43 +102,16 @@ def run_sync(env: object, **arguments: JSON) -> Run:
     return run_blocking(run(env, **arguments))
 
 
-async def stream(
-    env: object,
-    *,
-    policy: str | None = None,
-    model: str | None = None,
-    base_url: str | None = None,
-    server: Server | Sequence[Server] | None = None,
-    tasks: int | None = None,
-    group_size: int | None = None,
-    resume: str | Path | None = None,
-    folder: str | Path = RUNS,
-    progress: bool = False,
-    **settings: JSON,
-) -> AsyncIterator[Group]:
+async def stream(env: object, **arguments: JSON) -> AsyncIterator[Group]:
     """Roll out an environment, and yield each group when it has finished and is on disk. Arguments and errors are those
-    of `run`. Closing the iterator stops the run; finished groups are kept.
+    of `run`, without `evaluate`. Closing the iterator stops the run; finished groups are kept.
 
     No further group starts while 64 finished ones wait for the caller.
     """
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
         with python_names():
-            roll_out = assembled(
-                env,
-                "process",
-                server,
-                folder,
-                dotenv,
-                progress,
-                policy=policy,
-                model=model,
-                base_url=base_url,
-                tasks=tasks,
-                group_size=group_size,
-                resume=resume,
-                **settings,
-            )
+            roll_out = assembled(env, "process", dotenv, **arguments)
         finished = _FinishedGroups()
         running = asyncio.create_task(roll_out(subscribers=[finished], gate=finished.has_room), name="run")
         running.add_done_callback(lambda _: finished.close())
@@ -216,11 +189,12 @@ def _reference(env: object) -> str:
 def assembled(
     env: object,
     command: str,
-    server: Server | Sequence[Server] | None,
-    folder: str | Path,
     dotenv: Mapping[str, str],
-    progress: bool,
     /,
+    *,
+    server: Server | Sequence[Server] | None = None,
+    folder: str | Path = RUNS,
+    progress: bool = False,
     **arguments: JSON,
 ) -> partial[Coroutine[Any, Any, RunReport]]:
     """`envs.run.run.run` with an environment and the settings of its run. The variables of `.env` are exported
@@ -236,8 +210,5 @@ def assembled(
     take_variables(parsed, dotenv)
     for notice in parsed.notices:
         logger.warning("%s", notice)
-    return partial(run_line, form, parsed, root=Path(folder), stream=_stream(progress), engines=engines)
-
-
-def _stream(progress: bool) -> TextIO:
-    return sys.stderr if progress else StringIO()
+    shown = sys.stderr if progress else StringIO()
+    return partial(run_line, form, parsed, root=Path(folder), stream=shown, engines=engines)

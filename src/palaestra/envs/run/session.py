@@ -28,7 +28,6 @@ from palaestra.envs.run.library import assembled
 from palaestra.inference.engine import AssistantMessage, FunctionCall, ToolCallMessage
 from palaestra.inference.engines.caller import PLAYER, CallerEngine, Player
 from palaestra.inference.server_group import Server
-from palaestra.rollouts.journal.reader import RUNS
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals, first_failure
@@ -51,22 +50,16 @@ class Session:
         env: object,
         *,
         policy: str | None = None,
-        model: str | None = None,
-        base_url: str | None = None,
         server: Server | Sequence[Server] | None = None,
-        group_size: int | None = None,
-        folder: str | Path = RUNS,
-        progress: bool = False,
-        **settings: JSON,
+        **arguments: JSON,
     ) -> None:
         self._played = policy == CALLER
         if self._played:
-            if model is not None or base_url is not None or server is not None:
+            if any(each is not None for each in (server, arguments.get("model"), arguments.get("base_url"))):
                 raise ConfigError(f"policy={CALLER!r} excludes model, base_url and server: the program is the agent")
             policy, server = None, CallerEngine()
-        self._arguments = (env, "process", server, folder)
-        self._progress = progress
-        self._settings = settings | {"policy": policy, "model": model, "base_url": base_url, "group_size": group_size}
+        self._env = env
+        self._arguments = arguments | {"policy": policy, "server": server}
         self._entered = ExitStack()
         self._opened = asyncio.Event()
         self._closing = asyncio.Event()
@@ -79,7 +72,7 @@ class Session:
         dotenv = read_dotenv(Path.cwd())
         with python_names(), ExitStack() as entered:
             entered.enter_context(exported(dotenv))
-            roll_out = assembled(*self._arguments, dotenv, self._progress, **self._settings)
+            roll_out = assembled(self._env, "process", dotenv, **self._arguments)
             self._running = asyncio.create_task(roll_out(drive=self._drive), name="session")
             opened = asyncio.create_task(self._opened.wait())
             try:
