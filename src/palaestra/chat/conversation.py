@@ -112,6 +112,8 @@ class Conversation:
         self.record = record
         self.people = people
         self.toolsets: tuple[str, ...] = tuple(record.settings.get("toolsets") or service.settings.toolsets)
+        self.prepare = service.settings.prepare
+        """Fills a new slot."""
         self.failure: PalaestraError | None = None
         """The infrastructure failure that ended the latest turn."""
         self._service, self._store, self._lock = service, service.store, lock
@@ -155,11 +157,13 @@ class Conversation:
         user: str = "",
         title: str = "",
         system: str | None = None,
+        settings: Mapping[str, JSON] | None = None,
     ) -> Self:
         """A new conversation. `key` names where it takes place, `user` whose it is; `system` replaces the settings'
-        prompt."""
+        prompt, `settings` are stored with it."""
         prompt = service.settings.system_prompt if system is None else system
-        return cls._opened(service, service.store.create(system=prompt, title=title, key=key, user=user), people)
+        record = service.store.create(system=prompt, title=title, key=key, user=user, settings=settings)
+        return cls._opened(service, record, people)
 
     @classmethod
     def open(cls, service: ChatService, name: str, people: People | None = None) -> Self:
@@ -328,8 +332,8 @@ class Conversation:
         async with self._leasing:
             if self._slot is None:
                 self._slot, kept = await self._service.lease(self.id, self._snapshot)
-                if not kept and self._service.settings.prepare is not None:
-                    await self._service.settings.prepare(self._slot)
+                if not kept and self.prepare is not None:
+                    await self.prepare(self._slot)
                 self._change_settings(sandbox=True)
             return self._slot
 
@@ -337,6 +341,18 @@ class Conversation:
     def open_slot(self) -> Slot | None:
         """The slot, if it was leased."""
         return self._slot
+
+    async def drop_slot(self) -> None:
+        """End the slot with its processes; the next command gets a new one."""
+        async with self._busy:
+            await self._end_slot()
+
+    async def _end_slot(self) -> None:
+        await self._end_tools()
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            await self._service.release(slot)
+            self._notes.append(NEW_SANDBOX)
 
     async def close(self, *, keep_slot: bool = False) -> None:
         """Interrupt a running turn, end the slot with its processes, and release the conversation. Idempotent."""
@@ -403,6 +419,7 @@ class Conversation:
         settings, service = self._service.settings, self._service
         session = await self._server_session()
         tools = self._runtime(message_text(turn.content))
+        self._change_settings(tools=tools.registry.definitions())
         loop = self._loop = HermesAgentLoop(
             Surrounded(session, [self._streamed]),
             tools.registry.definitions(),
@@ -608,11 +625,8 @@ class Conversation:
         """Give up the slot if it failed; the next command gets a new one."""
         if not isinstance(self.failure, SandboxError):
             return
-        await self._end_tools()
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            await self._service.release(slot)
-            self._notes.append(NEW_SANDBOX)
+        if self._slot is not None:
+            await self._end_slot()
             self._notice(Notice(text=f"The sandbox failed. {NEW_SANDBOX}", kind="sandbox"))
 
     def _save_ledger(self, turn: TurnRecord, service: ChatService) -> None:

@@ -33,7 +33,7 @@ from palaestra.inference.server_group import Server, ServerGroup
 from palaestra.processes.notifications import Notifications
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
@@ -94,7 +94,8 @@ class OpenConversation(Protocol):
 
 class ChatService:
     """The shared part of conversations. `server` is that of conversations that name no other; `backend` None is this
-    machine's. `checkpoint` is the file of background processes for the next service. The caller closes `store`."""
+    machine's; `pool` replaces it. `checkpoint` is the file of background processes for the next service. The caller
+    closes `store`."""
 
     def __init__(
         self,
@@ -103,19 +104,19 @@ class ChatService:
         settings: ChatSettings | None = None,
         *,
         backend: Backend | None = None,
-        pool_config: SlotPoolConfig | None = None,
+        pool: SlotPool | None = None,
         checkpoint: Path | None = None,
     ) -> None:
         self.store = store
         self.settings = settings or ChatSettings()
         self.server = server
-        self.pool = SlotPool(pool_config, backend)
+        self.pool = SlotPool(backend=backend) if pool is None else pool
         self.processes = ProcessRegistry(
             checkpoint_path=checkpoint, notifications=_Routed(self._report), report_ends=True
         )
         self.conversations: dict[str, OpenConversation] = {}
         """The open conversations by id."""
-        self._lasting = backend if backend is not None and getattr(backend, "stays", False) else None
+        self._lasting = self.pool.backend if getattr(self.pool.backend, "stays", False) else None
         self._kept: dict[str, Slot] = {}
         self._groups: list[tuple[Server | Sequence[Server], ServerGroup, asyncio.Task[None]]] = []
         self._registries: dict[tuple[str, ...], ToolRegistry] = {}

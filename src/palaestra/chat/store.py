@@ -25,6 +25,7 @@ from typing import Self
 
 import msgspec
 
+from palaestra.chat.folders import state_folder
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import private
 from palaestra.core.types import JSON, Message
@@ -67,14 +68,6 @@ CREATE TRIGGER messages_said AFTER INSERT ON messages WHEN new.role != 'system'
 
 _CONVERSATION = "id, title, key, user, system, settings, parent, parent_turn, created_at, updated_at"
 _TURN = "id, conversation, number, kind, message_id, state, content, answer, outcome, error, report"
-
-
-def state_folder() -> Path:
-    """The user's folder for conversations: `$PALAESTRA_STATE`, else `palaestra` in `$XDG_STATE_HOME` or
-    `~/.local/state`."""
-    if named := os.environ.get("PALAESTRA_STATE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "palaestra"
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,10 @@ class ProcessRegistry:
         session = self._sessions.get(session_id)
         return session if session is not None and task_id in (None, session.task_id) else None
 
+    def sessions(self, task_id: str | None = None) -> list[ProcessSession]:
+        """The sessions as they were last known, oldest first."""
+        return list(self._of(task_id))
+
     # The contract's actions, which `ProcessSession` describes; `not_found` if the task has no such session.
 
     async def poll(self, session_id: str, since: int | None = None, *, task_id: str | None = None) -> Reply:

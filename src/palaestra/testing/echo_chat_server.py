@@ -14,6 +14,7 @@ stops after its first piece. `asked` holds the requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,13 @@ class EchoChatServer:
             return web.json_response({"id": "e", "object": "chat.completion", "choices": [choice], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        with contextlib.suppress(ConnectionResetError):  # the client has gone
+            await self._stream(response, message, finish, usage)
+        return response
+
+    async def _stream(
+        self, response: web.StreamResponse, message: Mapping[str, JSON], finish: str, usage: JSON
+    ) -> None:
         for number, delta in enumerate(_pieces(message)):
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
@@ -69,7 +77,6 @@ class EchoChatServer:
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
         for data in (_event(end), _event({"choices": [], "usage": usage}), b"data: [DONE]\n\n"):
             await response.write(data)
-        return response
 
 
 def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:

@@ -1,0 +1,41 @@
+"""`@file` in a message: text files are appended to it, images become image parts of the chat completions API."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+
+MAX_TEXT_BYTES, MAX_IMAGE_BYTES = 256 << 10, 20 << 20
+_NAMED = re.compile(r"(?:^|(?<=\s))@(?:\"([^\"]+)\"|(\S+))")
+
+
+def named_files(text: str) -> list[Path]:
+    """The files that `@name` in a text names and that exist."""
+    names = (match[1] or match[2] for match in _NAMED.finditer(text))
+    found = (Path(name).expanduser() for name in names)
+    return list(dict.fromkeys(path for path in found if path.is_file()))
+
+
+def with_files(text: str, images: Sequence[Path] = ()) -> JSON:
+    """The message with the files that it names, and `images`. Raises `ConfigError` for one that cannot be sent."""
+    parts: list[JSON] = []
+    for path in [*named_files(text), *images]:
+        kind = mimetypes.guess_type(path.name)[0] or ""
+        limit = MAX_IMAGE_BYTES if kind.startswith("image/") else MAX_TEXT_BYTES
+        if path.stat().st_size > limit:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes; {limit} can be sent with a message, at most")
+        data = path.read_bytes()
+        if kind.startswith("image/"):
+            url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        elif b"\0" in data:
+            raise ConfigError(f"{path} is neither text nor an image; put it into the shared folder (--workdir)")
+        else:
+            text += f'\n\n<file name="{path}">\n{data.decode(errors="replace")}\n</file>'
+    return [{"type": "text", "text": text}, *parts] if parts else text

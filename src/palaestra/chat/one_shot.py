@@ -1,0 +1,176 @@
+"""`palaestra chat -p`: one message and its answer, without a terminal.
+
+The answer goes to stdout, tool calls and notices to stderr; with `--json` every event is a JSON line on stdout, the
+first of which names the conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import click
+
+from palaestra.chat.attachments import with_files
+from palaestra.chat.config import ChatOptions, chat_service, open_store
+from palaestra.chat.conversation import Conversation, People
+from palaestra.chat.events import INTERRUPTED, NATURAL, Event, Notice, TextDelta, ToolBegun, TurnEnded, encode_event
+from palaestra.chat.service import ChatService
+from palaestra.chat.store import ConversationStore
+from palaestra.chat.workdir import WorkFolder
+from palaestra.core.errors import ConfigError
+from palaestra.core.exits import DONE, FAILED
+from palaestra.core.exits import INTERRUPTED as EXIT_INTERRUPTED
+from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Which:
+    """Which conversation: a stored one (`resume`), a fork of one (`fork`, after `fork_turn`), or a new one. `title` is
+    its new title, `message_id` makes a message be answered once."""
+
+    resume: str | None = None
+    fork: str | None = None
+    fork_turn: int | None = None
+    title: str = ""
+    message_id: str | None = None
+
+    def opened(self, service: ChatService, people: People) -> Conversation:
+        """The conversation. Raises `ConfigError`."""
+        if self.fork is not None:
+            record = service.store.fork(service.store.find(self.fork).id, self.fork_turn)
+            conversation = Conversation.open(service, record.id, people)
+        elif self.resume is not None:
+            conversation = Conversation.open(service, self.resume, people)
+        else:
+            return Conversation.begin(service, people, title=self.title)
+        if self.title:
+            conversation.rename(self.title)
+        return conversation
+
+
+async def answer_once(options: ChatOptions, which: Which, text: str, *, as_json: bool, allow: bool) -> int:
+    """Send a message, print what happens, and return the exit code. `allow` allows dangerous commands."""
+    write = _json_line if as_json else _Plain().show
+
+    async def approve(request: ApprovalRequest) -> ApprovalAnswer:
+        if not allow:
+            write(Notice(text=f"Not allowed without --yes: {request.command}", kind="approval"))
+        return ApprovalAnswer.ONCE if allow else ApprovalAnswer.DENY
+
+    with open_store(options.config) as store:
+        content = with_files(text)
+        async with chat_service(options, store) as (service, folder):
+            conversation = which.opened(service, People(approve=approve, notice=write))
+            if as_json:
+                click.echo(json.dumps({"type": "conversation", "id": conversation.id, "model": conversation.model}))
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGINT, conversation.interrupt)
+            try:
+                ended = await _turn(conversation, content, which.message_id, write)
+            finally:
+                loop.remove_signal_handler(signal.SIGINT)
+            if folder is not None and conversation.open_slot is not None:
+                await _write_back(folder, conversation, options.config.write, write)
+            return _exit_code(conversation, ended)
+
+
+async def _turn(
+    conversation: Conversation, content: object, message_id: str | None, write: Callable[[Event], None]
+) -> TurnEnded:
+    ended = None
+    if conversation.unfinished and message_id is None:
+        async for event in conversation.resume():
+            write(event)
+    async for event in conversation.send(content, message_id=message_id):
+        if not isinstance(event, Notice):  # notices come by themselves
+            write(event)
+        if isinstance(event, TurnEnded):
+            ended = event
+    assert ended is not None
+    return ended
+
+
+async def _write_back(
+    folder: WorkFolder, conversation: Conversation, mode: str, write: Callable[[Event], None]
+) -> None:
+    slot = conversation.open_slot
+    changes = [] if slot is None else await folder.changes(slot)
+    if not changes:
+        return
+    names = ", ".join(f"{change.kind} {change.path}" for change in changes[:20])
+    if mode != "yes":
+        write(Notice(text=f"Not written back ({names}); allow it with --write yes", kind="workdir"))
+        return
+    left = folder.apply(changes)
+    write(Notice(text=f"Written to {folder.root}: {names}", kind="workdir"))
+    if left:
+        paths = ", ".join(change.path for change in left)
+        write(Notice(text=f"Left out, because they changed here meanwhile: {paths}", kind="workdir"))
+
+
+def _exit_code(conversation: Conversation, ended: TurnEnded) -> int:
+    if ended.outcome == NATURAL:
+        return DONE
+    if ended.outcome == INTERRUPTED:
+        return EXIT_INTERRUPTED
+    if ended.error:
+        click.echo(f"palaestra chat: {ended.error}", err=True)
+    return FAILED if conversation.failure is None else conversation.failure.exit_code
+
+
+def _json_line(event: Event) -> None:
+    click.echo(encode_event(event))
+    sys.stdout.flush()
+
+
+class _Plain:
+    """Prints the answer as it comes; everything else goes to stderr."""
+
+    def __init__(self) -> None:
+        self._open_line = False
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, TextDelta):
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+            self._open_line = not event.text.endswith("\n")
+            return
+        if self._open_line and isinstance(event, ToolBegun | Notice | TurnEnded):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            self._open_line = False
+        if isinstance(event, ToolBegun):
+            click.echo(f"[{event.name}] {event.preview}", err=True)
+        elif isinstance(event, Notice):
+            click.echo(f"note: {event.text}", err=True)
+
+
+def read_stdin(text: str) -> str:
+    """The message, with what was piped in after it. Raises `ConfigError` if both are empty."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    whole = "\n\n".join(part for part in (text, piped.strip("\n")) if part)
+    if not whole.strip():
+        raise ConfigError("there is no message: give -p TEXT, or pipe it in")
+    return whole
+
+
+def list_conversations(store: ConversationStore, *, as_json: bool, query: str = "") -> str:
+    """The stored conversations, or those that contain words of `query`, as text or JSON."""
+    if query:
+        found = [(match.session.session_id, match.excerpts) for match in store.search(query, limit=20)]
+        if as_json:
+            return json.dumps([{"id": each, "excerpts": excerpts} for each, excerpts in found])
+        return "\n".join(f"{each}  {excerpts[0]['text'] if excerpts else ''}" for each, excerpts in found)
+    rows = []
+    for record in store.conversations():
+        turns = store.turns(record.id)
+        title = record.title or (str(turns[0].content)[:60] if turns else "")
+        rows.append({"id": record.id, "title": title, "turns": len(turns), "updated_at": record.updated_at})
+    if as_json:
+        return json.dumps(rows)
+    return "\n".join(f"{row['id']}  {row['turns']:>3} turns  {row['title']}" for row in rows) or "no conversations yet"

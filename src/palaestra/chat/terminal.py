@@ -1,0 +1,772 @@
+"""`palaestra chat` in a terminal: inline and append-only, in the terminal's own scrollback.
+
+The prompt is shown before anything heavy is imported; settings are read and the service is made meanwhile. While a turn
+runs there is no prompt: the answer is written as it comes, and Ctrl-C interrupts it. Invariants: text of models and
+commands reaches the terminal without control characters; only the person's key press is an approval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import termios
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+from palaestra.chat.folders import state_folder
+from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.exits import DONE
+
+try:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import run_in_terminal
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.formatted_text import ANSI
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.keys import Keys
+    from prompt_toolkit.output import create_output
+except ImportError:
+    raise ConfigError("palaestra chat in a terminal needs prompt-toolkit: pip install 'palaestra[chat]'") from None
+
+if TYPE_CHECKING:
+    from palaestra.chat.config import ChatOptions
+    from palaestra.chat.conversation import Conversation, People
+    from palaestra.chat.events import Event, Notice, TurnEnded
+    from palaestra.chat.one_shot import Which
+    from palaestra.chat.service import ChatService
+    from palaestra.chat.store import ConversationStore
+    from palaestra.chat.workdir import FileChange, WorkFolder
+    from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+
+T = TypeVar("T")
+
+COMMANDS = {
+    "/help": "what there is to type",
+    "/new": "[TITLE]  begin a new conversation",
+    "/resume": "[NAME]  list the conversations, or continue one",
+    "/fork": "[TURN]  go on in a copy of this conversation, up to the turn",
+    "/undo": "take the last message and its answer back",
+    "/retry": "send the last message again",
+    "/stop": "end all background processes",
+    "/model": "[NAME]  show or change the model",
+    "/tools": "list the tools",
+    "/toolset": "[NAME …]  show or change the toolsets",
+    "/sandbox": "[diff|write|new]  show the sandbox, its changes, write them back, or get a new one",
+    "/background": "[ID | write ID TEXT | kill ID]  list, read, write to or end background processes",
+    "/cost": "tokens and cost of this conversation",
+    "/compact": "replace the history by a summary",
+    "/save": "TITLE  name the conversation",
+    "/export": "[FILE]  write the conversation as JSON",
+    "/search": "WORDS  find earlier conversations",
+    "/exit": "end (also Ctrl-D)",
+}
+SHOWN_LINES = 8
+"""How many lines of a command's output are shown."""
+
+BOLD, DIM, RED, GREEN, YELLOW, CYAN, PLAIN = (f"\x1b[{code}m" for code in ("1", "2", "31", "32", "33", "36", "0"))
+_PROMPT = "› "
+
+
+def run_terminal(which: Callable[[Mapping[str, str]], Which], own: Mapping[str, str], words: Sequence[str]) -> int:
+    """Talk until the person ends it; returns the exit code. Raises `ConfigError` without a terminal."""
+    if any(word in ("--help-all", "--show-config") for word in words):
+        from palaestra.chat.config import read_options
+
+        sys.stdout.write(read_options(words, "palaestra chat").show)
+        return DONE
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("palaestra chat needs a terminal; to send one message without one, use -p TEXT")
+    return asyncio.run(Terminal(which, own, words).run())
+
+
+class Terminal:
+    """One start of the interactive chat."""
+
+    def __init__(
+        self, which: Callable[[Mapping[str, str]], Which], own: Mapping[str, str], words: Sequence[str]
+    ) -> None:
+        self._which, self._own, self._words = which, own, words
+        self._raw: TextIO = getattr(sys.stdout, "raw", sys.stdout)
+        self._screen = Screen(self._raw)
+        self._stack = AsyncExitStack()
+        self._ready: asyncio.Task[None] | None = None
+        self._session: PromptSession[str] | None = None
+        self._asking = asyncio.Lock()
+        self._turn_runs = False
+        self._ended = False
+        self._options: ChatOptions
+        self._store: ConversationStore
+        self._service: ChatService
+        self._folder: WorkFolder | None = None
+        self._talk: Conversation | None = None
+
+    async def run(self) -> int:
+        """Read and answer until the end."""
+        self._session = self._prompt_session()
+        async with self._stack:
+            self._ready = asyncio.create_task(self._load())
+            self._ready.add_done_callback(self._loaded)
+            if any(name in self._own for name in ("-c", "--resume", "--fork")):
+                await self._ready
+                await self._show_last()
+            self._screen.line(f"{DIM}palaestra chat · /help · Ctrl-D ends{PLAIN}")
+            while not self._ended:
+                text = await self._read()
+                if text is None:
+                    break
+                if not text.strip():
+                    continue
+                await self._ready
+                try:
+                    await self._handle(text)
+                except PalaestraError as error:
+                    self._screen.line(f"{RED}{_clean(str(error))}{PLAIN}")
+            self._screen.line(f"{DIM}{self._farewell()}{PLAIN}")
+        return DONE
+
+    def _farewell(self) -> str:
+        talk = self._talk
+        return "" if talk is None or not talk.turns() else f"continue with: palaestra chat --resume {talk.id}"
+
+    # Start
+
+    async def _load(self) -> None:
+        """Import, read the settings, open the store and the service."""
+        loop = asyncio.get_running_loop()
+        self._options = await loop.run_in_executor(None, _read_options, self._words)
+        if self._options.show:
+            raise ConfigError("--help-all and --show-config stand alone")
+        from palaestra.chat.config import chat_service, open_store
+
+        self._store = self._stack.enter_context(open_store(self._options.config))
+        self._service, self._folder = await self._stack.enter_async_context(chat_service(self._options, self._store))
+        self._talk = self._which(self._own).opened(self._service, self._people())
+        for notice in self._options.notices:
+            self._above(f"{YELLOW}note: {_clean(notice)}{PLAIN}")
+
+    def _loaded(self, task: asyncio.Task[None]) -> None:
+        """End the prompt if there is nothing to talk to."""
+        if task.cancelled() or task.exception() is None or self._session is None:
+            return
+        if self._session.app.is_running:
+            error = task.exception()
+            assert error is not None
+            self._session.app.exit(exception=error)
+
+    def _people(self) -> People:
+        from palaestra.chat.conversation import People
+
+        return People(approve=self._approve, answer=self._answer, notice=self._notice)
+
+    async def _show_last(self) -> None:
+        """Show the end of a resumed conversation, and continue a turn that was cut off."""
+        talk = self._conversation
+        turns = talk.turns()
+        for turn in turns[-2:]:
+            from palaestra.tools.builtin.session_search import message_text
+
+            self._screen.line(f"{BOLD}{_PROMPT}{_clean(message_text(turn.content))}{PLAIN}")
+            if turn.answer:
+                self._screen.line(_clean(turn.answer))
+        if talk.unfinished:
+            self._screen.line(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
+            await self._show_turn(talk.resume())
+
+    @property
+    def _conversation(self) -> Conversation:
+        assert self._talk is not None
+        return self._talk
+
+    # The prompt
+
+    def _prompt_session(self) -> PromptSession[str]:
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        @keys.add("c-j")  # an Enter that was typed before the prompt was there
+        def _(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if buffer.complete_state is not None and buffer.complete_state.current_completion is not None:
+                buffer.complete_state = None
+            elif buffer.document.text_before_cursor.endswith("\\"):
+                buffer.delete_before_cursor()
+                buffer.insert_text("\n")
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add(Keys.BracketedPaste)
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text(pasted(event.data))
+
+        folder = state_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        history = folder / "history"
+        os.close(os.open(history, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        return PromptSession(
+            history=FileHistory(history),
+            multiline=True,
+            key_bindings=keys,
+            completer=_Words(lambda: self._talk),
+            complete_while_typing=True,
+            bottom_toolbar=self._status,
+            output=create_output(self._raw),
+            prompt_continuation="  ",
+        )
+
+    async def _read(self) -> str | None:
+        """The next message or command; None at the end of input."""
+        assert self._session is not None
+        while True:
+            try:
+                async with self._asking:
+                    return await self._session.prompt_async(_PROMPT)
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return None
+
+    def _status(self) -> ANSI:
+        """The line below the prompt."""
+        if self._talk is None:
+            return ANSI("starting …")
+        talk = self._talk
+        running = sum(session.running for session in self._service.processes.sessions(talk.id))
+        parts = [talk.model, f"{talk.context_tokens} tokens"]
+        if running:
+            parts.append(f"{running} background process{'es' if running > 1 else ''} (/background)")
+        if talk.title:
+            parts.append(talk.title)
+        return ANSI(_clean(" · ".join(parts)))
+
+    # Messages
+
+    async def _handle(self, text: str) -> None:
+        if text.startswith("/"):
+            word, _, rest = text.strip().partition(" ")
+            if word in COMMANDS:
+                await getattr(self, f"_do_{word[1:]}")(rest.strip())
+                return
+            near = [name for name in COMMANDS if name.startswith(word)]
+            if len(near) == 1:
+                await getattr(self, f"_do_{near[0][1:]}")(rest.strip())
+                return
+            if "/" not in word[1:]:
+                raise ConfigError(f"there is no command {word}; /help lists them")
+        from palaestra.chat.attachments import with_files
+
+        await self._show_turn(self._conversation.send(with_files(text)))
+
+    async def _show_turn(self, events: AsyncGenerator[Event, None]) -> None:
+        """Show a turn as it happens, then offer the changes of the shared folder."""
+        from palaestra.chat.events import Notice
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._conversation.interrupt)
+        self._turn_runs = True
+        try:
+            with _no_echo():
+                async for event in events:
+                    if not isinstance(event, Notice):  # those come by themselves
+                        self._screen.show(event)
+        finally:
+            self._turn_runs = False
+            loop.remove_signal_handler(signal.SIGINT)
+        await self._offer_changes()
+
+    async def _offer_changes(self) -> None:
+        changes = await self._changes()
+        if not changes or self._folder is None:
+            return
+        mode = self._options.config.write
+        names = ", ".join(f"{change.kind} {change.path}" for change in changes[:10])
+        more = f" and {len(changes) - 10} more" if len(changes) > 10 else ""
+        if mode == "no":
+            return
+        if mode == "ask":
+            for change in changes[:10]:
+                self._screen.diff(change.diff())
+            answer = await self._line(f"Write to {self._folder.root}: {names}{more}? y: yes, n: not now [n] ")
+            if answer.lower() not in ("y", "yes"):
+                return
+        self._write_back(changes)
+
+    async def _changes(self) -> list[FileChange]:
+        slot = self._conversation.open_slot
+        return [] if slot is None or self._folder is None else await self._folder.changes(slot)
+
+    def _write_back(self, changes: Sequence[FileChange]) -> None:
+        assert self._folder is not None
+        left = self._folder.apply(changes)
+        self._screen.line(f"{GREEN}wrote {len(changes) - len(left)} files to {self._folder.root}{PLAIN}")
+        for change in left:
+            self._screen.line(f"{YELLOW}left out {_clean(change.path)}: it changed here meanwhile{PLAIN}")
+
+    # People
+
+    def _notice(self, notice: Notice) -> None:
+        self._above(f"{YELLOW}note: {_clean(notice.text)}{PLAIN}")
+
+    def _above(self, text: str) -> None:
+        """Print above the prompt, or in the stream of a turn."""
+        session = self._session
+        if session is not None and session.app.is_running:
+            _background(run_in_terminal(lambda: self._screen.line(text)))
+        else:
+            self._screen.line(text)
+
+    async def _approve(self, request: ApprovalRequest) -> ApprovalAnswer:
+        from palaestra.tools.human.approval import ApprovalAnswer
+
+        self._screen.line(f"{YELLOW}This command {_clean(', '.join(request.dangers))}:{PLAIN}")
+        for line in request.command.split("\n"):
+            self._screen.line(f"  | {_clean(line)}")
+        answers = {
+            "y": ApprovalAnswer.ONCE, "yes": ApprovalAnswer.ONCE, "s": ApprovalAnswer.SESSION,
+            "a": ApprovalAnswer.ALWAYS, "n": ApprovalAnswer.DENY, "no": ApprovalAnswer.DENY, "": ApprovalAnswer.DENY,
+        }  # fmt: skip
+        while True:
+            line = await self._line("Run it? y: once, s: this session, a: always, n: no [n] ")
+            if line.lower() in answers:
+                return answers[line.lower()]
+
+    async def _answer(self, question: str, choices: Sequence[str]) -> str | None:
+        self._screen.line(f"{YELLOW}{_clean(question)}{PLAIN}")
+        for number, choice in enumerate(choices, 1):
+            self._screen.line(f"  {number}: {_clean(choice)}")
+        line = await self._line("Your answer: ")
+        if line.isascii() and line.isdigit() and 1 <= int(line) <= len(choices):
+            return choices[int(line) - 1]
+        return line or None
+
+    async def _line(self, prompt: str) -> str:
+        """One line of the person; empty after Ctrl-C or Ctrl-D. What was typed before the question does not count."""
+        async with self._asking:
+            self._screen.end_line()
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+            session: PromptSession[str] = PromptSession(output=create_output(self._raw))
+            try:
+                return (await session.prompt_async(_clean(prompt))).strip()
+            except (KeyboardInterrupt, EOFError):
+                return ""
+
+    # Commands
+
+    async def _do_help(self, rest: str) -> None:
+        for name, about in COMMANDS.items():
+            self._screen.line(f"{CYAN}{name:<12}{PLAIN} {about}")
+        self._screen.line("@FILE adds a text file or an image. Alt-Enter, or \\ at the end, begins a new line.")
+
+    async def _do_exit(self, rest: str) -> None:
+        self._ended = True
+
+    async def _do_new(self, rest: str) -> None:
+        from palaestra.chat.conversation import Conversation
+
+        await self._conversation.close()
+        self._talk = Conversation.begin(self._service, self._people(), title=rest)
+        self._screen.line(f"{DIM}a new conversation: {self._talk.id}{PLAIN}")
+
+    async def _do_resume(self, rest: str) -> None:
+        from palaestra.chat.conversation import Conversation
+        from palaestra.chat.one_shot import list_conversations
+
+        if not rest:
+            self._screen.line(_clean(list_conversations(self._store, as_json=False)))
+            return
+        record = self._store.find(rest)
+        if record.id == self._conversation.id:
+            return
+        other = Conversation.open(self._service, record.id, self._people())
+        await self._conversation.close()
+        self._talk = other
+        await self._show_last()
+
+    async def _do_fork(self, rest: str) -> None:
+        other = await self._conversation.fork(_number(rest) if rest else None)
+        await self._conversation.close()
+        self._talk = other
+        self._screen.line(f"{DIM}forked as {other.id}, with {len(other.turns())} turns{PLAIN}")
+
+    async def _do_undo(self, rest: str) -> None:
+        undone = await self._conversation.undo()
+        self._screen.line(
+            "there is nothing to undo" if undone is None else f"{DIM}undone; files stay as they are{PLAIN}"
+        )
+
+    async def _do_retry(self, rest: str) -> None:
+        await self._show_turn(self._conversation.retry())
+
+    async def _do_stop(self, rest: str) -> None:
+        ended = await self._service.processes.kill_all(self._conversation.id)
+        self._screen.line(f"ended {ended} background process{'' if ended == 1 else 'es'}")
+
+    async def _do_model(self, rest: str) -> None:
+        if rest:
+            self._conversation.use_model(rest)
+        self._screen.line(_clean(self._conversation.model))
+
+    async def _do_tools(self, rest: str) -> None:
+        registry = self._service.registry(self._conversation.toolsets)
+        for name in registry.list_tools():
+            tool = registry.get(name)
+            about = "" if tool is None else tool.schema.description.partition(". ")[0]
+            self._screen.line(f"{CYAN}{name:<18}{PLAIN} {_clean(about)}")
+        for name, reason in registry.missing.items():
+            self._screen.line(f"{DIM}{name:<18} left out: {_clean(reason)}{PLAIN}")
+
+    async def _do_toolset(self, rest: str) -> None:
+        if rest:
+            await self._conversation.use_toolsets(rest.replace(",", " ").split())
+        self._screen.line(" ".join(self._conversation.toolsets))
+
+    async def _do_sandbox(self, rest: str) -> None:
+        talk = self._conversation
+        if rest == "new":
+            await talk.drop_slot()
+            self._screen.line("the next command gets a new sandbox")
+        elif rest in ("diff", "write"):
+            changes = await self._changes()
+            if rest == "write" and self._folder is not None:
+                self._write_back(changes)
+                return
+            for change in changes:
+                self._screen.diff(change.diff())
+            self._screen.line(f"{len(changes)} files differ from {self._folder.root if self._folder else 'no folder'}")
+        elif talk.open_slot is None:
+            self._screen.line("no sandbox yet: the first command makes one")
+        else:
+            slot = talk.open_slot
+            self._screen.line(f"{slot.slot_id}: backend {self._service.pool.backend.name}, isolation {slot.rung.label}")
+
+    async def _do_background(self, rest: str) -> None:
+        processes, task = self._service.processes, self._conversation.id
+        action, _, more = rest.partition(" ")
+        if not rest:
+            for each in await processes.list_sessions(task):
+                self._screen.line(_clean(f"{each['session_id']}  {each['status']}  {each['command']}"))
+            return
+        if action == "kill":
+            reply = await processes.kill_process(more.strip(), task_id=task)
+        elif action == "write":
+            name, _, text = more.partition(" ")
+            reply = await processes.submit_stdin(name, text, task_id=task)
+        else:
+            reply = await processes.read_log(action, task_id=task)
+        self._screen.line(_clean(str(reply.get("output") or reply.get("error") or reply.get("status"))))
+
+    async def _do_cost(self, rest: str) -> None:
+        turns = self._conversation.turns()
+        totals = {
+            name: sum(int(turn.report.get(name) or 0) for turn in turns)
+            for name in ("model_calls", "prompt_tokens", "completion_tokens")
+        }
+        cost = sum(float(turn.report.get("cost") or 0.0) for turn in turns)
+        priced = f", cost {cost:.4f}" if self._service.settings.prices is not None else " (set prices to see a cost)"
+        self._screen.line(
+            f"{totals['model_calls']} model calls, {totals['prompt_tokens']} tokens read, "
+            f"{totals['completion_tokens']} written{priced}"
+        )
+
+    async def _do_compact(self, rest: str) -> None:
+        self._screen.line(_clean(await self._conversation.compact()))
+
+    async def _do_save(self, rest: str) -> None:
+        if not rest:
+            raise ConfigError("/save needs a title")
+        self._conversation.rename(rest)
+        self._screen.line(f"{DIM}named; continue with: palaestra chat --resume {_clean(rest)!r}{PLAIN}")
+
+    async def _do_export(self, rest: str) -> None:
+        path = Path(rest or f"{self._conversation.id}.json").expanduser()
+        talk = self._conversation
+        content = {"id": talk.id, "title": talk.title, "model": talk.model, "messages": talk.messages}
+        try:
+            path.write_text(json.dumps(content, indent=1, ensure_ascii=False))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        self._screen.line(f"wrote {path}")
+
+    async def _do_search(self, rest: str) -> None:
+        from palaestra.chat.one_shot import list_conversations
+
+        self._screen.line(_clean(list_conversations(self._store, as_json=False, query=rest)) or "nothing found")
+
+
+class Screen:
+    """Writes events to the terminal, only ever at the end. Text that comes in pieces is styled as it comes."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self._raw = raw
+        self._at_start = True
+        self._markdown = MarkdownStream()
+        self._in = ""
+        self._lines = self._hidden = 0
+        self._half = ""
+        self._shown: set[str] = set()
+
+    def write(self, text: str) -> None:
+        if text:
+            self._raw.write(text)
+            self._raw.flush()
+            self._at_start = text.endswith("\n")
+
+    def end_line(self) -> None:
+        """Begin a new line unless the cursor is at the start of one."""
+        if not self._at_start:
+            self.write(f"{PLAIN}\n")
+
+    def line(self, text: str) -> None:
+        """A whole line of our own."""
+        self._leave()
+        if text:
+            self.write(f"{text}\n")
+
+    def diff(self, text: str) -> None:
+        """A unified diff in colour."""
+        self._leave()
+        for line in text.splitlines()[:200]:
+            colour = BOLD if line.startswith(("+++", "---")) else {"+": GREEN, "-": RED, "@": CYAN}.get(line[:1], "")
+            self.write(f"{colour}{_clean(line)}{PLAIN}\n")
+
+    def show(self, event: Event) -> None:
+        """One event of a turn."""
+        from palaestra.chat import events
+
+        if isinstance(event, events.TextDelta):
+            self._enter("text")
+            self.write(self._markdown.feed(_clean(event.text)))
+        elif isinstance(event, events.ReasoningDelta):
+            self._enter("reasoning")
+            self.write(f"{DIM}{_clean(event.text)}{PLAIN}")
+        elif isinstance(event, events.ReplyRestarted):
+            self.line(f"{DIM}(the connection broke; the answer begins again){PLAIN}")
+        elif isinstance(event, events.ToolBegun):
+            self.line(f"{CYAN}● {_clean(event.name)}{PLAIN} {_clean(event.preview)}")
+        elif isinstance(event, events.ToolOutput):
+            self._enter("output")
+            self._shown.add(event.call_id)
+            self._output(event.text)
+        elif isinstance(event, events.ToolEnded):
+            self._result(event)
+        elif isinstance(event, events.TurnEnded):
+            self._leave()
+            self._end(event)
+
+    def _enter(self, what: str) -> None:
+        if self._in != what:
+            self._leave()
+            self._in = what
+
+    def _leave(self) -> None:
+        if self._in == "text":
+            self.write(self._markdown.end())
+        if self._in == "output":
+            self._output("", last=True)
+        self.end_line()
+        self._in = ""
+
+    def _output(self, text: str, *, last: bool = False) -> None:
+        """The beginning of a command's output, and how much more there was."""
+        *lines, self._half = (self._half + text).split("\n")
+        if last and self._half:
+            lines, self._half = [*lines, self._half], ""
+        for line in lines:
+            self._lines += 1
+            if self._lines <= SHOWN_LINES:
+                self.write(f"{DIM}  │ {_clean(line)[:300]}{PLAIN}\n")
+        if last:
+            if self._lines > SHOWN_LINES:
+                self.write(f"{DIM}  │ … {self._lines - SHOWN_LINES} more lines{PLAIN}\n")
+            self._lines = 0
+
+    def _result(self, event: Event) -> None:
+        from palaestra.chat.events import ToolEnded
+
+        assert isinstance(event, ToolEnded)
+        self._leave()
+        reply = _object(event.text)
+        if event.error:
+            self.write(f"{RED}  ✗ {_clean(_first_line(event.error))}{PLAIN}\n")
+        elif isinstance(reply.get("diff"), str):
+            self.diff(str(reply["diff"]))
+        elif event.call_id not in self._shown:
+            shown = str(reply.get("output") or reply.get("content") or event.text)
+            for line in shown.splitlines()[:3]:
+                self.write(f"{DIM}  │ {_clean(line)[:300]}{PLAIN}\n")
+        code = reply.get("exit_code")
+        if isinstance(code, int) and code and not event.error:
+            self.write(f"{YELLOW}  exit code {code}{PLAIN}\n")
+        self._shown.discard(event.call_id)
+
+    def _end(self, event: TurnEnded) -> None:
+        from palaestra.chat.events import INTERRUPTED, NATURAL
+
+        if event.outcome == INTERRUPTED:
+            self.write(f"{YELLOW}interrupted{PLAIN}\n")
+        elif event.outcome != NATURAL:
+            self.write(f"{RED}{_clean(event.outcome)}: {_clean(event.error)}{PLAIN}\n")
+
+
+class MarkdownStream:
+    """Styles Markdown while it comes, letter by letter: headings, bold, code, fences, and diffs in them. Nothing that
+    was written is changed later."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._fence = ""
+        self._bold = self._code = False
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """The text with styles; a marker that may go on is held back."""
+        return "".join(map(self._letter, text))
+
+    def end(self) -> str:
+        """What was held back, and the end of all styles."""
+        held, self._held = self._held, ""
+        self._line, self._fence, self._bold, self._code = "", "", False, False
+        return f"{held}{PLAIN}"
+
+    def _letter(self, letter: str) -> str:
+        if letter == "\n":
+            return self._newline()
+        self._line += letter
+        if self._fence:
+            return self._in_fence(letter)
+        if len(self._line) <= 3 and set(self._line) == {"`"}:
+            self._held += letter
+            return ""
+        if self._line[:3] == "```":
+            held, self._held = self._held, ""
+            return f"{DIM}{held}{letter}" if held else letter
+        held, self._held = self._held, ""
+        if letter == "`":
+            return f"{held}{self._toggled('_code')}"
+        if letter == "*" and not self._code:
+            if held.endswith("*"):
+                return f"{held[:-1]}{self._toggled('_bold')}"
+            self._held = letter
+            return held
+        if held == "`" * len(held) and held:  # one or two at the start of a line are code, not a fence
+            held = self._toggled("_code") if len(held) == 1 else held
+        heading = BOLD if letter == "#" and not self._line.strip("#") else ""
+        return f"{held}{heading}{letter}"
+
+    def _in_fence(self, letter: str) -> str:
+        if len(self._line) <= 3 and set(self._line) == {"`"}:
+            self._held += letter
+            return ""
+        held, self._held = self._held, ""
+        colour = {"+": GREEN, "-": RED, "@": CYAN}.get(self._line[0]) if self._fence == "diff" else None
+        return f"{colour or CYAN if len(self._line) == 1 + len(held) else ''}{held}{letter}"
+
+    def _newline(self) -> str:
+        held, self._held = self._held, ""
+        if self._line.startswith("```"):
+            self._fence = "" if self._fence else (self._line[3:].strip() or "text")
+            held = f"{DIM}{held}" if held else ""
+        self._line = ""
+        self._bold = self._code = False
+        return f"{held}{PLAIN}\n"
+
+    def _toggled(self, name: str) -> str:
+        setattr(self, name, not getattr(self, name))
+        return PLAIN + (BOLD if self._bold else "") + (CYAN if self._code else "")
+
+
+class _Words(Completer):
+    """Completes commands at the start, and files after @."""
+
+    def __init__(self, talk: Callable[[], Conversation | None]) -> None:
+        self._talk = talk
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        text = document.text_before_cursor
+        if text.startswith("/") and " " not in text and "\n" not in text:
+            for name, about in COMMANDS.items():
+                if name.startswith(text):
+                    yield Completion(name, start_position=-len(text), display_meta=about)
+            return
+        word = document.get_word_before_cursor(WORD=True)
+        if word.startswith("@"):
+            path = Document(word[1:], len(word) - 1)
+            yield from self._paths.get_completions(path, complete_event)
+
+
+def pasted(text: str) -> str:
+    """Pasted text; the path of an image alone becomes an attachment."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    path = text.strip().strip("'\"").removeprefix("file://")
+    if path.lower().endswith((".png", ".jpg", ".jpeg", ".gif", ".webp")) and Path(path).expanduser().is_file():
+        return f'@"{path}" '
+    return text
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """What is typed while a turn runs is kept for the prompt and not shown in the middle of the answer."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = termios.tcgetattr(sys.stdin)
+    quiet[0] &= ~termios.ICRNL  # or Enter would be read as Ctrl-J later
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+_tasks: set[asyncio.Future[None]] = set()
+
+
+def _background(work: Awaitable[None]) -> None:
+    task = asyncio.ensure_future(work)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+def _read_options(words: Sequence[str]) -> ChatOptions:
+    import palaestra.chat.conversation  # noqa: F401 - the slow part, while the person types
+    from palaestra.chat.config import read_options
+
+    return read_options(words, "palaestra chat")
+
+
+def _clean(text: str) -> str:
+    from palaestra.core.printable import printable
+
+    return printable(text)
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "")[:300]
+
+
+def _object(text: str) -> dict[str, object]:
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"{text!r} is not the number of a turn")
+    return int(text)

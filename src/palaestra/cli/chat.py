@@ -1,0 +1,138 @@
+"""`palaestra chat`: talk to an agent in the terminal, or send it one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from palaestra.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from palaestra.chat.one_shot import Which
+
+_HELP = """Talk to an agent that works in a sandbox.
+
+\b
+  palaestra chat --base-url http://localhost:8000/v1 --model NAME
+  palaestra chat --workdir . --write ask                  # the agent gets a copy of this folder
+  palaestra chat -c                                       # continue the last conversation
+  palaestra chat -p "Explain this error" < build.log      # one answer, without a terminal
+  palaestra chat -p "List the files" --workdir . --json   # events as JSON lines
+
+\b
+  -p TEXT              send one message, print the answer; stdin is added to it
+  --json               with -p: every event as a line of JSON        --yes  with -p: allow dangerous commands
+  -c, --resume NAME    continue the last one, or the one with that id, beginning of an id, or title
+  --fork NAME[:TURN]   a new conversation that begins as that one, up to the turn
+  --name TITLE         its title       --list   all conversations    --search WORDS  those that contain them
+  --consent yes|no     whether palaestra export --from sessions may use your conversations [no]
+  --message-id ID      with -p: a message with a known id gets its stored answer
+
+\b
+  --workdir DIR        the sandbox works on a copy of DIR            --write ask|yes|no  write changes back
+  --toolsets T …       the agent's tools (palaestra tools)           --mcp FILE  MCP servers, as mcpServers
+  --backend NAME       where the sandbox is: local, docker, ssh, …   --image IMAGE
+  --no-network         no network in the sandbox                     --system TEXT  the system prompt
+
+In the terminal: /help lists the commands, Ctrl-C stops the model or the command, Ctrl-D ends. @file adds a file or an
+image. Dangerous commands are asked about. AGENTS.md is read. Settings are also read from ~/.config/palaestra/chat.yaml,
+and all of `palaestra run` that concern servers, tools and slots work here (--help-all).
+Exit codes with -p: 0 answered, 1 failed, 2 usage, 4 model server, 5 isolation, 130 interrupted."""
+
+_SETTINGS = {
+    "--workdir": "--env.workdir",
+    "--write": "--env.write",
+    "--toolsets": "--env.enabled_toolsets",
+    "--image": "--env.image",
+    "--system": "--env.system_prompt",
+    "--max-turns": "--env.max_agent_turns",
+    "--api-key": "--openai.api_key",
+}
+_VALUES = ("-p", "--prompt", "--resume", "-r", "--fork", "--name", "--search", "--message-id", "--consent")
+_SWITCHES = ("--json", "--yes", "-c", "--continue", "--list")
+
+
+@click.command(
+    "chat",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    },
+    help=_HELP,
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]")
+@click.pass_context
+def command(context: click.Context, words: tuple[str, ...]) -> None:
+    own, rest = own_flags(words)
+    if not {"-p", "--list", "--search", "--consent"} & own.keys():
+        from palaestra.chat.terminal import run_terminal
+
+        context.exit(run_terminal(which, own, rest))
+    import asyncio
+
+    from palaestra.chat.config import open_store, read_options
+    from palaestra.chat.one_shot import answer_once, list_conversations, read_stdin
+
+    options = read_options(rest, "palaestra chat")
+    if options.show:
+        click.echo(options.show, nl=False)
+        return
+    for notice in options.notices:
+        click.echo(f"note: {notice}", err=True)
+    if "--consent" in own:
+        if own["--consent"] not in ("yes", "no"):
+            raise ConfigError("--consent is yes or no")
+        with open_store(options.config) as store:
+            store.set_consent("", own["--consent"] == "yes")
+        return
+    if "--list" in own or "--search" in own:
+        with open_store(options.config) as store:
+            click.echo(list_conversations(store, as_json="--json" in own, query=own.get("--search", "")))
+        return
+    text = read_stdin(own["-p"])
+    context.exit(asyncio.run(answer_once(options, which(own), text, as_json="--json" in own, allow="--yes" in own)))
+
+
+def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The flags of the chat with their values, and the words of settings. Raises `ConfigError`."""
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    waiting = list(words)
+    while waiting:
+        written, equals, value = waiting.pop(0).partition("=")
+        if written in _VALUES:
+            if not equals and not waiting:
+                raise ConfigError(f"{written} needs a value. See `palaestra chat --help`")
+            own[{"--prompt": "-p", "-r": "--resume"}.get(written, written)] = value if equals else waiting.pop(0)
+        elif written in _SWITCHES and not equals:
+            own[{"--continue": "-c"}.get(written, written)] = ""
+        elif written == "--no-network":
+            rest += ["--env.allow_network", "false"]
+        else:
+            rest.append(f"{_SETTINGS.get(written, written)}{equals}{value}")
+    if rest and not rest[0].startswith("-"):
+        raise ConfigError(
+            f"unexpected word {rest[0]!r}: send a message with -p {rest[0]!r}, or type it in the terminal"
+        )
+    if sum(name in own for name in ("-c", "--resume", "--fork")) > 1:
+        raise ConfigError("-c, --resume and --fork exclude each other")
+    return own, rest
+
+
+def which(own: Mapping[str, str]) -> Which:
+    """The conversation that the flags name."""
+    from palaestra.chat.one_shot import Which
+
+    fork, colon, turn = own.get("--fork", "").partition(":")
+    if colon and not turn.isdigit():
+        raise ConfigError(f"--fork {own['--fork']}: the turn after : is a number")
+    return Which(
+        resume="last" if "-c" in own else own.get("--resume"),
+        fork=fork or None,
+        fork_turn=int(turn) if turn else None,
+        title=own.get("--name", ""),
+        message_id=own.get("--message-id"),
+    )

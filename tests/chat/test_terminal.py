@@ -1,0 +1,216 @@
+"""`palaestra chat` in a real pseudo-terminal, against a streaming server on the loopback."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from chat.chat_process import environment
+from palaestra.chat.store import ConversationStore
+from palaestra.core.io.threads import LoopThread
+from palaestra.core.types import JSON
+from palaestra.testing.echo_chat_server import EchoChatServer
+
+pytestmark = pytest.mark.long
+
+CTRL_C, CTRL_D, PROMPT = "\x03", "\x04", "›"
+
+
+@contextmanager
+def echo_server(delay_s: float = 0.0) -> Iterator[EchoChatServer]:
+    """The server, on a thread of its own, because a terminal is read by blocking calls."""
+    loop = LoopThread("echo")
+    server = EchoChatServer(delay_s=delay_s)
+    try:
+        loop.wait(server.__aenter__())
+        yield server
+        loop.wait(server.__aexit__())
+    finally:
+        loop.close()
+
+
+@contextmanager
+def terminal(folder: Path, server: EchoChatServer, *words: str) -> Iterator[pexpect.spawn]:
+    child = pexpect.spawn(
+        "palaestra", ["chat", "--base-url", server.url, "--model", "echo", *words],
+        cwd=str(folder), env={**environment(folder), "TERM": "xterm-256color"}, timeout=40, dimensions=(40, 110),
+        encoding="utf-8",
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        child.close(force=True)
+
+
+def terminal_call(command: str, **more: JSON) -> str:
+    return f"call terminal {json.dumps({'command': command, **more})}"
+
+
+def seen(child: pexpect.spawn, pattern: str) -> None:
+    """Wait for a pattern. The terminal answers where its cursor is, as a real one does."""
+    while child.expect([r"\x1b\[6n", pattern]) == 0:
+        child.send("\x1b[1;1R")
+
+
+def asked(server: EchoChatServer, requests: int) -> None:
+    """Wait until the server has had this many requests."""
+    until = time.monotonic() + 30
+    while len(server.asked) < requests and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def finish(child: pexpect.spawn) -> str:
+    """End by Ctrl-D; returns the last lines."""
+    seen(child, PROMPT)
+    child.send(CTRL_D)
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
+    return str(child.before)
+
+
+def messages(folder: Path) -> list[dict[str, JSON]]:
+    with ConversationStore(folder / "state" / "conversations.sqlite") as store:
+        return store.history(store.conversations()[0].id)
+
+
+def test_text_and_a_tool_call_stream_into_the_scrollback(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server) as child:
+        seen(child, PROMPT)
+        child.send("say **bold** and `code`\r")
+        seen(child, r"\x1b\[1mbold\x1b\[0m and ")  # styled, without its markers
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('for i in $(seq 30); do echo row $i; done')}\r")
+        seen(child, "● terminal")
+        seen(child, "row 1\r?\n?")
+        seen(child, "more lines")
+        assert "--resume" in finish(child)
+        assert "\x1b[?1049h" not in child.before  # never the alternate screen
+
+
+def test_approval_no_then_yes(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server) as child:
+        seen(child, PROMPT)
+        for answer, result in (("n", "did not allow"), ("y", "exit_code")):
+            child.send(f"{terminal_call('rm -rf nothing')}\r")
+            seen(child, "deletes whole directories")
+            seen(child, "Run it")
+            time.sleep(0.3)  # what was typed before the question does not count
+            child.send(f"{answer}\r")
+            seen(child, result)
+            seen(child, PROMPT)
+        child.send(CTRL_D)
+        child.expect(pexpect.EOF)
+    results = [str(message["content"]) for message in messages(tmp_path) if message["role"] == "tool"]
+    assert ["blocked" in result for result in results] == [True, False]
+
+
+def test_ctrl_c_interrupts_the_model_and_a_command_and_keeps_the_conversation(tmp_path: Path) -> None:
+    with echo_server(delay_s=0.3) as server, terminal(tmp_path, server) as child:
+        seen(child, PROMPT)
+        child.send(f"say {' '.join(f'word{number}' for number in range(200))}\r")
+        asked(server, 1)
+        time.sleep(1.0)
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('echo started; sleep 60')}\r")
+        seen(child, "│ started")
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        seen(child, PROMPT)
+        child.send("say still there\r")
+        asked(server, 3)
+        finish(child)
+    assert [message["role"] for message in messages(tmp_path)][-2:] == ["user", "assistant"]
+
+
+def test_a_background_process_has_a_status_and_a_notice(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('sleep 3; echo built it', background=True)}\r")
+        seen(child, "1 background process")
+        child.send("/background\r")
+        seen(child, "proc_[0-9a-f]+ +running")
+        seen(child, "ended with exit code 0")
+        seen(child, "built it")
+        finish(child)
+
+
+def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("remember the milk\n")
+    with echo_server() as server, terminal(tmp_path, server) as child:
+        seen(child, PROMPT)
+        child.send("say read @notes.txt\r")
+        seen(child, "read @notes.txt")
+        seen(child, PROMPT)
+        for typed, shown in (
+            ("/cost", "1 model calls"), ("/tools", "terminal"), ("/save boats", "named"), ("/model", "echo"),
+            ("/fork", "with 1 turns"), ("/undo", "undone"), ("/nonsense", "no command"), ("/help", "/background"),
+        ):  # fmt: skip
+            child.send(f"{typed}\r")
+            seen(child, shown)
+            seen(child, PROMPT)
+        child.send("/exit\r")
+        child.expect(pexpect.EOF)
+    assert "remember the milk" in str(server.asked[0]["messages"][-1]["content"])
+
+
+def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "a.txt").write_text("old\n")
+    with echo_server() as server, terminal(tmp_path, server, "--workdir", str(work)) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('echo new > a.txt')}\r")
+        seen(child, r"-old")
+        seen(child, r"\+new")
+        seen(child, "Write to")
+        time.sleep(0.3)
+        child.send("y\r")
+        seen(child, "wrote 1 files")
+        finish(child)
+    assert (work / "a.txt").read_text() == "new\n"
+
+
+def begun(folder: Path) -> bool:
+    """Whether there is a conversation to continue."""
+    with ConversationStore(folder / "state" / "conversations.sqlite") as store:
+        return bool(store.conversations())
+
+
+def test_a_killed_chat_is_resumed_without_a_lost_or_doubled_turn(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    sent = 0
+    with echo_server(delay_s=0.02) as server:
+        for kill in range(20):
+            with terminal(tmp_path, server, *(["-c"] if begun(tmp_path) else [])) as child:
+                seen(child, PROMPT)
+                child.send(f'both terminal {{"command": "echo {kill}"}}\nsay answer {kill}\r'.replace("\n", "\x1b\r"))
+                sent += 1
+                seen(child, f"answer {kill}")  # the message, as it was typed
+                if kill % 4:
+                    asked(server, len(server.asked) + 1)
+                time.sleep(rng.uniform(0.0, 0.5))
+                child.kill(9)
+                child.wait()
+        with terminal(tmp_path, server, "-c") as child:
+            finish(child)
+    with ConversationStore(tmp_path / "state" / "conversations.sqlite") as store:
+        [conversation] = store.conversations()
+        turns = store.turns(conversation.id)
+        contents = [str(turn.content) for turn in turns]
+        assert len(contents) == len(set(contents))  # none doubled
+        assert all(turn.state == "done" for turn in turns)
+        for turn in turns:
+            roles = [message["role"] for _, message in store.messages_of(turn)]
+            assert roles == ["user", "assistant", "tool", "assistant"]
+            assert turn.answer == str(turn.content).rpartition("say ")[2]
+        assert len(turns) > sent // 2  # a message that was killed before it was sent is in no turn
