@@ -24,6 +24,7 @@ COMMANDS = {
     "run": "Roll out an environment.",
     "eval": "Evaluate a model on an environment, with pass@k and intervals.",
     "chat": "Talk to an agent in the terminal, or send it one message.",
+    "acp": "Serve agents to an editor over the Agent Client Protocol.",
     "batch": "Run an agent over a file of prompts.",
     "train": "Train a model on an environment's rollouts.",
     "feed": "Serve an environment's rollouts to a trainer.",

@@ -1,0 +1,385 @@
+"""`palaestra acp`: the conversations of `palaestra chat` for editors, over the Agent Client Protocol on stdio.
+
+Source of the protocol: agentclientprotocol.com, version 1, with the package `agent-client-protocol` as its wire. A
+session is a stored conversation, and its folder (`cwd`) a shared folder (`workdir.py`): the agent works on a copy, and
+with `--write ask` the editor asks the person before changes are written back. MCP servers that an editor names are not
+started; those of the settings are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from palaestra import __version__
+from palaestra.chat.config import ChatOptions, chat_service, open_store, prompt
+from palaestra.chat.conversation import Conversation, People
+from palaestra.chat.events import (
+    INTERRUPTED,
+    NATURAL,
+    Event,
+    Notice,
+    ReasoningDelta,
+    TextDelta,
+    ToolBegun,
+    ToolEnded,
+    ToolOutput,
+    TurnEnded,
+)
+from palaestra.chat.service import ChatService
+from palaestra.chat.workdir import WorkFolder
+from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.types import JSON, Message
+from palaestra.tools.builtin.session_search import message_text
+from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+
+try:
+    import acp
+    from acp import schema
+except ImportError:
+    raise ConfigError("palaestra acp needs agent-client-protocol: pip install 'palaestra[acp]'") from None
+
+logger = logging.getLogger(__name__)
+
+_KINDS: dict[str, str] = {
+    "terminal": "execute",
+    "execute_code": "execute",
+    "process": "execute",
+    "read_file": "read",
+    "write_file": "edit",
+    "patch": "edit",
+    "search_files": "search",
+    "web_search": "fetch",
+    "web_extract": "fetch",
+}
+_STOPS: dict[str, str] = {
+    NATURAL: "end_turn",
+    INTERRUPTED: "cancelled",
+    "length": "max_tokens",
+    "max_turns": "max_turn_requests",
+    "budget": "max_turn_requests",
+}
+_ANSWERS = {
+    "once": (ApprovalAnswer.ONCE, "Allow once", "allow_once"),
+    "session": (ApprovalAnswer.SESSION, "Allow in this session", "allow_always"),
+    "always": (ApprovalAnswer.ALWAYS, "Always allow", "allow_always"),
+    "no": (ApprovalAnswer.DENY, "Do not run it", "reject_once"),
+}
+
+
+async def serve_acp(options: ChatOptions) -> None:
+    """Serve one editor until it closes our standard input."""
+    with open_store(options.config) as store:
+        async with chat_service(options, store) as (service, _):
+            await acp.run_agent(ChatAgent(service, options), use_unstable_protocol=True)  # type: ignore[arg-type]
+
+
+class ChatAgent:
+    """Implements `acp.Agent` on a service."""
+
+    def __init__(self, service: ChatService, options: ChatOptions) -> None:
+        self._service = service
+        self._options = options
+        self._client: acp.Client
+        self._folders: dict[str, WorkFolder] = {}
+        self._calls = 0
+        self._call_ids: dict[str, str] = {}
+        self._told: set[asyncio.Task[None]] = set()
+
+    def on_connect(self, conn: acp.Client) -> None:
+        """Keep the connection to the editor."""
+        self._client = conn
+
+    async def initialize(self, protocol_version: int, **_: Any) -> schema.InitializeResponse:
+        """What this agent can do."""
+        return schema.InitializeResponse(
+            protocol_version=min(protocol_version, acp.PROTOCOL_VERSION),
+            agent_capabilities=schema.AgentCapabilities(
+                load_session=True,
+                prompt_capabilities=schema.PromptCapabilities(image=True, embedded_context=True),
+                session_capabilities=schema.SessionCapabilities(
+                    list=schema.SessionListCapabilities(),
+                    fork=schema.SessionForkCapabilities(),
+                    resume=schema.SessionResumeCapabilities(),
+                    close=schema.SessionCloseCapabilities(),
+                ),
+            ),
+            agent_info=schema.Implementation(name="palaestra", title="Palaestra", version=__version__),
+        )
+
+    async def authenticate(self, method_id: str, **_: Any) -> None:
+        """There is nothing to authenticate: keys are settings."""
+
+    async def new_session(
+        self, cwd: str, mcp_servers: Sequence[object] | None = None, **_: Any
+    ) -> schema.NewSessionResponse:
+        """Begin a conversation about a folder."""
+        if mcp_servers:
+            logger.warning("MCP servers of the editor are not started; name them in the settings: --mcp FILE")
+        folder = self._folder(cwd)
+        people: list[str] = []
+        conversation = Conversation.begin(
+            self._service,
+            self._people(people),
+            key="acp",
+            system=prompt(self._options.config, folder),
+            settings={"cwd": cwd},
+        )
+        self._join(conversation, folder, people)
+        return schema.NewSessionResponse(session_id=conversation.id)
+
+    async def load_session(self, cwd: str, session_id: str, **_: Any) -> schema.LoadSessionResponse:
+        """Open a stored conversation, and show the editor its history."""
+        conversation = self._opened(session_id, cwd)
+        for message in conversation.messages:
+            await self._replay(conversation.id, message)
+        return schema.LoadSessionResponse()
+
+    async def resume_session(self, session_id: str, cwd: str, **_: Any) -> schema.ResumeSessionResponse:
+        """Open a stored conversation whose history the editor has."""
+        self._opened(session_id, cwd)
+        return schema.ResumeSessionResponse()
+
+    async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
+        """A new conversation that begins as another one."""
+        people: list[str] = []
+        other = await self._conversation(session_id).fork(people=self._people(people))
+        self._join(other, self._folder(cwd), people)
+        return schema.ForkSessionResponse(session_id=other.id)
+
+    async def list_sessions(
+        self, cwd: str | None = None, cursor: str | None = None, **_: Any
+    ) -> schema.ListSessionsResponse:
+        """The stored conversations of editors, or those of one folder."""
+        found = []
+        for record in self._service.store.conversations(key="acp", limit=200):
+            where = str(record.settings.get("cwd") or "")
+            if cwd in (None, where):
+                updated = datetime.fromtimestamp(record.updated_at, UTC).isoformat()
+                title = record.title or self._first_words(record.id)
+                found.append(schema.SessionInfo(session_id=record.id, cwd=where, title=title, updated_at=updated))
+        return schema.ListSessionsResponse(sessions=found)
+
+    async def close_session(self, session_id: str, **_: Any) -> None:
+        """Close a conversation; it stays stored."""
+        self._folders.pop(session_id, None)
+        await self._conversation(session_id).close()
+
+    async def set_session_mode(self, mode_id: str, session_id: str, **_: Any) -> None:
+        """There are no modes."""
+        raise acp.RequestError.invalid_params({"mode_id": mode_id})
+
+    async def cancel(self, session_id: str, **_: Any) -> None:
+        """Interrupt the turn."""
+        self._conversation(session_id).interrupt()
+
+    async def prompt(self, prompt: Sequence[Any], session_id: str, **_: Any) -> schema.PromptResponse:
+        """Answer a message; a turn that was cut off with its process is finished first."""
+        conversation = self._conversation(session_id)
+        try:
+            if conversation.unfinished:
+                await self._play(conversation, conversation.resume())
+            ended = await self._play(conversation, conversation.send(_content(prompt)))
+            await self._write_back(conversation)
+        except PalaestraError as error:
+            raise acp.RequestError.internal_error({"details": str(error)}) from None
+        if ended.outcome not in _STOPS:
+            raise acp.RequestError.internal_error({"details": ended.error or ended.outcome})
+        return schema.PromptResponse(stop_reason=_STOPS[ended.outcome])  # type: ignore[arg-type]
+
+    async def ext_method(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        """There are no extensions."""
+        raise acp.RequestError.method_not_found(method)
+
+    async def ext_notification(self, method: str, params: dict[str, Any]) -> None:
+        """There are no extensions."""
+
+    # Inside
+
+    async def _play(self, conversation: Conversation, events: AsyncGenerator[Event, None]) -> TurnEnded:
+        ended = None
+        async for event in events:
+            if isinstance(event, TurnEnded):
+                ended = event
+            elif not isinstance(event, Notice) and (update := self._update(event)) is not None:
+                await self._client.session_update(conversation.id, update)
+        assert ended is not None
+        return ended
+
+    def _update(self, event: Event) -> Any:
+        """The event as an update of the protocol; None for one that it does not have."""
+        if isinstance(event, TextDelta):
+            return acp.update_agent_message_text(event.text)
+        if isinstance(event, ReasoningDelta):
+            return acp.update_agent_thought_text(event.text)
+        if isinstance(event, ToolBegun):
+            self._calls += 1
+            self._call_ids[event.call_id] = f"{self._calls}-{event.call_id}"  # a model's ids may repeat
+            return acp.start_tool_call(
+                self._call_ids[event.call_id],
+                f"{event.name}: {event.preview}",
+                kind=_KINDS.get(event.name, "other"),  # type: ignore[arg-type]
+                status="in_progress",
+                raw_input=_decoded(event.arguments),
+            )
+        if isinstance(event, ToolOutput):
+            content = [acp.tool_content(acp.text_block(event.text))]
+            return acp.update_tool_call(self._call_ids[event.call_id], status="in_progress", content=content)
+        if isinstance(event, ToolEnded):
+            reply = _decoded(event.text)
+            shown = str(reply.get("output") or event.text) if isinstance(reply, dict) else event.text
+            return acp.update_tool_call(
+                self._call_ids.pop(event.call_id, event.call_id),
+                status="failed" if event.error else "completed",
+                content=[acp.tool_content(acp.text_block(shown))],
+                raw_output=reply,
+            )
+        return None
+
+    async def _replay(self, session_id: str, message: Message) -> None:
+        role, text = message.get("role"), message_text(message.get("content"))
+        if role == "user":
+            await self._client.session_update(session_id, acp.update_user_message_text(text))
+            return
+        if role == "assistant" and text:
+            await self._client.session_update(session_id, acp.update_agent_message_text(text))
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            begun = ToolBegun(call_id=call["id"], name=function["name"], arguments=function["arguments"], preview="")
+            await self._client.session_update(session_id, self._update(begun))
+        if role == "tool":
+            ended = ToolEnded(call_id=str(message.get("tool_call_id")), name="", text=text)
+            await self._client.session_update(session_id, self._update(ended))
+
+    async def _write_back(self, conversation: Conversation) -> None:
+        folder, slot = self._folders.get(conversation.id), conversation.open_slot
+        mode = self._options.config.write
+        if folder is None or slot is None or mode == "no":
+            return
+        changes = await folder.changes(slot)
+        if not changes:
+            return
+        if mode == "ask":
+            content: list[Any] = [
+                acp.tool_diff_content(
+                    str(folder.root / change.path),
+                    (change.after or b"").decode(errors="replace"),
+                    None if change.before is None else change.before.decode(errors="replace"),
+                )
+                for change in changes
+            ]
+            self._calls += 1
+            call = schema.ToolCallUpdate(
+                tool_call_id=f"{self._calls}-write", title=f"Write {len(changes)} files to {folder.root}",
+                kind="edit", status="pending", content=content,
+            )  # fmt: skip
+            options = [
+                schema.PermissionOption(option_id="yes", name="Write", kind="allow_once"),
+                schema.PermissionOption(option_id="no", name="Not now", kind="reject_once"),
+            ]
+            if await self._ask(conversation.id, call, options) != "yes":
+                return
+        for change in folder.apply(changes):
+            self._tell(conversation.id, f"Not written, because it changed meanwhile: {change.path}")
+
+    async def _ask(
+        self, session_id: str, call: schema.ToolCallUpdate, options: list[schema.PermissionOption]
+    ) -> str | None:
+        reply = await self._client.request_permission(session_id=session_id, tool_call=call, options=options)
+        outcome = reply.outcome
+        return outcome.option_id if isinstance(outcome, schema.AllowedOutcome) else None
+
+    def _people(self, name: list[str]) -> People:
+        """The person behind the editor; `name` gets the session's id once it is known."""
+
+        async def approve(request: ApprovalRequest) -> ApprovalAnswer:
+            self._calls += 1
+            call = schema.ToolCallUpdate(
+                tool_call_id=f"{self._calls}-approval", title=f"{request.command} ({', '.join(request.dangers)})",
+                kind="execute", status="pending", raw_input={"command": request.command},
+            )  # fmt: skip
+            options = [
+                schema.PermissionOption(option_id=key, name=label, kind=kind)  # type: ignore[arg-type]
+                for key, (_, label, kind) in _ANSWERS.items()
+            ]
+            answer = await self._ask(name[0], call, options)
+            return ApprovalAnswer.DENY if answer is None else _ANSWERS.get(answer, _ANSWERS["no"])[0]
+
+        return People(approve=approve, notice=lambda notice: self._tell(name[0], notice.text))
+
+    def _tell(self, session_id: str, text: str) -> None:
+        """Show the person a notice, as a thought of the agent: the protocol has no other place."""
+        task = asyncio.ensure_future(
+            self._client.session_update(session_id, acp.update_agent_thought_text(f"[{text}]\n"))
+        )
+        self._told.add(task)
+        task.add_done_callback(self._told.discard)
+
+    def _folder(self, cwd: str) -> WorkFolder | None:
+        if self._options.config.workdir is not None:
+            cwd = self._options.config.workdir
+        try:
+            return WorkFolder(Path(cwd))
+        except ConfigError as error:
+            raise acp.RequestError.invalid_params({"cwd": cwd, "details": str(error)}) from None
+
+    def _opened(self, session_id: str, cwd: str) -> Conversation:
+        known = self._service.conversations.get(session_id)
+        if isinstance(known, Conversation):
+            return known
+        people: list[str] = []
+        try:
+            conversation = Conversation.open(self._service, session_id, self._people(people))
+        except ConfigError as error:
+            raise acp.RequestError.invalid_params({"session_id": session_id, "details": str(error)}) from None
+        self._join(conversation, self._folder(cwd), people)
+        return conversation
+
+    def _join(self, conversation: Conversation, folder: WorkFolder | None, people: list[str]) -> None:
+        people.append(conversation.id)
+        if folder is not None:
+            self._folders[conversation.id] = folder
+            conversation.prepare = folder.fill
+
+    def _conversation(self, session_id: str) -> Conversation:
+        found = self._service.conversations.get(session_id)
+        if not isinstance(found, Conversation):
+            raise acp.RequestError.invalid_params({"session_id": session_id, "details": "no such open session"})
+        return found
+
+    def _first_words(self, conversation: str) -> str:
+        turns = self._service.store.turns(conversation)
+        return message_text(turns[0].content)[:60] if turns else ""
+
+
+def _content(blocks: Sequence[Any]) -> JSON:
+    """The content of a message from the blocks of the protocol."""
+    texts: list[str] = []
+    images: list[JSON] = []
+    for block in blocks:
+        if isinstance(block, schema.TextContentBlock):
+            texts.append(block.text)
+        elif isinstance(block, schema.ImageContentBlock):
+            images.append({"type": "image_url", "image_url": {"url": f"data:{block.mime_type};base64,{block.data}"}})
+        elif isinstance(block, schema.ResourceContentBlock):
+            texts.append(f"[{block.name}]({block.uri})")
+        elif isinstance(block, schema.EmbeddedResourceContentBlock):
+            resource = block.resource
+            if isinstance(resource, schema.TextResourceContents):
+                texts.append(f'<file name="{resource.uri}">\n{resource.text}\n</file>')
+        else:
+            raise acp.RequestError.invalid_params({"details": f"content of type {block.type} cannot be sent"})
+    text = "\n\n".join(texts)
+    return [{"type": "text", "text": text}, *images] if images else text
+
+
+def _decoded(text: str) -> JSON:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
