@@ -47,13 +47,24 @@ class _Help(click.Command):
       palaestra export last --to openai --min-reward 1    # solved tasks only, for fine-tuning
       palaestra export last --to table --task 'astropy-*' --outcome natural
       palaestra export RUN --to table --out - | column -ts,
+      palaestra export --from sessions --to openai --out chats.jsonl     # conversations of palaestra chat
 
     RUN is a run's folder, an id or `last`. Only its journal is read, also during the run. The file lies in
     RUN/exports unless --out says otherwise; one that is there already is kept and the new one numbered. The path goes
     to stdout; what is not in the file, and why, to stderr.
+
+    With --from sessions, RUN is a conversation (or all): only of users who consented (palaestra chat --consent yes),
+    with secrets replaced.
     """,
 )
-@click.argument("run", shell_complete=complete_runs)
+@click.argument("run", required=False, default="", shell_complete=complete_runs)
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["runs", "sessions"]),
+    default="runs",
+    help="A run, or stored conversations of palaestra chat.",
+)
 @click.option(
     "--to",
     "--format",
@@ -80,6 +91,7 @@ class _Help(click.Command):
 @click.option("--json", "as_json", is_flag=True, help="Say what came of it as JSON.")
 def command(
     run: str,
+    source: str,
     name: str,
     out: Path | None,
     scored_only: bool | None,
@@ -102,6 +114,11 @@ def command(
             raise ConfigError(f"unknown outcome {outcome!r}; there are {', '.join(known)}.{nearest(outcome, known)}")
     wanted = Filter(min_reward, max_reward, tasks, outcomes)
     exporter = exporter_named(name)
+    if source == "sessions":
+        _export_sessions(exporter, run, out, wanted, as_json=as_json)
+        return
+    if not run:
+        raise ConfigError("name the run to export: its folder, its id, or last")
     recording = open_recording(run)
     everything = exporter.everything if scored_only is None else not scored_only
     meta = replace(recording.meta, everything=everything, placeholders=placeholders)
@@ -117,7 +134,31 @@ def command(
         return report
 
     target, report = _written(path, write)
-    _say(exporter, report, target, recording, as_json)
+    _say(exporter, report, target, recording.unfinished, as_json)
+
+
+def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: Filter, *, as_json: bool) -> None:
+    """Write stored conversations."""
+    from palaestra.chat.export import session_groups
+    from palaestra.chat.store import ConversationStore
+    from palaestra.rollouts.export.exporter import ExportMeta
+
+    path = out or Path("exports")
+    if out is None or path.is_dir():
+        path = path / f"sessions-{exporter.name}{exporter.ending}"
+    meta = ExportMeta(run_id="sessions", env="chat", everything=True)
+
+    def write(file: IO[bytes]) -> ExportReport:
+        left_out: Counter[str] = Counter()
+        names = [named] if named else []
+        groups = session_groups(store, names, left_out, tokens=exporter.name in ("rows", "atropos"))
+        report = exporter.export(wanted.of(groups), file, meta)
+        report.left_out += left_out + wanted.left_out
+        return report
+
+    with ConversationStore() as store:
+        target, report = _written(path, write)
+    _say(exporter, report, target, 0, as_json)
 
 
 @dataclass(slots=True)
@@ -201,18 +242,18 @@ def _progress(recording: Recording) -> Iterator[Iterable[Group]]:
         yield groups
 
 
-def _say(exporter: Exporter, report: ExportReport, path: Path | None, recording: Recording, as_json: bool) -> None:
+def _say(exporter: Exporter, report: ExportReport, path: Path | None, unfinished: int, as_json: bool) -> None:
     """The path, or the report, on stdout, unless the export itself went there; the summary on stderr."""
     from palaestra.rollouts.export.exporter import UNSCORED
 
     facts = report.to_dict() | {"format": exporter.name, "path": str(path) if path else None}
-    facts["unfinished_groups"] = recording.unfinished
+    facts["unfinished_groups"] = unfinished
     lines = [f"{exporter.name}: {plural(report.records, 'record')} from {plural(report.rollouts, 'rollout')}"]
     lines += [f"  left out  {count:>6}  {reason}" for reason, count in (+report.left_out).most_common()]
     lines += [f"  remark    {count:>6}  {remark}" for remark, count in (+report.remarks).most_common()]
     unscored = report.left_out[UNSCORED]
-    if recording.unfinished:
-        lines.append(f"  left out: {plural(recording.unfinished, 'group')} that had not ended")
+    if unfinished:
+        lines.append(f"  left out: {plural(unfinished, 'group')} that had not ended")
     if not report.records:
         lines.append("  there is nothing in it" + (": --all takes rollouts without a reward" if unscored else ""))
     click.echo("\n".join(lines), err=True)

@@ -1,0 +1,121 @@
+"""Stored conversations as the groups that exporters write: `palaestra export --from sessions`.
+
+Only conversations of users who have consented are read, and secrets in their text are replaced. Invariant: a
+conversation in which a secret was found is exported without its tokens, which would spell it.
+
+A conversation is a group of one rollout without a reward. With a token-exact server it has one token record for each
+process that it ran in; a format of tokens gets one rollout for each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from palaestra.chat.store import ConversationRecord, ConversationStore
+from palaestra.core.redaction import redacted
+from palaestra.core.types import JSON, Message, Outcome
+from palaestra.inference.ledger import LedgerRecord
+from palaestra.rollouts.records import Group, Trajectory, TurnRecord
+
+NO_CONSENT = "its user has not consented (palaestra chat --consent yes)"
+SECRET = "tokens of a conversation with a secret"  # noqa: S105 - a reason, not a secret
+
+
+def session_groups(
+    store: ConversationStore, names: Sequence[str], left_out: Counter[str], *, tokens: bool
+) -> Iterator[Group]:
+    """The groups of the named conversations (none: of all), the oldest first. `left_out` counts the others by reason;
+    `tokens`: one rollout for each token record. Raises `ConfigError` for an unknown name."""
+    chosen = [store.find(name) for name in names] or store.conversations(limit=-1)[::-1]
+    number = 0
+    for record in chosen:
+        if not store.consent(record.user):
+            left_out[NO_CONSENT] += 1
+            continue
+        trajectories = _trajectories(store, record, left_out, tokens=tokens)
+        if not trajectories:
+            left_out["nothing was said"] += 1
+            continue
+        tools = record.settings.get("tools") or []
+        yield Group(
+            group_id=record.id,
+            number=number,
+            task_id=record.id,
+            toolsets=tuple(record.settings.get("toolsets") or ()),
+            tools=tools,
+            trajectories=trajectories,
+        )
+        number += 1
+
+
+def _trajectories(
+    store: ConversationStore, record: ConversationRecord, left_out: Counter[str], *, tokens: bool
+) -> list[Trajectory]:
+    turns = [turn for turn in store.turns(record.id) if turn.state == "done"]
+    if not turns:
+        return []
+    whole = store.history(record.id)
+    clean = [redact(message) for message in whole]
+    last = turns[-1]
+    outcome = Outcome(last.outcome) if last.outcome in [each.value for each in Outcome] else Outcome.CANCELLED
+    trajectory = Trajectory(
+        rollout_id=f"{record.id}/0",
+        group_id=record.id,
+        task_id=record.id,
+        index=0,
+        messages=clean,
+        outcome=outcome,
+        reward=None,
+        error=redacted(last.error),
+        prompt_tokens=sum(int(turn.report.get("prompt_tokens", 0)) for turn in turns),
+        completion_tokens=sum(int(turn.report.get("completion_tokens", 0)) for turn in turns),
+        turns=_turns(clean),
+        tool_calls_attempted=sum(len(message.get("tool_calls") or ()) for message in clean),
+    )
+    if not tokens:
+        return [trajectory]
+    if clean != whole:
+        left_out[SECRET] += 1
+        return []
+    found = []
+    for index, (_, _, last_turn, raw) in enumerate(store.ledgers(record.id)):
+        messages = store.history(record.id, until=last_turn)
+        ledger = msgspec.msgpack.decode(raw, type=LedgerRecord)
+        found.append(
+            msgspec.structs.replace(
+                trajectory,
+                rollout_id=f"{record.id}/{index}",
+                index=index,
+                messages=messages,
+                ledger=ledger,
+                turns=_turns(messages),
+            )
+        )
+    return found
+
+
+def _turns(messages: Sequence[Message]) -> list[TurnRecord]:
+    """One record for each model call, without its counts: the store has those of whole turns."""
+    replies = [message for message in messages if message.get("role") == "assistant"]
+    return [
+        TurnRecord(
+            number=number,
+            finish_reason="tool_calls" if reply.get("tool_calls") else "stop",
+            tools=tuple(call["function"]["name"] for call in reply.get("tool_calls") or ()),
+        )
+        for number, reply in enumerate(replies, 1)
+    ]
+
+
+def redact(value: JSON) -> JSON:
+    """The value with every text in it without secrets. Images stay as they are."""
+    if isinstance(value, str):
+        return value if value.startswith("data:image/") else redacted(value)
+    if isinstance(value, dict):
+        return {key: redact(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [redact(part) for part in value]
+    return value
