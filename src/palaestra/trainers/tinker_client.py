@@ -74,7 +74,7 @@ class TinkerEngine(TokenChat):
         )
         try:
             with self._busy.working():
-                answer = await self._client.sample_async(
+                answer = await self._client.sample(
                     tinker.ModelInput.from_ints(list(input_ids)), num_samples=1, sampling_params=settings
                 )
         except (tinker.APIConnectionError, tinker.APITimeoutError, tinker.InternalServerError) as error:
@@ -152,9 +152,7 @@ class TinkerTrainer:
             )
             for row in rows
         ]
-        answer = await self._asked(
-            (await self._called(self._client.forward_async(data, "cross_entropy"))).result_async()
-        )
+        answer = await self._asked(self._client.forward(data, "cross_entropy"))
         return [_completion(row, each["logprobs"]) for row, each in zip(rows, answer.loss_fn_outputs, strict=True)]
 
     async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
@@ -173,17 +171,16 @@ class TinkerTrainer:
             for row in rows
         ]
         adam = tinker.AdamParams(learning_rate=self._config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
-        computing = await self._called(self._client.forward_backward_async(data, "importance_sampling"))
-        stepping = await self._called(self._client.optim_step_async(adam))
-        answer, _ = await self._asked(computing.result_async()), await self._asked(stepping.result_async())
+        computing = self._client.forward_backward(data, "importance_sampling")
+        stepping = self._client.optim_step(adam)
+        answer, _ = await self._asked(computing), await self._asked(stepping)
         await self._sample_with(version)
         metrics = {name.partition(":")[0]: value for name, value in answer.metrics.items()}
         return {"loss": metrics.get("loss", math.nan)}
 
     async def save(self, folder: Path) -> None:
         name = f"{folder.parent.parent.parent.name}-{folder.stem}".lower()
-        saving = await self._called(self._client.save_state_async(name, overwrite=True))
-        saved = await self._asked(saving.result_async())
+        saved = await self._asked(self._client.save_state(name, overwrite=True))
         (folder / STATE).write_text(json.dumps({"path": saved.path, "url": self._url}))
 
     async def load(self, folder: Path, version: str) -> None:
@@ -192,8 +189,7 @@ class TinkerTrainer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"The checkpoint {folder} names no state of a Tinker server: {error!r}") from None
         try:
-            loading = await self._called(self._client.load_state_with_optimizer_async(path))
-            await self._asked(loading.result_async())
+            await self._asked(self._client.load_state_with_optimizer(path))
         except TrainerError as error:
             raise ConfigError(
                 f"The state {path} cannot be loaded: {error}. Resume with the same server and its folder of states"
@@ -204,11 +200,7 @@ class TinkerTrainer:
         await self._opened.aclose()
 
     async def _sample_with(self, version: str) -> None:
-        self._engine.use(await self._asked(self._client.save_weights_and_get_sampling_client_async()), version)
-
-    async def _called(self, call: Awaitable[T]) -> T:
-        """The future of a request."""
-        return await self._asked(call)
+        self._engine.use(await self._asked(self._client.save_weights_and_get_sampling_client()), version)
 
     async def _asked(self, answer: Awaitable[T]) -> T:
         import tinker

@@ -1,0 +1,116 @@
+"""The real trainers on a tiny model: the numbers of sampler and trainer agree, steps change weights, checkpoints hold."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import palaestra
+from palaestra import ConfigError, Rollout, Slot, Task, TrainingReport, environment
+from palaestra.testing.tiny_model import make_tiny
+from palaestra.trainers.checkpoints import read_steps
+
+pytestmark = [
+    pytest.mark.slots,
+    pytest.mark.torch,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra 'trl': make test-torch"),
+]
+
+
+@environment(toolsets=[])
+def note(n: int = 6) -> Iterator[Task]:
+    for i in range(n):
+        yield Task(id=f"note-{i}", prompt="Write hello to note.txt", solution="echo hello > note.txt")
+
+
+@note.tool
+async def terminal(command: str, sandbox: Slot) -> str:
+    """Run a command."""
+    return (await sandbox.execute(command)).output
+
+
+@note.score
+async def some(rollout: Rollout, sandbox: Slot) -> float:
+    """A command that ran is half of the reward, and chance decides over the rest, so that groups differ."""
+    assert rollout.result is not None
+    ran = any(message["role"] == "tool" and '"error"' not in message["content"] for message in rollout.result.messages)
+    return 0.5 * ran + 0.5 * (rollout.index % 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny(out, practice=60, hidden=64, layers=2)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+
+
+def train(folder: Path, trainer: Any, steps: int, resume: Path | None = None, **settings: Any) -> TrainingReport:
+    training = {"steps": steps, "groups": 2, "eval_every": 0, "learning_rate": 1e-3, "lora_rank": 4, **settings}
+    return asyncio.run(
+        palaestra.train(
+            note(),
+            model=str(folder),
+            trainer=trainer,
+            group_size=4,
+            resume=resume,
+            training=training,
+            max_agent_turns=2,
+            max_token_length=24,
+        )
+    )
+
+
+@pytest.mark.parametrize("trainer", ["trl", "tinker"])
+def test_a_trainer_steps_saves_and_resumes(folder: Path, trainer: Any) -> None:
+    if trainer == "tinker":
+        pytest.importorskip("palaestra.trainers.tinker.model")
+    first = train(folder, trainer, 2)
+    assert first.result.difference < 1e-4
+    again = train(folder, trainer, 3, first.run.folder)
+    assert again.result.difference < 1e-4  # the weights that were saved sampled, and are trained
+    lines = list(read_steps(first.run.folder))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["rows"] == 8 and line["loss"] != 0.0 for line in lines)
+    rows = palaestra.open_run(first.run.folder).to_rows()
+    assert [row["policy_version"] for row in rows] == ["0"] * 8 + ["1"] * 8 + ["2"] * 8
+
+
+def test_the_same_steps_again_give_the_same_weights(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    first = train(folder, "trl", 2)
+    weights = load_file(first.result.last / "model/model.safetensors")
+    before = load_file(folder / "model.safetensors")
+    assert any(not (weights[name] == before[name]).all() for name in before)
+    shutil.rmtree(first.run.folder / "training/checkpoints")
+    again = train(folder, "trl", 2, first.run.folder)
+    replayed = load_file(again.result.last / "model/model.safetensors")
+    assert max(float((weights[name] - replayed[name]).abs().max()) for name in weights) < 1e-5
+
+
+def test_a_checkpoint_of_a_model_of_another_size_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "same-name")
+    first = train(tmp_path / "same-name", "trl", 1)
+    make_tiny(tmp_path / "same-name", hidden=32, layers=1, force=True)
+    with pytest.raises(ConfigError, match="step-000001"):
+        train(tmp_path / "same-name", "trl", 2, first.run.folder)
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        train(Path("/nowhere"), "trl", 1)
