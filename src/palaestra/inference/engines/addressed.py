@@ -1,0 +1,64 @@
+"""An engine whose rollouts each ask a model server of their own, for trainers that give every rollout a base URL.
+
+The program opens an address in its own context (`AddressedEngine.at`) and starts the rollout in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+
+_SERVER: ContextVar[ServerEngine | None] = ContextVar("addressed_server", default=None)
+
+
+class AddressedEngine(ServerEngine):
+    """Passes each rollout on to the server of its address. `make` makes the client of one address; `token_exact` says
+    whether it continues token ids. `settings` are those of `APIServerConfig` that all addresses share."""
+
+    def __init__(
+        self, make: Callable[[APIServerConfig], ServerEngine], settings: Mapping[str, JSON], *, token_exact: bool
+    ) -> None:
+        self.config = APIServerConfig(**{"model_name": "policy", **settings})
+        self.token_exact = token_exact
+        self._make, self._settings = make, settings
+
+    async def start(self) -> None:
+        """No server is known yet."""
+
+    async def aclose(self) -> None:
+        """Each address is closed with its block."""
+
+    @asynccontextmanager
+    async def at(self, base_url: str, api_key: str, model: str) -> AsyncIterator[None]:
+        """Let rollouts that start in the block ask this server. Raises what starting its client raises."""
+        address = {"base_url": base_url, "model_name": model, "health_check": False}
+        key = {"api_key": api_key} if api_key else {}
+        server = self._make(APIServerConfig(**{**self._settings, **address, **key}))
+        await server.start()
+        token = _SERVER.set(server)
+        try:
+            yield
+        finally:
+            _SERVER.reset(token)
+            await server.aclose()
+
+    def session(self, context: SessionContext) -> ChatServer:
+        return self._server().session(context)
+
+    def managed_server(self, *, engine: object = None, **options: JSON) -> ManagedChat:
+        """Token-exact chat with the server of the address. `engine` is this one, and is not used."""
+        managed: ManagedChat = self._server().managed_server(**options)  # type: ignore[attr-defined]
+        return managed
+
+    def _server(self) -> ServerEngine:
+        server = _SERVER.get()
+        if server is None:
+            raise ConfigError("this run's rollouts need the address of a model server each")
+        return server

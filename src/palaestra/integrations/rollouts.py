@@ -1,0 +1,118 @@
+"""A rollout as a function: a task and the address of a model in, a reward or the reason why there is none out.
+
+    async with RolloutFunction(env, agent="codex") as rollout:
+        result = await rollout(task_id, base_url, api_key)
+        match result:
+            case Scored(reward=reward): …
+            case Unscored(blame=blame): …          # not the policy's fault: drop the sample
+
+The adapters for trainers in this folder are made of it. `DROPPED` lists how each trainer is told to drop a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+from palaestra import Blame, ConfigError, Outcome, Session, Task, Trajectory
+from palaestra.inference.engines.addressed import AddressedEngine
+from palaestra.inference.server_group import create_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A rollout with a reward."""
+
+    reward: float
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """A rollout without a reward, whose failure is not the policy's: an infrastructure failure, or the run's end.
+    `trajectory` is None if the task's workspace could not be prepared."""
+
+    blame: Blame
+    error: str
+    trajectory: Trajectory | None = None
+
+    @property
+    def kind(self) -> str:
+        """A short name for metrics: the outcome and the blame, such as `api_error/engine`."""
+        outcome = Outcome.INFRA_ERROR if self.trajectory is None else self.trajectory.outcome
+        return f"{outcome}/{self.blame}"
+
+
+DROPPED: Mapping[str, str] = {
+    "agent_lightning": "the rollout's state is `failed`, with the error as its message; no reward event is sent",
+    "areal": "`run` raises `DroppedRollout`, which rejects the sample",
+    "atropos": "the rollout is not sent",
+    "openenv": "`VerifyResult.env_reward` is None",
+    "prime_rl": "the trace has an error",
+    "rllm": "`finished` is False, and `termination_reason` names the outcome and the blame",
+    "skyrl": "the loss mask is all zeros, and the stop reason is `error`",
+    "slime": "`Sample.status` is `ABORTED`, and `remove_sample` is set",
+    "tinker_cookbook": "the environment raises, which becomes a `RolloutError`",
+    "trl": "the reward is None",
+    "verifiers": "the state has an error",
+    "verl": "the response mask is all zeros",
+}
+"""How each trainer is told that a rollout is not the policy's fault. None of them gets a reward for it."""
+
+
+class DroppedRollout(RuntimeError):
+    """An unscored rollout, for trainers that drop a sample when an exception is raised. `unscored` has the reason."""
+
+    def __init__(self, unscored: Unscored) -> None:
+        super().__init__(f"{unscored.kind}: {unscored.error}")
+        self.unscored = unscored
+
+
+class RolloutFunction:
+    """Plays rollouts of `env`, each with a model of its own. An async context manager; all rollouts are one run.
+
+    `agent` is a program in the slot (`--agent`), or None for the agent loop. `server_type` is the protocol of the
+    addresses: `openai` for any chat server, `vllm` or `sglang` for exact tokens. `settings` are those of
+    `palaestra.Session`; those of the server among them hold for all addresses.
+    """
+
+    def __init__(self, env: object, *, agent: str | None = None, server_type: str = "openai", **settings: Any) -> None:
+        exact = server_type in ("vllm", "sglang")
+        if not exact and server_type != "openai":
+            raise ConfigError(f"server_type {server_type!r} is not one of openai, vllm, sglang")
+        server = {name: settings.pop(name) for name in _SERVER_SETTINGS if name in settings}
+        self._engine = AddressedEngine(create_engine, {**server, "server_type": server_type}, token_exact=exact)
+        self._session = Session(
+            env, server=self._engine, agent=agent, group_size=1, **{"max_infra_rate": 1.0, **settings}
+        )
+        self._opened = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._opened.enter_async_context(self._session)
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._opened.__aexit__(*exc)
+
+    @property
+    def session(self) -> Session:
+        """The run, whose `path` has the record and whose `tasks` lists the tasks."""
+        return self._session
+
+    async def __call__(
+        self, task: str | Task, base_url: str, api_key: str = "", *, model: str = "policy"
+    ) -> Scored | Unscored:
+        """Play one rollout with the model at `base_url`. Raises `ConfigError` for an unknown task."""
+        async with self._engine.at(base_url, api_key, model):
+            (group,) = await self._session.roll_out(task, group_size=1)
+        if not group.trajectories:
+            return Unscored(group.blame or Blame.TASK, group.error)
+        (trajectory,) = group.trajectories
+        if trajectory.reward is None:
+            return Unscored(trajectory.blame or Blame.RUN, trajectory.error, trajectory)
+        return Scored(trajectory.reward, trajectory)
+
+
+_SERVER_SETTINGS = ("tokenizer_name", "tool_parser", "chat_template", "timeout", "history")
