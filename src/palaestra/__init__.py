@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
+    from palaestra.envs.run.rollout_function import DroppedRollout, RolloutFunction, Scored, Unscored
     from palaestra.envs.run.session import Play, Session, SyncPlay, SyncSession
     from palaestra.envs.run.train import TrainingReport, train
     from palaestra.inference.config import APIServerConfig, ServerBaseline
@@ -186,6 +187,7 @@ __all__ = [
     "ContextExceeded",
     "Delegates",
     "DiskError",
+    "DroppedRollout",
     "EndlessTerminalsEnv",
     "EngineError",
     "EngineRefused",
@@ -220,6 +222,7 @@ __all__ = [
     "ProcessRegistry",
     "Recipe",
     "Rollout",
+    "RolloutFunction",
     "Run",
     "Rung",
     "Sandbox",
@@ -227,6 +230,7 @@ __all__ = [
     "SandboxSnapshot",
     "Say",
     "Score",
+    "Scored",
     "ScoredDataGroup",
     "ScoredDataItem",
     "SequenceData",
@@ -281,6 +285,7 @@ __all__ = [
     "TrainingReport",
     "Trajectory",
     "TransformersEngine",
+    "Unscored",
     "Usage",
     "User",
     "View",
@@ -352,6 +357,7 @@ _MODULES = {
     "ContextExceeded": "core.errors",
     "Delegates": "agent.detached_subagents",
     "DiskError": "core.errors",
+    "DroppedRollout": "envs.run.rollout_function",
     "EndlessTerminalsEnv": "suites.endless_terminals.endless_terminals",
     "EngineError": "core.errors",
     "EngineRefused": "core.errors",
@@ -387,6 +393,7 @@ _MODULES = {
     "ProcessRegistry": "processes.registry",
     "Recipe": "sandbox.snapshots.cache",
     "Rollout": "rollouts.rollout",
+    "RolloutFunction": "envs.run.rollout_function",
     "Run": "rollouts.finished_run",
     "Rung": "sandbox.slot",
     "Sandbox": "sandbox.sandbox",
@@ -396,6 +403,7 @@ _MODULES = {
     "Score": "core.types",
     "ScoredDataGroup": "envs.api.scored_data",
     "ScoredDataItem": "envs.api.scored_data",
+    "Scored": "envs.run.rollout_function",
     "SequenceData": "agent.result",
     "ServerBaseline": "inference.config",
     "ServerManager": "inference.server_group",
@@ -450,6 +458,7 @@ _MODULES = {
     "TrainingReport": "envs.run.train",
     "Trajectory": "rollouts.records",
     "TransformersEngine": "inference.engines.transformers",
+    "Unscored": "envs.run.rollout_function",
     "Usage": "core.types",
     "User": "tools.builtin.clarify",
     "View": "sandbox.slot",

@@ -6,12 +6,11 @@
             case Scored(reward=reward): …
             case Unscored(blame=blame): …          # not the policy's fault: drop the sample
 
-The adapters for trainers in this folder are made of it. `DROPPED` lists how each trainer is told to drop a sample.
+Adapters for trainers are made of it (`integrations/`); `integrations/blame.py` lists how each is told to drop a sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -43,23 +42,6 @@ class Unscored:
         """A short name for metrics: the outcome and the blame, such as `api_error/engine`."""
         outcome = Outcome.INFRA_ERROR if self.trajectory is None else self.trajectory.outcome
         return f"{outcome}/{self.blame}"
-
-
-DROPPED: Mapping[str, str] = {
-    "agent_lightning": "the rollout's state is `failed`, with the error as its message; no reward event is sent",
-    "areal": "`run` raises `DroppedRollout`, which rejects the sample",
-    "atropos": "the rollout is not sent",
-    "openenv": "`VerifyResult.env_reward` is None",
-    "prime_rl": "the trace has an error",
-    "rllm": "`finished` is False, and `termination_reason` names the outcome and the blame",
-    "skyrl": "the loss mask is all zeros, and the stop reason is `error`",
-    "slime": "`Sample.status` is `ABORTED`, and `remove_sample` is set",
-    "tinker_cookbook": "the environment raises, which becomes a `RolloutError`",
-    "trl": "the reward is None",
-    "verifiers": "the state has an error",
-    "verl": "the response mask is all zeros",
-}
-"""How each trainer is told that a rollout is not the policy's fault. None of them gets a reward for it."""
 
 
 class DroppedRollout(RuntimeError):

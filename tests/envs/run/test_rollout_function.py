@@ -9,7 +9,7 @@ import pytest
 from bug_fixing import FIX, fix_calc
 
 from palaestra.core.types import JSON, Blame
-from palaestra.integrations.rollouts import RolloutFunction, Scored, Unscored
+from palaestra.envs.run.rollout_function import RolloutFunction, Scored, Unscored
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots
