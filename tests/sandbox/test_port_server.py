@@ -258,6 +258,18 @@ def test_the_contracts_routes() -> None:
         _, packed = await post(address, "/artifacts/archive", {"slot_id": "slot_0", "path": "a"})
         with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed["content"]))) as files:
             assert files.getnames() == ["b.txt"]
+        _, done = await post(address, "/execute", call("tmux", action="send_keys", keys="ls"))
+        assert "start" in done["error"]
+        _, done = await post(address, "/execute", call("tmux", action="start", pane_width=80, pane_height=20))
+        assert done["success"], done
+        keys = ["echo $((40 + 2)) $COLUMNS; sleep 0.3; echo end", "Enter"]
+        _, done = await post(address, "/execute", call("tmux", action="send_keys", keys=keys, block=True))
+        assert {"42 80", "end"} <= set(done["output"].splitlines()), done
+        _, done = await post(address, "/execute", call("tmux", action="stream"))
+        assert "42 80" in done["output"]
+        assert (await post(address, "/execute", call("tmux", action="stop")))[1]["success"]
+        _, done = await post(address, "/execute", call("tmux", action="start", pane_width=9))
+        assert not done["success"]
         for path, expected in (("/etc/passwd", 403), ("nothing", 404), (".", 400)):
             assert (await post(address, "/artifacts/read", {"slot_id": "slot_0", "path": path}))[0] == expected
         many_bytes = {"slot_id": "slot_0", "path": ".", "max_bytes": 1}

@@ -30,6 +30,7 @@ import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -40,9 +41,10 @@ from palaestra.core.types import JSON, Network
 from palaestra.sandbox import artifact_files
 from palaestra.sandbox.backends.server_backend import ServerBackend, allowed_hosts, environment
 from palaestra.sandbox.local.client import SlotClient
-from palaestra.sandbox.slot import Rung, Shell, Slot, SlotSpec
-from palaestra.sandbox.slot_tools import run_slot_tool
+from palaestra.sandbox.slot import ExecutionResult, Rung, Shell, Slot, SlotSpec
+from palaestra.sandbox.slot_tools import run_slot_tool, tool_result
 from palaestra.sandbox.slotd import syscalls
+from palaestra.sandbox.terminal.pane import Pane
 
 UPGRADE = "palaestra-slots"
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
@@ -115,6 +117,7 @@ class Numbered:
     slot: Slot | None = None
     network: bool = False
     shell: Shell | None = None
+    pane: Pane = field(default_factory=Pane)
     execution_id: str | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -279,17 +282,22 @@ class PortServer:
                 needs = any(args.get(name) for name in ("require_sandbox", "require_stateful_sandbox"))
                 if needs and slot.rung < Rung.CONFINED:
                     return _result(call, False, "", "no isolation is available here", {"requires_bwrap": True})
-                done = await run_slot_tool(
-                    slot,
-                    lambda: self._shell(numbered, slot),
-                    str(call.get("tool")),
-                    args,
-                    limit_s,
-                    max_output_bytes=MAX_OUTPUT_BYTES,
-                )
+                done = await self._run_tool(numbered, slot, str(call.get("tool")), args, limit_s)
                 return _result(call, done.success, done.output.strip(), done.error, dict(done.metadata))
             finally:
                 numbered.execution_id = None
+
+    async def _run_tool(
+        self, numbered: Numbered, slot: Slot, tool: str, args: Mapping[str, JSON], limit_s: float
+    ) -> ExecutionResult:
+        if tool != "tmux":
+            shell = partial(self._shell, numbered, slot)
+            return await run_slot_tool(slot, shell, tool, args, limit_s, max_output_bytes=MAX_OUTPUT_BYTES)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await numbered.pane.run(slot, args)
+        except TimeoutError:
+            return tool_result(error=f"The call timed out after {limit_s:g}s")
 
     async def _made(self, numbered: Numbered, network: bool) -> Slot:
         if numbered.slot is None:
@@ -308,7 +316,7 @@ class PortServer:
 
     async def _reset(self, numbered: Numbered) -> JSON:
         async with numbered.lock:
-            slot, numbered.slot, numbered.shell = numbered.slot, None, None
+            slot, numbered.slot, numbered.shell, numbered.pane = numbered.slot, None, None, Pane()
             if slot is not None:
                 await self._backend.destroy(slot)
         return {"success": True, "slot_id": numbered.slot_id}

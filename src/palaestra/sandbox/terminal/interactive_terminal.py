@@ -16,6 +16,17 @@ from palaestra.sandbox.slot import WORKSPACE, Process, Slot, TerminalSize
 from palaestra.sandbox.terminal.screen import Screen, open_screen
 
 _PIECE_BYTES = 128 << 10
+_LONGEST_WAIT_S = 30.0
+
+PROMPTED = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
+"""The environment of a shell whose commands `command_ended` waits for. Before every prompt the shell writes a sequence
+that no screen shows, with the exit code of the last command.
+
+The sequence is that of semantic prompts:
+https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
+"""
+_MARK = re.compile(rb"\x1b\]133;D;(\d+)\x07")
+_LONGEST_MARK = 16
 
 # Names of keys as tmux has them, and the codes of xterm with its defaults:
 # https://invisible-island.net/xterm/ctlseqs/ctlseqs.html
@@ -116,6 +127,20 @@ class Terminal:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or (not await self._take(left) and not shot.running):
                 raise TimeoutError(f"the terminal does not show {pattern!r} within {timeout_s:g}s:\n{shot.text}")
+
+    async def command_ended(self, cursor: int, patience_s: float) -> int | None:
+        """Wait for the end of a command after the output at `cursor`, in a shell with `PROMPTED`. Returns its exit
+        code, or None if it did not end in time."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        seen = b""
+        while (left := deadline - asyncio.get_running_loop().time()) > 0:
+            piece = await self.process.read(cursor, wait_s=min(left, _LONGEST_WAIT_S))
+            seen, cursor = seen[-_LONGEST_MARK:] + piece.data, piece.end
+            if mark := _MARK.search(seen):
+                return int(mark[1])
+            if not piece.data and not (await self.process.status()).running:
+                return None
+        return None
 
     async def _take(self, wait_s: float) -> bool:
         """Feed the screen with new output; whether there was any."""

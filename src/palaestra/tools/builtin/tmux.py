@@ -9,32 +9,22 @@ when the time was over; `still_running` reports a command that had not ended by 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Mapping
 
 from palaestra.core.types import JSON
 from palaestra.processes import process_output
 from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.sandbox.slot import TerminalSize
-from palaestra.sandbox.terminal.interactive_terminal import ScreenShot, Terminal
+from palaestra.sandbox.terminal.interactive_terminal import PROMPTED, ScreenShot, Terminal
 from palaestra.tools import parameters
 from palaestra.tools.builtin.text_files import as_mistake
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 ROWS, COLUMNS = 40, 160
-DEFAULT_MAX_WAIT_S, MIN_QUIET_S, LONGEST_WAIT_S = 10.0, 0.1, 30.0
+DEFAULT_MAX_WAIT_S, MIN_QUIET_S = 10.0, 0.1
 MIN_TYPING_S = 1.0
 """The least time that a program has to read what is typed."""
 DEFAULT_STREAM_BYTES = 20_000
-
-_ENVIRONMENT = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
-"""Before every prompt the shell writes a sequence that no screen shows, with the exit code of the last command.
-
-The sequence is that of semantic prompts:
-https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
-"""
-_MARK = re.compile(rb"\x1b\]133;D;(\d+)\x07")
-_LONGEST_MARK = 16
 
 SCHEMA = ToolSchema(
     name="tmux",
@@ -113,8 +103,8 @@ async def _start(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> Too
     await _stop(pane, arguments, run)
     size = TerminalSize(arguments.get("pane_height", ROWS), arguments.get("pane_width", COLUMNS))
     with as_mistake("No terminal can be opened"):
-        pane.terminal, pane.cursor = await Terminal.open(slot, size=size, env=_ENVIRONMENT), 0
-    await _command_ended(pane.terminal, 0, DEFAULT_MAX_WAIT_S)
+        pane.terminal, pane.cursor = await Terminal.open(slot, size=size, env=PROMPTED), 0
+    await pane.terminal.command_ended(0, DEFAULT_MAX_WAIT_S)
     return _shown(await pane.terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=DEFAULT_MAX_WAIT_S))
 
 
@@ -137,7 +127,7 @@ async def _send_keys(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) ->
         raise ToolMistake("What ran in the terminal has ended; start with reset opens another") from None
     if not arguments.get("block"):
         return _shown(await terminal.capture(quiet_s=quiet_s, timeout_s=patience_s))
-    code = await _command_ended(terminal, before, patience_s)
+    code = await terminal.command_ended(before, patience_s)
     shot = await terminal.capture(quiet_s=quiet_s, timeout_s=1.0)
     if code is not None:
         return {**_shown(shot), "command_exit_code": code}
@@ -169,20 +159,6 @@ async def _stop(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> Tool
     if terminal is not None:
         await terminal.aclose()
     return {"output": "", "error": None}
-
-
-async def _command_ended(terminal: Terminal, cursor: int, patience_s: float) -> int | None:
-    """Wait for the end of a command after `cursor`. Returns its exit code, or None if it did not end in time."""
-    deadline = asyncio.get_running_loop().time() + patience_s
-    seen = b""
-    while (left := deadline - asyncio.get_running_loop().time()) > 0:
-        piece = await terminal.process.read(cursor, wait_s=min(left, LONGEST_WAIT_S))
-        seen, cursor = seen[-_LONGEST_MARK:] + piece.data, piece.end
-        if mark := _MARK.search(seen):
-            return int(mark[1])
-        if not piece.data and not (await terminal.process.status()).running:
-            return None
-    return None
 
 
 def _shown(shot: ScreenShot) -> dict[str, JSON]:
