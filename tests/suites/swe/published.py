@@ -20,7 +20,7 @@ from palaestra.rollouts.records import Group
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnv, SweSmithOracleEnvConfig
 
-Files = Mapping[str, str | None]
+Files = Mapping[str, str | bytes | None]
 
 CALC = "def add(a, b):\n    return a {} b\n\n\ndef double(a):\n    return 2 * a\n"
 BUGGY, RIGHT = CALC.format("-"), CALC.format("+")
@@ -35,8 +35,8 @@ FIX: Files = {"pkg/calc.py": RIGHT}
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main")
-    done = subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True)
-    return done.stdout
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+    return done.stdout.decode("utf-8", "surrogateescape")  # as it is, with CRLF
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Source:
     def diff(self, files: Files) -> str:
         """The patch that makes these changes to what is checked out."""
         _write(self.path, files)
-        git(self.path, "add", "-AN")
-        found = git(self.path, "diff")
+        git(self.path, "add", "-A")
+        found = git(self.path, "diff", "--cached", "--binary", "-M50%")
         git(self.path, "reset", "-q", "--hard")
         git(self.path, "clean", "-qfd")
         return found
@@ -92,7 +92,7 @@ def _write(folder: Path, files: Files) -> None:
             path.unlink()
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 class WithoutBaseline(SweEnvironment):

@@ -16,7 +16,7 @@ from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.swe_smith_oracle import Shown, SweEnvironment
-from suites.swe.published import F2P, P2P, TESTS, Source, WithoutBaseline, roll_out
+from suites.swe.published import BUGGY, F2P, P2P, RIGHT, TESTS, Source, WithoutBaseline, roll_out
 
 pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -72,6 +72,76 @@ def imports_a_module_that_the_fix_adds(source: Source) -> Row:
     return source.row(patch=fix, test_patch=patch, FAIL_TO_PASS=[*F2P, *P2P], PASS_TO_PASS=[])
 
 
+def changes_binary_files(source: Source) -> Row:
+    """The fix changes one binary file by a delta and adds another; the patch of the tests brings a third."""
+    old = bytes(range(256)) * 40
+    base = source.commit({"pkg/table.bin": old})
+    new = old[:5000] + b"\0fixed\0" + old[5000:]
+    fix = {"pkg/table.bin": new, "pkg/made.bin": b"\0\1\2" * 50_000, "pkg/calc.py": BINARY}
+    tests = {"tests/data.bin": b"\0\xff" + b"expected", "tests/test_calc.py": TESTS + READS_BINARY}
+    f2p = [*F2P, "tests/test_calc.py::test_table"]
+    return source.row(base_commit=base, patch=source.diff(fix), test_patch=source.diff(tests), FAIL_TO_PASS=f2p)
+
+
+BINARY = (
+    RIGHT
+    + """
+
+def table():
+    from pathlib import Path
+    here = Path(__file__).parent
+    return here.joinpath("table.bin").read_bytes()[5000:5007] + here.joinpath("made.bin").read_bytes()[-3:]
+"""
+)
+
+READS_BINARY = """
+
+def test_table():
+    from pathlib import Path
+    from pkg import calc
+    assert Path(__file__).with_name("data.bin").read_bytes()[:2] == b"\\0\\xff"
+    assert calc.table() == b"\\0fixed\\0\\0\\1\\2"
+"""
+
+
+def renames_files(source: Source) -> Row:
+    """The fix renames the module and changes it, and the patch of the tests renames and changes their file."""
+    base = source.commit({"pkg/old.py": "x = 1\n" * 40})
+    fix = {"pkg/calc.py": None, "pkg/sums.py": RIGHT, "pkg/old.py": None, "sub/new name.py": "x = 1\n" * 40}
+    tests = {"tests/test_calc.py": None, "tests/test_sums.py": TESTS.replace("pkg.calc", "pkg.sums")}
+    patch, test_patch = source.diff(fix), source.diff(tests)
+    assert "rename from" in patch
+    assert "rename from" in test_patch
+    names = [f"tests/test_sums.py::test_{name}" for name in ("add", "double")]
+    return source.row(base_commit=base, patch=patch, test_patch=test_patch, FAIL_TO_PASS=names, PASS_TO_PASS=[])
+
+
+def has_windows_line_ends(source: Source) -> Row:
+    """The module and the tests are CRLF files, and so are their patches."""
+    crlf = {"pkg/calc.py": BUGGY.replace("\n", "\r\n"), "tests/test_calc.py": TESTS.replace("\n", "\r\n")}
+    base = source.commit(crlf)
+    fix = source.diff({"pkg/calc.py": RIGHT.replace("\n", "\r\n")})
+    more = (TESTS + "\n\ndef test_more():\n    assert add(2, 2) == 4\n").replace("\n", "\r\n")
+    assert "\r\n" in fix
+    return source.row(
+        base_commit=base,
+        patch=fix,
+        test_patch=source.diff({"tests/test_calc.py": more}),
+        FAIL_TO_PASS=[*F2P, "tests/test_calc.py::test_more"],
+    )
+
+
+def lacks_a_last_line_end(source: Source) -> Row:
+    base = source.commit({"pkg/calc.py": BUGGY.rstrip("\n")})
+    return source.row(base_commit=base, patch=source.diff({"pkg/calc.py": RIGHT.rstrip("\n")}))
+
+
+def has_other_bytes_than_utf_8(source: Source) -> Row:
+    head = b"# -*- coding: latin-1 -*-\n# \xe9\n"
+    base = source.commit({"pkg/calc.py": head + BUGGY.encode()})
+    return source.row(base_commit=base, patch=source.diff({"pkg/calc.py": head + RIGHT.encode()}))
+
+
 def needs_a_package(source: Source) -> Row:
     """Both lists are in a module that imports what is not installed."""
     patch = source.diff({"tests/test_calc.py": f"import not_installed_here\n{TESTS}"})
@@ -103,6 +173,11 @@ RIGHT_WORK = (
     made_by_a_decorator,
     imports_what_the_fix_adds,
     imports_a_module_that_the_fix_adds,
+    changes_binary_files,
+    renames_files,
+    has_windows_line_ends,
+    lacks_a_last_line_end,
+    has_other_bytes_than_utf_8,
 )
 BROKEN_TESTS = (
     needs_a_package,

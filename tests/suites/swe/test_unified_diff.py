@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from palaestra.suites.swe import apply_diff, unified_diff
@@ -118,6 +118,49 @@ def test_what_is_no_whole_diff_is_refused(text: str) -> None:
         unified_diff.parse(text)
 
 
-def test_binary_patches_are_refused() -> None:
-    with pytest.raises(unified_diff.DiffError, match="binary"):
-        unified_diff.parse("diff --git a/f b/f\nindex 1..2 100644\nGIT binary patch\nliteral 0\n")
+CONTENTS = st.builds(
+    lambda head, part, count, tail: head + part * count + tail,
+    st.binary(max_size=40),
+    st.binary(max_size=300),
+    st.integers(0, 400),
+    st.binary(max_size=40),
+)
+
+
+def as_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+@SLOW
+@given(CONTENTS, CONTENTS)
+def test_binary_changes_round_trip(tmp_path: Path, old: bytes, new: bytes) -> None:
+    """Literal changes and deltas, as git makes them, are applied and undone."""
+    old, new = b"\0" + old, b"\0" + new
+    assume(old != new)
+    git("init", "-q", cwd=tmp_path)
+    (tmp_path / "f").write_bytes(old)
+    git("add", "-A", cwd=tmp_path)
+    (tmp_path / "f").write_bytes(new)
+    text = git("diff", "--binary", cwd=tmp_path)
+    assert apply_diff.apply(unified_diff.parse(text), {"f": as_text(old)}) == {"f": as_text(new)}
+    back = unified_diff.reverse(text)
+    assert apply_diff.apply(unified_diff.parse(back), {"f": as_text(new)}) == {"f": as_text(old)}
+    if "\ndelta" in text.partition("\n\n")[0]:
+        with pytest.raises(unified_diff.DiffError, match="does not fit"):
+            apply_diff.apply(unified_diff.parse(text), {"f": as_text(old + b"x")})
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("Binary files a/f and b/f differ", "git diff --binary"),
+        ("GIT binary patch", "without data"),
+        ("GIT binary patch\nliteral 7\nzzzz", "cannot be read"),
+        ("GIT binary patch\nliteral 9999\nHcmV?d00001\n", "torn"),
+        ("copy from g\ncopy to f", "copies"),
+    ],
+)
+def test_binary_changes_without_their_data_and_copies_are_refused(lines: str, message: str) -> None:
+    text = f"diff --git a/f b/f\nindex 1..2 100644\n{lines}\n"
+    with pytest.raises(unified_diff.DiffError, match=message):
+        apply_diff.apply(unified_diff.parse(text), {"f": ""})

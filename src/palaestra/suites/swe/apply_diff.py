@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import difflib
 import shlex
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from palaestra.core.types import ToolStep
 from palaestra.suites.swe.unified_diff import DiffError, DiffHunk, FileDiff, parse, render, split_lines
 
+_PIECE = 60_000
+"""Characters of a file per command, a multiple of 4; the kernel allows 128 KiB per argument."""
+
 
 def apply_to_text(file: FileDiff, before: str) -> str:
     """The text of one file after the change. Raises `DiffError` if a hunk does not match."""
+    if file.binary:
+        return file.binary[0].apply(file.path, _bytes(before)).decode("utf-8", "surrogateescape")
     lines = split_lines(before)
     result: list[str] = []
     position = 0
@@ -96,7 +102,8 @@ def solution_steps(patch: str, texts: Mapping[str, str], repo_dir: str) -> tuple
     """The tool calls that apply a reference solution: one `patch` call per hunk, in order.
 
     `patch` is a diff against the agent's tree, `texts` the files it changes as the agent gets them. New files are
-    written whole; the terminal deletes and renames files. Raises `DiffError` if the diff does not match.
+    written whole; the terminal deletes and renames files, and writes binary ones. Raises `DiffError` if the diff does
+    not match.
     """
     return tuple(step for file in parse(patch) for step in _file_steps(file, texts, repo_dir.rstrip("/")))
 
@@ -105,18 +112,41 @@ def _file_steps(file: FileDiff, texts: Mapping[str, str], repo_dir: str) -> list
     path = f"{repo_dir}/{file.path}"
     if file.new_path is None:
         return [_shell("rm", "--", path)]
-    if file.old_path is None:
-        return [ToolStep("write_file", {"path": path, "content": apply_to_text(file, "")})]
+    if file.old_path is not None and file.old_path not in texts:
+        raise DiffError(f"{file.old_path}: the file to change does not exist")
+    before = texts[file.old_path] if file.old_path is not None else ""
+    after = apply_to_text(file, before)
+    is_text = not file.binary and _is_unicode(before) and _is_unicode(after)
+    if file.old_path is None and is_text:
+        return [ToolStep("write_file", {"path": path, "content": after})]
     steps = []
     if file.renamed:
         steps.append(_shell("mkdir", "-p", "--", path.rpartition("/")[0]))
         steps.append(_shell("mv", "--", f"{repo_dir}/{file.old_path}", path))
-    if file.old_path not in texts:
-        raise DiffError(f"{file.old_path}: the file to change does not exist")
-    for each in replacements(file, texts[file.old_path]):
+    if not is_text:
+        return [*steps, *_writing(path, _bytes(after))]
+    for each in replacements(file, before):
         arguments = {"mode": "replace", "path": path, "old_string": each.old_text, "new_string": each.new_text}
         steps.append(ToolStep("patch", arguments))
     return steps
+
+
+def _writing(path: str, data: bytes) -> list[ToolStep]:
+    """Commands that write any bytes."""
+    folder, quoted, encoded = shlex.quote(path.rpartition("/")[0]), shlex.quote(path), b64encode(data).decode()
+    pieces = [encoded[start : start + _PIECE] for start in range(0, len(encoded), _PIECE)]
+    first = ToolStep("terminal", {"command": f"mkdir -p -- {folder} && : > {quoted}"})
+    appending = (f"printf %s {piece} | base64 -d >> {quoted}" for piece in pieces)
+    return [first, *(ToolStep("terminal", {"command": command}) for command in appending)]
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether no surrogate escape stands for another byte, which a tool call cannot contain."""
+    return not any("\ud800" <= each <= "\udfff" for each in text)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _shell(*argv: str) -> ToolStep:

@@ -1,15 +1,18 @@
 """Parse, render and reverse unified diffs. `apply_diff.py` applies them to texts.
 
 For diffs that must be exact: the bug of a task, its reference solution, the tests it brings. There is no fuzz and no
-search for an offset. Binary patches and copies are refused.
+search for an offset. Copies and binary changes without their data ("Binary files differ") are refused.
 
-Format: the output of `git diff`, git-diff(1) "Generating patch text". Lines keep their own ends, so CRLF files and
-files without a last newline are preserved. Bytes that are not UTF-8 are surrogate escapes.
+Format: the output of `git diff --binary`, git-diff(1) "Generating patch text"; the data of binary files is described
+in git's `apply.c` and gitformat-pack(5) "Deltified representation". Lines keep their own ends, so CRLF files and files
+without a last newline are preserved. Bytes that are not UTF-8 are surrogate escapes.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
+from base64 import b85decode
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -48,6 +51,25 @@ class DiffHunk:
 
 
 @dataclass(frozen=True, slots=True)
+class BinaryChange:
+    """The new content of a binary file: whole, or as a delta to the old content. `lines` are those of the diff."""
+
+    lines: tuple[str, ...]
+
+    def apply(self, path: str, before: bytes) -> bytes:
+        """The new content. Raises `DiffError` if the data is damaged or is a delta to something else."""
+        method, _, size = self.lines[0].strip().partition(" ")
+        try:
+            data = zlib.decompress(b"".join(map(_line_bytes, self.lines[1:])))
+            after = data if method == "literal" else _with_delta(before, data)
+        except (zlib.error, ValueError, IndexError) as error:
+            raise DiffError(f"{path}: its binary change cannot be read or does not fit: {error}") from None
+        if method == "literal" and len(after) != int(size):
+            raise DiffError(f"{path}: its binary change is torn")
+        return after
+
+
+@dataclass(frozen=True, slots=True)
 class FileDiff:
     """The change of one file. `old_path` is None for a new file, `new_path` for a deleted one. Modes are octal text
     ("100755"), None if the diff has none."""
@@ -57,6 +79,8 @@ class FileDiff:
     hunks: tuple[DiffHunk, ...] = ()
     old_mode: str | None = None
     new_mode: str | None = None
+    binary: tuple[BinaryChange, ...] = ()
+    """The change of a binary file, and the one that undoes it if the diff has it."""
 
     @property
     def path(self) -> str:
@@ -72,7 +96,9 @@ class FileDiff:
     def reversed(self) -> FileDiff:
         """The change that undoes this one."""
         hunks = tuple(hunk.reversed() for hunk in self.hunks)
-        return FileDiff(self.new_path, self.old_path, hunks, self.new_mode, self.old_mode)
+        if len(self.binary) == 1:
+            raise DiffError(f"{self.path}: its binary change cannot be undone without the old content")
+        return FileDiff(self.new_path, self.old_path, hunks, self.new_mode, self.old_mode, self.binary[::-1])
 
 
 def parse(text: str) -> tuple[FileDiff, ...]:
@@ -84,7 +110,7 @@ def parse(text: str) -> tuple[FileDiff, ...]:
 
 
 def render(files: tuple[FileDiff, ...]) -> str:
-    """Render a diff that `git apply` and `parse` accept."""
+    """Render a diff that `parse` accepts, and `git apply` if nothing in it is binary: it has no object names."""
     return "".join(part for file in files for part in _render_file(file))
 
 
@@ -119,6 +145,9 @@ def _git_file(lines: list[str], index: int) -> tuple[FileDiff, int]:
     file = FileDiff(old, new)
     index += 1
     while index < len(lines) and not lines[index].startswith(("diff --git ", "@@ ")):
+        if lines[index].startswith("GIT binary patch"):
+            binary, index = _binary(lines, index + 1)
+            return replace(file, binary=binary), index
         file = _extended(file, lines[index])
         index += 1
         if lines[index - 1].startswith("+++ "):
@@ -146,9 +175,66 @@ def _extended(file: FileDiff, line: str) -> FileDiff:
         file = replace(file, old_path=_path_field(line[4:]))
     if line.startswith("+++ ") and not file.renamed:
         file = replace(file, new_path=_path_field(line[4:]))
-    if line.startswith(("GIT binary patch", "Binary files ", "copy from ")):
-        raise DiffError(f"{file.path}: binary patches and copies are not supported")
+    if line.startswith("Binary files "):
+        raise DiffError(f"{file.path}: the patch of this binary file has no data; make it with git diff --binary")
+    if line.startswith("copy from "):
+        raise DiffError(f"{file.path}: copies are not supported")
     return file
+
+
+def _binary(lines: list[str], index: int) -> tuple[tuple[BinaryChange, ...], int]:
+    """The changes after "GIT binary patch": one or two, each of a header and lines up to an empty one."""
+    found: list[BinaryChange] = []
+    while len(found) < 2 and index < len(lines) and lines[index].startswith(("literal ", "delta ")):
+        start = index
+        while index < len(lines) and lines[index].strip():
+            index += 1
+        found.append(BinaryChange(tuple(lines[start:index])))
+        index += 1
+    if not found:
+        raise DiffError("a binary patch without data")
+    return tuple(found), index
+
+
+def _line_bytes(line: str) -> bytes:
+    """The bytes of one line: a letter for their number, then base 85."""
+    letter, text = line[0], line.strip()[1:]
+    count = ord(letter) - (ord("A") - 1 if letter.isupper() else ord("a") - 27)
+    return b85decode(text)[:count]
+
+
+def _with_delta(before: bytes, delta: bytes) -> bytes:
+    """Apply a delta: two sizes, then commands that copy a part of `before` or insert bytes."""
+    position, sizes = 0, []
+    for _ in range(2):
+        size = shift = 0
+        while True:
+            byte = delta[position]
+            size, shift, position = size | (byte & 0x7F) << shift, shift + 7, position + 1
+            if not byte & 0x80:
+                break
+        sizes.append(size)
+    if sizes[0] != len(before):
+        raise ValueError(f"the old file has {len(before)} bytes and not {sizes[0]}")
+    after = bytearray()
+    while position < len(delta):
+        command, position = delta[position], position + 1
+        if not command & 0x80:
+            after += delta[position : position + command]
+            position += command
+            continue
+        numbers = []
+        for bits in (range(4), range(4, 7)):
+            number = 0
+            for place, bit in enumerate(bits):
+                if command & 1 << bit:
+                    number, position = number | delta[position] << 8 * place, position + 1
+            numbers.append(number)
+        start, size = numbers[0], numbers[1] or 0x10000
+        after += before[start : start + size]
+    if len(after) != sizes[1]:
+        raise ValueError(f"it makes {len(after)} bytes and not {sizes[1]}")
+    return bytes(after)
 
 
 def _hunks(lines: list[str], index: int) -> tuple[tuple[DiffHunk, ...], int]:
@@ -203,6 +289,9 @@ def _render_file(file: FileDiff) -> Iterator[str]:
         yield f"old mode {file.old_mode}\nnew mode {file.new_mode}\n"
     if file.renamed:
         yield f"rename from {_quote(old)}\nrename to {_quote(new)}\n"
+    if file.binary:
+        yield "GIT binary patch\n"
+        yield from ("".join([*change.lines, "\n"]) for change in file.binary)
     if file.hunks:
         yield f"--- {_label('a/', file.old_path)}\n+++ {_label('b/', file.new_path)}\n"
     for hunk in file.hunks:
