@@ -207,10 +207,10 @@ def journal_of(run: str | Path) -> Path:
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
     """The folder of a run: a path, `last`, `last:2` for the one before, the name of a batch, or the beginning or end of
-    an id. Raises `ConfigError` for none or several."""
+    an id. Raises `ConfigError` for none or several, and for a folder with FIFOs or devices."""
     text = str(run)
     if Path(text).exists():
-        return Path(text)
+        return _of_files(Path(text))
     folders = list_runs(root)
     if text == LAST or text.startswith(f"{LAST}:"):
         place = text.removeprefix(LAST).removeprefix(":") or "1"
@@ -224,6 +224,14 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
         names = ", ".join(str(each) for each in found[:5])
         raise ConfigError(f"{text!r} names {plural(len(found), 'run')}: {names}{', …' if len(found) > 5 else ''}")
     raise ConfigError(f"there is no run folder {text}: name the folder of a run, its id or `last`{_latest(Path())}")
+
+
+def _of_files(path: Path) -> Path:
+    """The path, if reading a file in it cannot wait for another process. Raises `ConfigError`."""
+    for entry in path.glob("*") if path.is_dir() else ():
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise ConfigError(f"{entry} is neither a file nor a directory, so no run wrote it")
+    return path
 
 
 def list_runs(root: str | Path = RUNS) -> list[Path]:

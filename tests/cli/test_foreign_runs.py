@@ -1,0 +1,102 @@
+"""A run's folder that somebody else made: commands that read it run nothing, wait for nothing and show text as text."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cli.test_replay import NOISY, change, palaestra, record
+from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
+
+SCRIPT = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
+"""Text that a page must not read as markup."""
+
+READING = (["status"], ["report"], ["export", "--to", "jsonl"], ["compare"], ["grade"], ["replay"], ["verify"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slots
+def test_a_grading_again_runs_no_file_that_the_folder_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "1", "--env.save_workspaces", "true")
+    ran = folder / "ran"
+    away = run.rename(folder / "elsewhere")
+    for place in (away / "recorded_env.py", folder / "evil_env.py"):
+        place.write_text(f"open({str(ran)!r}, 'w')\n{NOISY}")
+
+    def forge(event: AnyJournalEvent) -> None:
+        if isinstance(event, RunStarted):
+            event.config["environment"] = str(folder / "evil_env.py")
+            event.config["folder"] = str(away)
+            event.config["env"] |= {"isolation": "none", "workspace_store": str(ran)}
+
+    change(away, forge)
+    capsys.readouterr()
+    assert palaestra("grade", away) == 2
+    assert "--environment" in capsys.readouterr().err
+    assert not ran.exists()
+    assert palaestra("grade", away, "--environment", "recorded_env.py") in (0, 1)
+    assert not ran.exists()
+
+
+@pytest.mark.slots
+def test_a_report_shows_what_a_run_says_as_text(folder: Path) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "2")
+
+    def forge(event: AnyJournalEvent) -> None:
+        if isinstance(event, RunStarted):
+            event.env = event.model = SCRIPT
+            event.config["note"] = SCRIPT
+        elif isinstance(event, RolloutEnded):
+            event.trajectory.error = SCRIPT
+            event.trajectory.detail[SCRIPT] = SCRIPT
+            for message in event.trajectory.messages:
+                message["content"] = SCRIPT
+
+    change(run, forge)
+    assert palaestra("report", run) == 0
+    (page,) = run.glob("*.html")
+    text = page.read_text()
+    assert "<img src=x" not in text
+    assert "alert(2)</script>" not in text
+    assert "onerror" in text
+
+
+@pytest.mark.slots
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_nothing_in_a_run_is_waited_for_or_followed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FIFOs, links and directories in the place of a run's files."""
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    secret = folder / "secret.jsonl"
+    secret.write_text(json.dumps({"event": "secret"}) + "\n")
+    files = [path for path in run.iterdir() if path.is_file()]
+    for kind in ("fifo", "directory", "link"):
+        for path in files:
+            kept = path.read_bytes()
+            path.unlink()
+            if kind == "fifo":
+                os.mkfifo(path)
+            elif kind == "directory":
+                path.mkdir()
+            else:
+                path.symlink_to(secret)
+            for command, *options in READING:
+                capsys.readouterr()
+                assert palaestra(command, run, *options) in (0, 1, 2, 3)
+                shown = capsys.readouterr()
+                assert "Traceback" not in shown.err, (command, kind, path.name)
+                assert '"secret"' not in shown.out + shown.err
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+            path.write_bytes(kept)
+    assert secret.read_text() == json.dumps({"event": "secret"}) + "\n"
