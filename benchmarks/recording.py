@@ -194,6 +194,7 @@ def main() -> int:
     cases = {name: (lambda name=name: sample_of(name, rollouts)) for name in names}
     found = interleaved(cases, options.rounds)
     base = found["direct"]
+    later_ms = found["streamed"]["reply_ms"] - base["reply_ms"]
     rows = [
         Row("a call directly: CPU", base["cpu_ms"], "ms"),
         Row(

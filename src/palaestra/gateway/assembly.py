@@ -28,7 +28,7 @@ from palaestra.gateway.platforms.registry import make_platform
 from palaestra.gateway.service import Gateway
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.server_backend import levels
-from palaestra.sandbox.pool import SlotPoolConfig
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.service.service_client import default_directory
 from palaestra.sandbox.slot import SlotSpec
 
@@ -54,10 +54,9 @@ async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]
         store = locks.enter_context(closing(ConversationStore(home / CONVERSATIONS)))
         mailbox = Mailbox(home / MAILBOX)
         try:
-            async with ChatService(
-                config.server, store, _chat_settings(config), backend=_backend(config, home),
-                pool_config=SlotPoolConfig(max_slots=config.max_sandboxes), checkpoint=home / PROCESSES,
-            ) as chat:  # fmt: skip
+            pool = SlotPool(SlotPoolConfig(max_slots=config.max_sandboxes), _backend(config, home))
+            settings = _chat_settings(config)
+            async with ChatService(config.server, store, settings, pool=pool, checkpoint=home / PROCESSES) as chat:
                 gateway = Gateway(config, platforms, mailbox, chat)
                 async with gateway.running():
                     yield gateway

@@ -1,4 +1,4 @@
-"""The real trainers on a tiny model: the numbers of sampler and trainer agree, steps change weights, checkpoints hold."""
+"""The real trainers on a tiny model: sampler and trainer agree, steps change weights, checkpoints hold."""
 
 from __future__ import annotations
 
