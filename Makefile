@@ -1,7 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-long retest test-torch check spine snapshots interop constraints setup venv
+.PHONY: help demo docs test test-long retest test-torch learn check spine snapshots interop constraints setup venv
 WORKERS ?= 2
 
 help: ## show this list
@@ -33,6 +33,10 @@ retest: venv ## run what failed last once more, alone
 test-torch: venv ## run the tests that need torch and transformers, in an environment of their own
 	@scripts/torch_env
 	@OMP_NUM_THREADS=1 .venv-torch/bin/python -m pytest -q -m torch
+
+learn: venv ## train a tiny model on two tool tasks, and print what it has learned (about 5 minutes, torch)
+	@scripts/torch_env
+	@OMP_NUM_THREADS=1 .venv-torch/bin/python benchmarks/learn.py --seeds 1
 
 check: venv ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/ruff check .

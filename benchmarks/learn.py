@@ -1,0 +1,125 @@
+"""Does a model learn? A tiny one practises two tool tasks badly, and is trained on them in slots with sealed grading.
+
+    python benchmarks/learn.py               # three seeds, one after the other; `make learn` does one
+    python benchmarks/learn.py --quick       # one seed and few steps: shows that it runs, proves no number
+
+Needs the extra 'trl' (`scripts/torch_env` makes an environment with it). Nothing is downloaded and no GPU is used. For
+each seed, a new model is made and practised, then trained with `palaestra.train`; the reward of held-out tasks before
+and after is sampled, not greedy. The curves are written as PNG, and as HTML in the report of each run.
+
+Targets: the held-out reward rises by at least 0.3 for each seed; the log-probabilities of sampler and trainer differ by
+at most 1e-4 on every step; at most 10 % of the time goes to anything but sampling, training and commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than one are slower on models of this size
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+from _learn_tasks import make_model, two_tools
+from _measure import Row, options_parser, progress, report, with_ceiling, with_floor
+
+import palaestra
+from palaestra import TrainingConfig, TrainingReport
+from palaestra.trainers.checkpoints import EVALUATION, STEP, read_steps
+from palaestra.trainers.training import split_tasks
+
+PRACTICE, STEPS, GROUPS, GROUP_SIZE = 220, 30, 8, 8
+HELD_OUT, SAMPLES = 24, 4
+LEAST_RISE, MOST_DIFFERENCE, MOST_OVERHEAD = 0.3, 1e-4, 0.1
+
+
+def main() -> int:
+    parser = options_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default 3)")
+    parser.add_argument("--out", type=Path, default=Path("runs/learn"), help="where models, runs and curves are kept")
+    options = parser.parse_args()
+    seeds = 1 if options.quick else options.seeds
+    rows: list[Row] = []
+    curves: dict[int, Path] = {}
+    for seed in range(seeds):
+        began = time.monotonic()
+        learned = learn(seed, options.out / f"seed-{seed}", quick=options.quick)
+        result, took = learned.result, time.monotonic() - began
+        assert result.before is not None
+        assert result.after is not None
+        curves[seed] = learned.run.folder
+        rise = Row(f"seed {seed}: rise", result.after - result.before, "")
+        rows += [
+            Row(f"seed {seed}: held-out reward before", result.before, ""),
+            Row(f"seed {seed}: held-out reward after {result.steps} steps", result.after, ""),
+            rise if options.quick else with_floor(rise, LEAST_RISE),
+            with_ceiling(Row(f"seed {seed}: sampler to trainer, at most", result.difference, "nats"), MOST_DIFFERENCE),
+            with_ceiling(Row(f"seed {seed}: overhead", result.overhead, "of the time"), MOST_OVERHEAD),
+            Row(f"seed {seed}: everything", took, "s"),
+        ]
+        progress(f"seed {seed}: {result.before:.3f} before, {result.after:.3f} after, {took:.0f} s")
+    picture = options.out / "learn.png"
+    plot(curves, picture)
+    for seed, folder in curves.items():
+        print(f"seed {seed}: {folder / 'report.html'}")
+    print(picture)
+    return report("A model learns two tool tasks", rows, options.json)
+
+
+def learn(seed: int, out: Path, *, quick: bool) -> TrainingReport:
+    """Make a model in `out`, let it practise what is not held out, and train it."""
+    import torch
+
+    torch.set_num_threads(1)
+    shutil.rmtree(out, ignore_errors=True)
+    practised, _ = split_tasks(list(two_tools.source()), HELD_OUT, seed)
+    loss = make_model(out / "model", practised, practice=60 if quick else PRACTICE, seed=seed)
+    progress(f"seed {seed}: practised, loss {loss:.3f}")
+    return asyncio.run(
+        palaestra.train(
+            two_tools(),
+            model=str(out / "model"),
+            group_size=GROUP_SIZE,
+            folder=out / "runs",
+            progress=sys.stderr.isatty(),
+            training=TrainingConfig(
+                steps=3 if quick else STEPS,
+                groups=2 if quick else GROUPS,
+                most_draws=20 if quick else 3,
+                learning_rate=5e-4,
+                eval_every=3 if quick else 20,
+                eval_tasks=HELD_OUT,
+                eval_samples=1 if quick else SAMPLES,
+                save_every=20,
+            ),
+            seed=seed,
+            max_agent_turns=3,
+            max_token_length=40,
+            concurrency=16,
+        )
+    )
+
+
+def plot(runs: dict[int, Path], picture: Path) -> None:
+    """Draw the rewards of all seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for seed, run in runs.items():
+        lines = list(read_steps(run))
+        for kind, style in ((STEP, {"alpha": 0.35}), (EVALUATION, {"marker": "o", "label": f"held out, seed {seed}"})):
+            points = [(line["step"], line["reward"]) for line in lines if line["kind"] == kind]
+            axes.plot(*zip(*points, strict=True), color=f"C{seed}", **style)
+    axes.set(xlabel="step", ylabel="mean sampled reward", ylim=(0, 1), title="two tool tasks, in slots")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
