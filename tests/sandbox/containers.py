@@ -32,27 +32,37 @@ def docker() -> Iterator[Docker]:
     with tempfile.TemporaryDirectory(prefix="palaestra-docker-", ignore_cleanup_errors=True) as folder:
         options = ["--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "-p", f"{folder}/pid"]
         options += ["-H", f"unix://{folder}/socket", "--iptables=false", "--ip6tables=false", "--bridge=none"]
-        with open(f"{folder}/log", "w+") as log:
-            daemon = subprocess.Popen(["dockerd", *options], stdout=log, stderr=log, start_new_session=True)
-            try:
-                client = Docker(f"unix://{folder}/socket")
-                if not client.wait(daemon):
-                    log.seek(0)
-                    pytest.skip(f"dockerd does not start here: {log.read()[-300:].strip()}")
-                client.make_image(Path(folder) / "root")
-                yield client
-            finally:
-                daemon.terminate()
-                daemon.wait(30)
+        client = Docker(f"unix://{folder}/socket", ["dockerd", *options], Path(folder, "log"))
+        try:
+            if not client.start():
+                pytest.skip(f"dockerd does not start here: {client.log.read_text()[-300:].strip()}")
+            client.make_image(Path(folder) / "root")
+            yield client
+        finally:
+            client.stop()
         subprocess.run(["umount", "-R", "-q", f"{folder}/data"], check=False, capture_output=True)
 
 
 class Docker:
     """A running daemon."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    daemon: subprocess.Popen[bytes]
+
+    def __init__(self, address: str, command: list[str], log: Path) -> None:
+        self.address, self.log = address, log
+        self._command = command
         self._docker = ["docker", "-H", address]
+
+    def start(self) -> bool:
+        """Start the daemon, and wait until it answers; False when it has ended instead."""
+        with self.log.open("a") as log:
+            self.daemon = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+        return self._wait()
+
+    def stop(self) -> None:
+        """End the daemon with its containers."""
+        self.daemon.terminate()
+        self.daemon.wait(30)
 
     @property
     def command(self) -> str:
@@ -64,14 +74,13 @@ class Docker:
         archive = subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
         subprocess.run([*self._docker, "import", "-", name], input=archive, capture_output=True, check=True)
 
-    def wait(self, daemon: subprocess.Popen[bytes]) -> bool:
-        """Until it answers; False when it has ended instead."""
+    def _wait(self) -> bool:
         command = [*self._docker, "events", "--since", "0", "--until", "1"]
         for _ in range(int(_READY_S / 0.2)):
             if subprocess.run(command, capture_output=True).returncode == 0:
                 return True
             with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(0.2)
+                self.daemon.wait(0.2)
                 return False
         return False
 

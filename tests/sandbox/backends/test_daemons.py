@@ -98,6 +98,34 @@ def test_the_death_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: 
     assert "slots in modal: " in log
 
 
+def test_the_restart_of_a_daemon_costs_no_finished_rollout_and_no_score(tmp_path: Path) -> None:
+    root = make_python_root(tmp_path / "root")
+    (tmp_path / "there_env.py").write_text(ENVIRONMENT)
+    with docker() as daemon:
+        daemon.load(root, "python:here")
+        words = ["--backend", f"docker={daemon.address}", "--env.docker_image", "python:here", "--policy", "oracle"]
+        words += ["--env.n", str(GROUPS), "--group", "1", "--concurrency", "8", "--env.max_infra_rate", "1"]
+
+        async def main() -> tuple[int, str]:
+            run = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "palaestra", "run", "there_env.py", *words,
+                cwd=tmp_path, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            reading = asyncio.create_task(run.communicate())
+            await asyncio.wait([asyncio.create_task(half(tmp_path)), reading], return_when=asyncio.FIRST_COMPLETED)
+            assert not reading.done(), (await reading)[1].decode()[-3000:]
+            await asyncio.to_thread(daemon.stop)
+            assert await asyncio.to_thread(daemon.start)
+            _, log = await reading
+            return run.returncode or 0, log.decode()
+
+        code, log = asyncio.run(main())
+    (lines,) = (tmp_path / "runs").rglob("groups.jsonl")
+    scores = [json.loads(line)["scores"] for line in lines.read_text().splitlines()]
+    assert code == 0, log[-3000:]
+    assert scores == [[1.0]] * GROUPS, log[-3000:]
+
+
 async def half(folder: Path) -> None:
     """Wait until half of the groups are written."""
     while True:

@@ -32,6 +32,9 @@ from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot
 _LEFT_OUT_S = 30.0
 """How long a host is left out after a failure."""
 
+_ASK_S = 1.0
+"""How often a host that is away is asked."""
+
 _EPOCHS = 1 << 32
 """Leases of one place."""
 
@@ -126,6 +129,8 @@ class RemoteBackend(StartedBackend):
     image_kinds: tuple[str, ...] = ("name",)
     silence_s = SILENCE_S
     """After so long without an answer a place counts as dead."""
+    away_s = 60.0
+    """How long to wait for the host, or one of several, if none answers any more: its daemon may be restarting."""
 
     def __init__(
         self,
@@ -223,8 +228,12 @@ class RemoteBackend(StartedBackend):
         return self._most * self._per_place
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """A new slot, in the place of the snapshot if one is given."""
+        """A new slot, in the place of the snapshot if one is given.
+
+        If every host fails to start a place, they are tried once more as soon as one answers.
+        """
         tried: set[str] = set()
+        again = False
         while True:
             place = await self._choose(spec, tried) if snapshot is None else self._place_of(snapshot)
             place.starting += 1
@@ -236,8 +245,13 @@ class RemoteBackend(StartedBackend):
                     raise
                 self._leave_out(place.spec.host, error)
                 tried.add(place.spec.host)
-                if snapshot is not None or tried >= set(self._hosts):
+                if snapshot is not None:
                     raise
+                if tried >= set(self._hosts):
+                    if again or not self._started or not await self._answers():
+                        raise
+                    again = True
+                    tried.clear()
             else:
                 place.slots.add(slot.epoch)
                 self._rung = place.rung if self._rung is None else min(self._rung, place.rung)
@@ -245,6 +259,21 @@ class RemoteBackend(StartedBackend):
             finally:
                 place.starting -= 1
                 await self._tidy()
+
+    async def _answers(self) -> bool:
+        """Wait until a host answers, `away_s` at most; whether one does."""
+        begun, noted = time.monotonic(), False
+        while time.monotonic() - begun < self.away_s:
+            await asyncio.sleep(_ASK_S)  # a daemon that is being stopped still answers for a moment
+            try:
+                await self.check_hosts()
+            except ConfigError as error:
+                if not noted:
+                    _log.warning("waiting for %s, at most %g s: %s", self.name, self.away_s, error)
+                noted = True
+            else:
+                return True
+        return False
 
     async def _started_place(self, place: Place) -> None:
         async with place.opening:

@@ -94,6 +94,8 @@ class SpreadBackend(StartedBackend):
             backend = part.backend
             if not isinstance(backend, RemoteBackend | ServerBackend):
                 raise ConfigError(f"the backend {backend.name} cannot share a pool with others")
+            if isinstance(backend, RemoteBackend):
+                backend.away_s = 0.0  # the others make its slots meanwhile
             backend.begin_at(number * _EPOCHS)
 
     async def start(self) -> None:
