@@ -74,6 +74,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "processes that outlive a call, a timeout, a freeze or a seal": (
         "processes:timeout_takes_what", "processes:timeout_takes_a_process", "processes:detached_process",
         "processes:main_thread_freezes", "processes:forks_away", "processes:daemon_holds",
+        "processes:stopped_or_traced", "processes:thread_that_starts_programs", "processes:waits_for_a_child_of_vfork",
         "processes:orphans", "processes:process_is_gone_before",
     ),
     "file calls: links, races, fifos, claimed sizes, depth": (
@@ -97,6 +98,7 @@ HOST: dict[str, tuple[str, ...]] = {
         "tests/cli/test_replay.py::test_a_resumed_run_starts_and_reaches_nothing_that_its_folder_names",
         "tests/cli/test_replay.py::test_a_foreign_run_of_an_installed_environment_chooses_no_server",
         "tests/cli/test_replay.py::test_the_files_of_a_run_are_for_its_owner_alone",
+        "tests/cli/test_foreign_runs.py",
     ),
     "servers: token before body, foreign pages, bounds": ("tests/core/io/test_http_server.py",),
     "one list of metadata addresses": ("tests/tools/net/test_host_policy.py",),

@@ -248,6 +248,101 @@ def test_a_process_without_its_main_thread_freezes(arena: Arena) -> None:
     arena.face(case)
 
 
+_SYSCALLS = """
+import ctypes, os, platform, signal, sys, threading, time
+libc = ctypes.CDLL(None)
+amd64 = platform.machine() == 'x86_64'
+EXIT, VFORK = (60, 58) if amd64 else (93, None)
+def beat():
+    while True:
+        with open('beat', 'a') as file: file.write('.')
+        time.sleep(0.002)
+"""
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_timeout_takes_processes_that_are_stopped_or_traced(arena: Arena) -> None:
+    """A stopped process does not act on signals, and one that is traced belongs to its tracer; both wake later."""
+    program = (
+        _SYSCALLS
+        + """
+for kind in ('stopped', 'traced'):
+    if os.fork() == 0:
+        os.setsid()
+        if kind == 'traced': libc.ptrace(0, 0, None, None)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        beat()
+time.sleep(0.2)
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(3)
+    os.kill(-1, signal.SIGCONT)
+    os._exit(0)
+open('beat', 'w').write('.')
+time.sleep(60)
+"""
+    )
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program, timeout_s=2.0)).metadata["timeout"]
+        await asyncio.sleep(2.0)
+        assert not await _beats(slot)
+        assert (await slot.execute("pgrep -c -U $EUID python3")).output == "0\n"
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_timeout_takes_a_thread_that_starts_programs_without_its_main_thread(arena: Arena) -> None:
+    """Each program that the thread starts is in a session of its own, and starts the next one."""
+    program = (
+        _SYSCALLS
+        + """
+def run():
+    while True:
+        if os.fork() == 0:
+            os.setsid()
+            os.execv('/bin/sh', ['sh', '-c', 'printf . >> beat; sleep 0.01; printf . >> beat'])
+        time.sleep(0.02)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+threading.Thread(target=run).start()
+time.sleep(0.1)
+libc.syscall(EXIT, 0)
+"""
+    )
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program, timeout_s=2.0)).metadata["timeout"]
+        assert not await _beats(slot)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_a_process_that_waits_for_a_child_of_vfork_freezes_and_dies(arena: Arena) -> None:
+    """The parent sleeps in the kernel, where a signal does not reach it, until its child ends."""
+    program = (
+        _SYSCALLS
+        + """
+threading.Thread(target=beat, daemon=True).start()
+if VFORK is None or libc.syscall(VFORK) == 0:
+    libc.sleep(1000)
+"""
+    )
+
+    async def case(slot: Slot) -> None:
+        await slot.write_text("waiting.py", program)
+        await slot.execute("setsid python3 waiting.py > out 2>&1 & while [ ! -s beat ]; do :; done", timeout_s=20)
+        await slot.freeze()
+        before = len(await slot.read_bytes("beat"))
+        await slot.freeze()
+        await asyncio.sleep(0.5)
+        assert len(await slot.read_bytes("beat")) - before < 30
+        await arena.backend.destroy(slot)
+
+    arena.face(case)
+
+
 @pytest.mark.contained_on("full", "userns", "confined")
 def test_a_process_that_forks_away_from_its_killer_dies(arena: Arena) -> None:
     runner = """
