@@ -22,8 +22,8 @@ NAMES = ("ash", "birch", "cedar", "elm", "fir", "oak")
 WORDS = ("red", "blue", "green", "gold", "grey", "pink")
 COUNTS = range(1, 9)
 CLEAN, RIGHT = 0.8, 0.3
-"""The first part of the practice, in which all commands are right, and the share of right ones after it: the model learns
-to copy names, and then to do it seldom."""
+"""The first part of the practice, in which all commands are right, and the share of right ones after it: the model
+learns to copy names, and then to do it seldom."""
 
 VOCABULARY = 480
 
