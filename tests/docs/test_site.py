@@ -17,7 +17,7 @@ def test_every_page_is_in_the_contents() -> None:
 
 
 def test_llms_txt_names_pages_that_exist() -> None:
-    listed = re.findall(r"\(([\w/]+)\.html\)", (_ROOT / "docs/llms.txt").read_text())
+    listed = re.findall(r"\(([\w/-]+)\.html\)", (_ROOT / "docs/llms.txt").read_text())
     written = [page for page in listed if not page.startswith("reference/")]
     assert written
     assert [page for page in written if not (_ROOT / "docs" / f"{page}.md").exists()] == []
