@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -15,6 +17,22 @@ from palaestra.core.types import JSON
 from palaestra.testing.echo_chat_server import EchoChatServer
 
 pytestmark = pytest.mark.long
+
+
+MCP_SERVER = """
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("boats")
+
+
+@server.tool()
+def knots(speed: int) -> str:
+    "Twice the speed."
+    return str(2 * speed)
+
+
+server.run()
+"""
 
 
 class Ran:
@@ -127,5 +145,27 @@ def test_an_interrupt_ends_the_command_and_the_conversation_goes_on(tmp_path: Pa
         assert ran.code == 130
         assert ran.events[-1]["outcome"] == "interrupted"
         assert (await chat(tmp_path, "-c", "-p", "say on", *words)).events[-1]["text"] == "on"
+
+    play(scene)
+
+
+def test_the_prompt_appears_before_anything_heavy_is_imported() -> None:
+    heavy = "('pydantic', 'aiohttp', 'msgspec')"
+    script = f"import palaestra.chat.terminal, sys; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_mcp_servers_of_the_settings_are_tools(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    servers = {"mcpServers": {"boats": {"command": sys.executable, "args": [str(tmp_path / "server.py")]}}}
+    (tmp_path / "mcp.json").write_text(json.dumps(servers))
+
+    async def scene(server: EchoChatServer) -> None:
+        words = ("--base-url", server.url, "--model", "echo", "--mcp", "mcp.json", "--json")
+        ran = await chat(tmp_path, "-p", 'call mcp_boats_knots {"speed": 4}', *words)
+        assert ran.code == 0
+        results = [event["text"] for event in ran.events if event["type"] == "tool_result"]
+        assert "8" in results[0]
 
     play(scene)

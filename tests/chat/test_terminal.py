@@ -163,6 +163,14 @@ def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
     assert "remember the milk" in str(server.asked[0]["messages"][-1]["content"])
 
 
+def test_a_wrong_flag_ends_the_prompt_with_the_reason(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server, "--isolatoin", "best") as child:
+        seen(child, "unknown flag --isolatoin")
+        child.expect(pexpect.EOF)
+        child.wait()
+        assert child.exitstatus == 2
+
+
 def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()

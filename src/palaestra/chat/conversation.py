@@ -25,7 +25,7 @@ import json
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +86,7 @@ NEW_SANDBOX = "The sandbox is a new one: files and processes of the earlier one 
 _BEYOND = frozenset({"memory", "session_search"})
 _WITH_OUTPUT = frozenset({"terminal", "terminal_stateful", "execute_code"})
 _PREVIEW_CHARS = 120
+_CLOSE_S = 5.0
 _SUMMARIZE = (
     "Summarize this conversation for yourself, so that you can continue it without its messages: what the user wants "
     "and has decided, what was done and found, which files and commands matter, what is left to do. Only the summary."
@@ -359,13 +360,15 @@ class Conversation:
         if self._service.conversations.get(self.id) is not self:
             return
         self.interrupt()
-        async with self._busy:
-            del self._service.conversations[self.id]
-            await self._end_tools()
-            slot, self._slot = self._slot, None
-            if slot is not None and not keep_slot:
-                await self._service.release(slot)
-            os.close(self._lock)
+        with suppress(TimeoutError):  # nobody reads the events of the turn any more: it stays open, as after a kill
+            async with asyncio.timeout(_CLOSE_S), self._busy:
+                pass
+        del self._service.conversations[self.id]
+        await self._end_tools()
+        slot, self._slot = self._slot, None
+        if slot is not None and not keep_slot:
+            await self._service.release(slot)
+        os.close(self._lock)
 
     def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
         """A report on a background process, for the person and for the model's next turn."""
