@@ -1,0 +1,145 @@
+"""OpenEnv drives rollouts of an environment: sessions with tools and a reward, and traces of exact tokens.
+
+    factory = SessionFactory(env)
+    session = factory.create(task_id)          # initial_messages, list_tools, call_tool, verify, close
+
+The harness owns the agent's loop; the tools, the slots and the sealed grading are those of a run. `env_reward` is None
+for an unscored rollout, which OpenEnv leaves out. `training_trace` gives a rollout that was recorded token by token.
+
+Needs the package `openenv`. Source: `openenv.core.harness` of OpenEnv 0.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from openenv.core.env_server.mcp_types import Tool
+from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolResult, VerifyResult
+from openenv.core.harness.training import TrainingTrace, TrainingTurn
+
+from palaestra import JSON, Blame, ConfigError, InfraError, Message, Session, SyncPlay, Trajectory
+
+
+class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[misc]
+    """Makes the sessions of one run. `settings` are those of `palaestra.Session`. A context manager; `close` ends the
+    run."""
+
+    def __init__(self, env: object, **settings: JSON) -> None:
+        self._opened = ExitStack()
+        self._session = self._opened.enter_context(Session(env, policy="caller", **settings))
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self._session.path
+
+    def create(self, task: JSON, seed: int | None = None, episode_id: str | None = None) -> PlayedSession:
+        """Begin a rollout of a task: its id, or a row with `task_id`. The run's own seed counts, not `seed`. Raises
+        `ConfigError` for an unknown task."""
+        task_id = task.get("task_id") if isinstance(task, Mapping) else task
+        if not isinstance(task_id, str):
+            raise ConfigError(f"a task is an id, or a row with task_id, not {task!r:.100}")
+        tools = [
+            Tool(
+                name=each["function"]["name"],
+                description=each["function"].get("description", ""),
+                input_schema=each["function"].get("parameters", {}),
+            )
+            for each in self._session.tools(task_id)
+        ]
+        try:
+            return PlayedSession(self._session.play(task_id), tools)
+        except InfraError as error:
+            return PlayedSession(None, tools, error)
+
+    def close(self) -> None:
+        """End the run. Sessions that are not verified are cancelled."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PlayedSession(ResourceSession):  # type: ignore[misc]
+    """One rollout. `failure` is why it could not begin; such a rollout has no tools' answers and no reward."""
+
+    def __init__(self, play: SyncPlay | None, tools: list[Tool], failure: InfraError | None = None) -> None:
+        self._play, self._tools, self._failure = play, tools, failure
+        self.trajectory: Trajectory | None = None
+
+    def initial_messages(self) -> list[Message]:
+        return [] if self._play is None else [dict(message) for message in self._play.messages]
+
+    def list_tools(self) -> list[Tool]:
+        return list(self._tools)
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """What a model would read, errors of the call included; `error` only if the rollout has ended."""
+        if self._play is None:
+            return ToolResult(error=str(self._failure), done=True)
+        try:
+            return ToolResult(data=self._play.call(name, arguments))
+        except InfraError as error:
+            return ToolResult(error=str(error), done=True)
+
+    def verify(self, transcript: list[Message], final_state: JSON = None) -> VerifyResult:
+        """Seal and grade the rollout. Its last message is the transcript's."""
+        said = [message.get("content") for message in transcript if message.get("role") == "assistant"]
+        last = said[-1] if said and isinstance(said[-1], str) else ""
+        if self._play is not None:
+            try:
+                self.trajectory = self._play.finish(last)
+            except InfraError as error:
+                self._failure = error
+        done = self.trajectory
+        if done is None:
+            artifacts = {"blame": getattr(self._failure, "blame", Blame.RUN), "error": str(self._failure)}
+            return VerifyResult(env_reward=None, done=True, artifacts=artifacts)
+        return VerifyResult(
+            env_reward=done.reward,
+            done=True,
+            metrics=dict(done.metrics),
+            artifacts={
+                "rollout_id": done.rollout_id,
+                "outcome": str(done.outcome),
+                "blame": None if done.blame is None else str(done.blame),
+                "error": done.error,
+            },
+        )
+
+    def close(self) -> None:
+        """End the rollout, if it was not verified."""
+        if self.trajectory is None and self._failure is None:
+            self.verify([])
+
+
+def training_trace(trajectory: Trajectory) -> TrainingTrace:
+    """The model calls of a rollout with their tokens: each sampled token once, with the engine's log-probability.
+
+    Raises `ConfigError` for a rollout without recorded tokens.
+    """
+    if trajectory.ledger is None:
+        raise ConfigError(f"{trajectory.rollout_id} has no recorded tokens: use a token-exact model server")
+    rows = {row.segment: row for row in trajectory.rows}
+    turns = []
+    for turn in trajectory.ledger.turns:
+        row, start = rows[turn.segment], turn.prompt_tokens
+        stop = start + turn.sampled_tokens
+        assert row.logprobs is not None
+        turns.append(
+            TrainingTurn(
+                node_id=f"{trajectory.rollout_id}:{turn.number}",
+                prompt_token_ids=row.tokens[:start],
+                completion_token_ids=row.tokens[start:stop],
+                per_token_logps=row.logprobs[start:stop],
+                loss_mask=[0] * start + [1] * (stop - start),
+                metadata={"segment": turn.segment, "reason": str(row.reason), "finish_reason": turn.finish_reason},
+            )
+        )
+    return TrainingTrace(turns=turns)
