@@ -15,20 +15,15 @@ import time
 from collections.abc import Awaitable, Callable
 
 import _measure as measure
+import _slot_turns as turns
 
 from palaestra.sandbox.backends.docker import DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.sandbox.slot import SlotSpec
 
 TIMES_FASTER = 10.0
 """How much faster than `docker exec` a command in a slot must be."""
 CONTAINERS, SLOTS = 10, 200
-
-
-async def timed(call: Callable[[], Awaitable[object]]) -> float:
-    begun = time.perf_counter()
-    await call()
-    return 1000 * (time.perf_counter() - begun)
 
 
 async def run(*command: str) -> None:
@@ -60,7 +55,7 @@ async def commands(image: str, docker: list[str], hosts: list[str], rounds: int)
             }
             for _ in range(rounds):
                 for case, call in cases.items():
-                    found.setdefault(case, []).append(await timed(call))
+                    found.setdefault(case, []).append(await turns.timed(call))
         finally:
             await run(*docker, "kill", name)
     median = {case: statistics.median(each) for case, each in found.items()}
@@ -77,20 +72,7 @@ async def commands(image: str, docker: list[str], hosts: list[str], rounds: int)
 async def many(image: str, hosts: list[str]) -> list[measure.Row]:
     """Seconds until so many slots have run a command."""
     backend = DockerBackend(image, hosts=hosts, containers=CONTAINERS, slots_per_container=SLOTS // CONTAINERS)
-    async with backend:
-
-        async def one(number: int) -> Slot:
-            slot = await backend.create(SlotSpec(), f"slot {number}")
-            assert (await slot.execute(f"echo {number}")).output == f"{number}\n"
-            return slot
-
-        begun = time.perf_counter()
-        slots = await asyncio.gather(*map(one, range(SLOTS)))
-        wall = time.perf_counter() - begun
-        containers = backend.stats()["containers"]
-        await asyncio.gather(*map(backend.destroy, slots))
-    row = measure.Row(f"{SLOTS} slots: containers", float(containers), "containers")
-    return [measure.Row(f"{SLOTS} slots: made and used", wall, "s"), measure.with_ceiling(row, CONTAINERS)]
+    return await turns.many_slots(backend, SLOTS, "containers", CONTAINERS)
 
 
 def main() -> int:

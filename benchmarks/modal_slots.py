@@ -13,23 +13,17 @@ import contextlib
 import os
 import statistics
 import sys
-import time
 from collections.abc import Awaitable, Callable
 
 import _measure as measure
+import _slot_turns as turns
 import modal
 
 from palaestra.sandbox.backends.modal import DEFAULT_APP, ModalBackend, ModalSandboxConfig
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.sandbox.slot import SlotSpec
 from palaestra.testing.fake_modal import FakeModal
 
 SANDBOXES, SLOTS = 5, 50
-
-
-async def timed(call: Callable[[], Awaitable[object]]) -> float:
-    begun = time.perf_counter()
-    await call()
-    return 1000 * (time.perf_counter() - begun)
 
 
 async def commands(rounds: int) -> list[measure.Row]:
@@ -71,7 +65,7 @@ async def commands(rounds: int) -> list[measure.Row]:
         }
         for _ in range(rounds):
             for case, call in cases.items():
-                found.setdefault(case, []).append(await timed(call))
+                found.setdefault(case, []).append(await turns.timed(call))
         level = backend.rung.label
     await own.terminate.aio()
     print(f"isolation between the slots: {level}")
@@ -86,20 +80,7 @@ async def commands(rounds: int) -> list[measure.Row]:
 async def many() -> list[measure.Row]:
     """Seconds until so many slots have run a command."""
     config = ModalSandboxConfig(max_sandboxes=SANDBOXES, slots_per_sandbox=SLOTS // SANDBOXES)
-    async with ModalBackend(config) as backend:
-
-        async def one(number: int) -> Slot:
-            slot = await backend.create(SlotSpec(), f"slot {number}")
-            assert (await slot.execute(f"echo {number}")).output == f"{number}\n"
-            return slot
-
-        begun = time.perf_counter()
-        slots = await asyncio.gather(*map(one, range(SLOTS)))
-        wall = time.perf_counter() - begun
-        sandboxes = backend.stats()["containers"]
-        await asyncio.gather(*map(backend.destroy, slots))
-    row = measure.Row(f"{SLOTS} slots: sandboxes", float(sandboxes), "sandboxes")
-    return [measure.Row(f"{SLOTS} slots: made and used", wall, "s"), measure.with_ceiling(row, SANDBOXES)]
+    return await turns.many_slots(ModalBackend(config), SLOTS, "sandboxes", SANDBOXES)
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from palaestra.sandbox.backends.docker import DockerBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -21,21 +21,11 @@ class DockerDirectBackend(SlotPool):
         """Set the image of the next slot of a trajectory."""
         self._registered[trajectory_id] = image
 
-    async def acquire(
-        self,
-        trajectory_id: str,
-        *,
-        spec: SlotSpec | None = None,
-        snapshot: Snapshot | None = None,
-        timeout_s: float | None = None,
-        admitted: Callable[[], None] | None = None,
-    ) -> Slot:
-        """A slot with the trajectory's image, unless `spec` or `snapshot` says another."""
-        if spec is None and snapshot is None and trajectory_id in self._registered:
-            spec = SlotSpec(image=self._registered[trajectory_id])
-        return await super().acquire(
-            trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted
-        )
+    async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
+        """A slot with the trajectory's image, unless `spec` or `snapshot` has another."""
+        if spec.image is None and snapshot is None:
+            spec = replace(spec, image=self._registered.get(trajectory_id))
+        return await super().make(spec, trajectory_id, snapshot)
 
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
         """End a lease and the slot, and forget the trajectory's image."""

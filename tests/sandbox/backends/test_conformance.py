@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
-from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.errors import ConfigError, SandboxError, SlotLost
 from palaestra.sandbox.backends.docker import DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.remote import run_command
@@ -125,6 +126,22 @@ class TestDocker(BackendConformance):
             some = DockerBackend("python:here", hosts=[f"unix://{tmp_path}/nothing", self.daemon.address])
             async with some:
                 await some.destroy(await some.create(SlotSpec(), "there"))
+
+        self.runner.run(main())
+
+    def test_a_container_that_hangs_is_a_lost_slot(self) -> None:
+        async def main() -> None:
+            backend = DockerBackend("python:here", hosts=[self.daemon.address])
+            backend.silence_s = 4.0
+            _, before = await run_command([*self.reach, "ps", "--quiet"], 20)
+            async with backend:
+                slot = await backend.create(SlotSpec(), "hangs")
+                _, after = await run_command([*self.reach, "ps", "--quiet"], 20)
+                (container,) = set(after.split()) - set(before.split())
+                assert (await run_command([*self.reach, "pause", container], 20))[0] == 0
+                with pytest.raises(SlotLost):
+                    await asyncio.wait_for(slot.execute("true"), 40)
+                await run_command([*self.reach, "unpause", container], 20)
 
         self.runner.run(main())
 
