@@ -49,6 +49,39 @@ if __name__ == "__main__":
 """
 
 
+HIDING = {
+    "odd kinds": "mkfifo /tmp/pipe; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"/tmp/s\")'",
+    "closed": "chmod 000 /tmp/made; mkdir -m 000 /tmp/e /dev/shm/e",
+    "sparse": "truncate -s 200G /tmp/huge",
+    "busy": "(setsid sh -c 'while :; do date > /tmp/x$RANDOM; rm -f /tmp/x*; done' &) > /dev/null 2>&1",
+    "names": "touch \"/tmp/$(printf 'a\\nb')\" /tmp/-rf '/tmp/ x' /tmp/.hidden; ln -s /tmp/made /tmp/link",
+    "circles": "ln -s /tmp /tmp/loop; ln -s / /tmp/root; ln -s ../../.. /dev/shm/up",
+    "planted": "mkdir -p /.palaestra-carried; ln -s / /.palaestra-carried/tmp; ln -s /etc /.palaestra-carried/dev",
+    "linked": "rm -rf /.palaestra-carried; ln -s /workspace /.palaestra-carried",
+}
+"""What an agent leaves in the way of the copy of its scratch files."""
+
+ODD = SCRIPT.replace(
+    'self.left = [{"id": "a", "prompt": "?", "solution": "cp /tmp/seed /dev/shm/made; cp /tmp/seed /var/tmp/made"}]',
+    "made = 'cp /tmp/seed /tmp/made; cp /tmp/seed /dev/shm/made; '\n"
+    f"        hiding = {HIDING!r}\n"
+    "        self.left = [{'id': n, 'prompt': '?', 'solution': made + text} for n, text in hiding.items()]",
+).replace('/var/tmp/made"', '/tmp/made"')
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("isolation", ["best", "userns"])
+def test_nothing_that_an_agent_leaves_hides_its_work(tmp_path: Path, isolation: str) -> None:
+    script = tmp_path / "scratch_env.py"
+    script.write_text(ODD)
+    argv = [sys.executable, str(script), "process", "--policy", "oracle", "--env.isolation", isolation]
+    argv += ["--env.total_steps", str(len(HIDING))]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in groups_file(tmp_path).read_text().splitlines()]
+    assert {row["task_id"]: row["scores"] for row in rows} == {name: [1.0] for name in HIDING}
+
+
 @pytest.mark.slots
 def test_scratch_files_are_graded(tmp_path: Path) -> None:
     """Also when the kept workspaces are graded again."""
