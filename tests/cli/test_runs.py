@@ -206,17 +206,23 @@ def test_status_and_report_take_the_last_run_when_none_is_named(capsys: pytest.C
     assert Path(capsys.readouterr().out.strip()).resolve() == open_run().path.resolve() / "report.html"
 
 
-@pytest.mark.parametrize("name", ["folder", "last", "id"])
-def test_a_run_is_replayed_by_its_folder_or_its_id(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["folder", "last", "id", "groups", "export"])
+def test_a_run_is_replayed_by_its_folder_its_id_or_a_file_of_it(name: str) -> None:
     first = open_run()
-    run = {"folder": str(first.path), "last": "last", "id": first.path.name}[name]
+    assert main(["export", "last", "--to", "openai"]) == 0
+    export, groups = first.path / "exports/openai.jsonl", first.path / "groups.jsonl"
+    assert export.is_file()
+    names = {"folder": first.path, "last": "last", "id": first.path.name, "groups": groups, "export": export}
+    run = names[name]
     assert main(["run", "my_env.py", "--policy", f"replay:{run}", "--group", "2"]) == 0
     assert [each.messages for each in open_run().trajectories] == [each.messages for each in first.trajectories]
 
 
 def test_no_description_of_a_setting_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "terminal_test", "--help-all"]) == 0
-    assert not [line for line in capsys.readouterr().out.splitlines() if line.endswith("...") or len(line) > 160]
+    text = capsys.readouterr().out
+    assert not [line for line in text.splitlines() if line.endswith("...") or len(line) > 160]
+    assert "--openai.server_type openai|scripted|sglang|transformers|vllm " in text, "only what works"
 
 
 def test_a_copy_that_cannot_be_written_is_reported_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:

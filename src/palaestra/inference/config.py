@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from pydantic import Field
+
 from palaestra.core.config import Settings, later
 
 ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
@@ -31,7 +33,7 @@ class ServerBaseline(Settings, use_attribute_docstrings=True):
         1000, "How many of the latest requests the latency statistics cover.", "No latency statistics are kept."
     )
 
-    server_type: ServerType = "openai"
+    server_type: ServerType = Field(default="openai", json_schema_extra={"not_offered": ["trl"]})
     """openai: any server that speaks chat completions. sglang, vllm: token-exact. transformers: token-exact, in this
     process. scripted: a policy that needs no model."""
 

@@ -319,7 +319,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     def choices(self, written: str) -> list[str]:
         """The values of a flag whose setting takes one of a list; empty for other flags."""
         found = self._field(written)
-        return choices(found.annotation) if found is not None else []
+        return [each for each in choices(found.annotation) if each not in _not_offered(found)] if found else []
 
     def _field(self, written: str) -> FieldInfo | None:
         group, _, name = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
@@ -574,10 +574,17 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
         )
 
 
+def _not_offered(info: FieldInfo) -> Sequence[JSON]:
+    """The values that existing scripts may name, but that do not work in this version."""
+    values = info.json_schema_extra.get("not_offered") if isinstance(info.json_schema_extra, dict) else None
+    return values if isinstance(values, list) else []
+
+
 def _field(group: str, model_type: type[BaseModel], name: str, own_default: JSON) -> str:
     info = model_type.model_fields[name]
     default = own_default if own_default is not None else info.get_default(call_default_factory=True)
     shown = "" if default is PydanticUndefined else f" [{_shown(name, default)}]"
-    flag = f"--{group}.{name} {describe(info.annotation)}"
+    kinds = [each for each in describe(info.annotation).split("|") if each not in _not_offered(info)]
+    flag = f"--{group}.{name} {'|'.join(kinds)}"
     text = f"  {flag:<46} {info.description or ''}{shown}"
     return textwrap.fill(text, 160, subsequent_indent=" " * 49, break_long_words=False, break_on_hyphens=False)

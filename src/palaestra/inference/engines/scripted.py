@@ -160,12 +160,13 @@ class ReplayPolicy(Policy):
     """Plays the assistant's side of recorded trajectories, selected by task id and index.
 
     A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run, also named
-    by the run's folder. Other lines and a torn last line are ignored. Of two trajectories with one task id and index,
-    the later counts.
+    by the run's folder, its groups file or an export in it. Other lines and a torn last line are ignored. Of two
+    trajectories with one task id and index, the later counts.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path / "journal.jsonl" if path.is_dir() else path
+        folder = path.parent if path.name == "groups.jsonl" else path.parent.parent if _is_export(path) else path
+        self._path = journal if (journal := folder / "journal.jsonl").is_file() else path
         self._turns: Mapping[tuple[str, int], list[RecordedReply]] = {}
 
     async def start(self) -> None:
@@ -187,6 +188,10 @@ class ReplayPolicy(Policy):
                 f"The recording of task '{task.id}', index {context.index}, ends after {turn} turns."
             )
         return turns[turn]
+
+
+def _is_export(path: Path) -> bool:
+    return path.is_file() and path.parent.name == "exports"
 
 
 class _Turn(msgspec.Struct):
@@ -248,7 +253,9 @@ def _trajectories(path: Path) -> Iterator[_Trajectory]:
         except msgspec.DecodeError as error:
             if number == len(lines) and not isinstance(error, msgspec.ValidationError):
                 return  # torn: the writer was killed
-            raise ConfigError(f"{path}, line {number}, is not a recorded trajectory: {error}.") from None
+            raise ConfigError(
+                f"{path}, line {number}, is not a recorded trajectory: {error}. Name a run instead."
+            ) from None
 
 
 def _assistant_side(trajectory: _Trajectory, path: Path) -> list[RecordedReply]:
