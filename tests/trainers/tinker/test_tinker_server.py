@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -518,3 +521,80 @@ def test_a_checkpoint_of_another_model_is_refused(service: Any, server: Server, 
             raises_soon(lambda: client.create_training_client_from_state(path).result(), path)
     finally:
         other.close()
+
+
+def test_the_other_calls_of_the_list(service: Any, server: Server) -> None:
+    training = lora(service, server)
+    raises_soon(lambda: training.save_weights_external("out").result(), "save_state")
+    path = training.save_state("listed", user_metadata={"a": "b"}).result().path
+    before = weights_of(training)
+    training.forward_backward([supervised([5, 6, 7])], "cross_entropy").result()
+    training.optim_step(adam(1e-2)).result()
+    training.load_state(path).result()
+    assert weights_of(training) == pytest.approx(before, abs=1e-6)
+    rest, run = service.create_rest_client(), training.model_id
+    assert rest.get_training_run(run).result().last_checkpoint.tinker_path == path
+    assert run in [each.training_run_id for each in rest.list_training_runs().result().training_runs]
+    (listed,) = rest.list_checkpoints(run).result().checkpoints
+    assert (listed.tinker_path, listed.user_metadata) == (path, {"a": "b"})
+    rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result()
+    assert rest.list_checkpoints(run).result().checkpoints[0].expires_at is not None
+    session = service.holder.get_session_id()
+    assert session in rest.list_sessions().result().sessions
+    assert run in rest.get_session(session).result().training_run_ids
+    sampler = service.create_sampling_client(base_model=server.name).result()
+    again = type(sampler).from_sampler_handle(sampler.get_sampler_handle(), api_key=KEY)
+    assert again.get_base_model() == server.name
+    assert rest.get_sampler(sampler._sampling_session_id).result().base_model == server.name
+    raises_soon(lambda: rest.publish_checkpoint_from_tinker_path(path).result(), "404")
+    raises_soon(lambda: rest.get_training_run("nobody").result(), "nobody")
+
+
+def weighted_nll(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+    return -(logprobs * weights).sum(), {}
+
+
+def test_a_traced_custom_loss_runs_in_the_sdk(service: Any, server: Server) -> None:
+    training = lora(service, server)
+    handle = service.create_custom_loss(weighted_nll, {"logprobs": 1, "weights": 1}).result()
+    data = [supervised([5, 6, 7])]
+    expected = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    assert training.forward_backward_custom(data, handle).result().metrics["loss:sum"] == pytest.approx(expected)
+
+
+@pytest.mark.long
+def test_a_killed_server_leaves_whole_checkpoints(tiny: Path, tmp_path: Path) -> None:
+    """A process that saves is killed four times; each checkpoint on disk loads."""
+    program = [sys.executable, "-c", KILLED, str(tiny), str(tmp_path / "ck")]
+    from palaestra.trainers.tinker.checkpoints import CheckpointFolder
+    from palaestra.trainers.tinker.model import BaseModel
+
+    rng = random.Random(0)
+    for _ in range(4):
+        with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"saving\n"
+            time.sleep(rng.uniform(0.05, 0.6))
+            process.kill()
+        folder = CheckpointFolder(tmp_path / "ck")
+        folder.sweep()
+        base = BaseModel(str(tiny), device="cpu")
+        for found in folder.all():
+            assert folder.load(found, base, optimizer=True).steps == found.steps
+    assert folder.all()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from palaestra.trainers.tinker.checkpoints import CheckpointFolder, Place
+from palaestra.trainers.tinker.model import Adam, BaseModel, LoraSettings, Row, TrainedModel
+import torch
+model = TrainedModel(BaseModel(sys.argv[1], device="cpu"), LoraSettings(32, seed=0))
+row = Row([5, 6, 7], {"target_tokens": torch.tensor([6, 7, 8])})
+model.batch([row], "cross_entropy", {}, backward=True)
+model.step(Adam())
+print("saving", flush=True)
+while True:
+    CheckpointFolder(Path(sys.argv[2])).save(model, Place("run", "weights", "state"), optimizer=True, overwrite=True)
+"""

@@ -76,6 +76,7 @@ class TinkerServer:
             "save_weights": self._save,
             "load_weights": self._load,
             "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
             "create_sampling_session": self._create_sampling,
             "join_sampling_session": self._join_sampling,
             "asample": self._asample,
@@ -202,6 +203,12 @@ class TinkerServer:
 
     async def _save_for_sampler(self, request: web.Request) -> web.Response:
         return await self._queued(request, types.SaveWeightsForSamplerRequest, self.service.save_for_sampler)
+
+    async def _save_external(self, request: web.Request) -> web.Response:
+        """Refused in its turn, so that the requests after it run."""
+        asked = await _read(request, types.SaveWeightsExternalRequest)
+        reason = "This server exports no weights: save_state writes files that peft or transformers load."
+        return _accepted(self.service.refuse(asked.model_id, asked.seq_id or 0, reason))
 
     async def _queued(
         self, request: web.Request, kind: type[_Model], submit: Callable[[_Model], Pending]

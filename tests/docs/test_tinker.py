@@ -1,0 +1,37 @@
+"""The program of docs/tinker.md runs, with the real SDK."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.io.threads import LoopThread
+from palaestra.testing.tiny_model import make_tiny
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytest.importorskip("tinker")
+
+PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
+
+
+def test_the_program_trains_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from palaestra.trainers.tinker.server import serving
+
+    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    make_tiny(tmp_path / "tiny", hidden=64, layers=2)
+    loop = LoopThread("tinker-server")
+    server = serving(str(tmp_path / "tiny"), tmp_path / "checkpoints", device="cpu")
+    started = loop.wait(server.__aenter__())
+    try:
+        for words, own in (("http://127.0.0.1:8010", started.url), ("/tmp/tiny/", started.name)):
+            assert words in program
+            program = program.replace(words, own)
+        exec(compile(program, "docs/tinker.md", "exec"), {})
+    finally:
+        loop.wait(server.__aexit__(None, None, None))
+        loop.close()
+    printed = capsys.readouterr().out
+    assert "loss:sum" in printed
+    assert "/weights/first" in printed
