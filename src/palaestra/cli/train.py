@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from palaestra.cli.completion import SettingsCommand, complete_settings, first_w
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from palaestra.trainers.config import TrainerName
+    from palaestra.trainers.config import TrainerName, TrainingConfig
 
 
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -67,7 +68,13 @@ _OPTIONS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     --trainer trl      TRL's GRPO loss and optimizer, all weights, on this machine (pip install 'palaestra[trl]')
     --trainer tinker   an adapter, on the service or on a server that speaks its wire (pip install 'palaestra[tinker]');
                        without --tinker-url and TINKER_API_KEY, `palaestra serve tinker` is started here
-    Any Atropos trainer instead takes groups with `palaestra feed`.
+    Any Atropos trainer instead takes groups with `palaestra feed`. To be such a trainer, take batches from a trajectory
+    API in place of an environment, and serve the weights to whatever feeds it:
+
+    
+      palaestra serve api --store groups.jsonl &
+      palaestra train --batches-from http://127.0.0.1:8000 --model FOLDER --trainer tinker --out runs/chain
+      palaestra feed my_env.py --openai.server_type sglang --base-url http://127.0.0.1:8001 --model FOLDER
 
     Nothing is trained that should not be: unscored rollouts, rows of older weights, and rows whose log-probabilities
     differ from the trainer's own are left out and counted. The environment is first checked as `palaestra env check`
@@ -83,6 +90,13 @@ _OPTIONS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
 @click.option("--tinker-url", metavar="URL", help="A server that speaks Tinker's wire.")
 @click.option("--resume", metavar="RUN", help="Continue this training: a run's folder, an id, or last.")
 @click.option("--unchecked", multiple=True, metavar="ENV", help="Train although the check of this environment fails.")
+@click.option("--batches-from", metavar="URL", help="Train on the batches of this trajectory API.")
+@click.option("--batch", type=click.IntRange(min=2), default=64, show_default=True, help="Sequences in its batches.")
+@click.option("--most-tokens", type=click.IntRange(min=2), default=16384, show_default=True, help="Tokens of one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="Where weights are served."
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The folder of such a training.")
 @_training_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="ENV [SETTINGS]", shell_complete=complete_settings)
 @click.pass_context
@@ -93,6 +107,11 @@ def command(
     tinker_url: str | None,
     resume: str | None,
     unchecked: tuple[str, ...],
+    batches_from: str | None,
+    batch: int,
+    most_tokens: int,
+    port: int,
+    out: Path | None,
     words: tuple[str, ...],
     **given: Any,
 ) -> None:
@@ -104,6 +123,17 @@ def command(
     from palaestra.trainers.config import TrainingConfig
 
     settings = {name: value for name, value in given.items() if value is not None}
+    if batches_from is not None:
+        model, rest = _model(words)
+        if trainer not in (None, "tinker") or resume is not None or rest:
+            raise ConfigError(
+                "--batches-from takes --model, --trainer tinker, --out and the settings of the training, and no "
+                f"environment{f': {rest[0]}' if rest else ''}; the same --out continues a training"
+            )
+        config = TrainingConfig(**{"max_difference": 2.0, **settings})
+        folder = out or Path("runs/batches")
+        asyncio.run(_train_batches(batches_from, model, tinker_url, config, folder, batch, most_tokens, port))
+        return
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
         recorded = None
@@ -136,6 +166,59 @@ def command(
     click.echo(f"{result.reason}; best checkpoint {result.best or result.last}", err=True)
     sys.stdout.write(f"{json.dumps(report.to_json()) if parsed.as_json else report.run.folder}\n")
     context.exit(report.run.exit_code)
+
+
+def _model(words: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The value of `--model`, and the other words."""
+    rest = list(words)
+    for place, word in enumerate(rest):
+        flag, equals, value = word.partition("=")
+        if flag == "--model" and (equals or place + 1 < len(rest)):
+            model = value or rest[place + 1]
+            del rest[place : place + (1 if equals else 2)]
+            return model, rest
+    raise ConfigError("name the model to train with --model")
+
+
+async def _train_batches(
+    api: str,
+    model: str,
+    tinker_url: str | None,
+    config: TrainingConfig,
+    folder: Path,
+    sequences: int,
+    most_tokens: int,
+    port: int,
+) -> None:
+    """Train on the batches of a trajectory API with Tinker, and serve the current weights."""
+    from palaestra.inference.config import APIServerConfig
+    from palaestra.testing.model_server import ModelServer
+    from palaestra.trainers.atropos.batch_trainer import BatchTrainer
+    from palaestra.trainers.atropos.connection import TrajectoryClient
+    from palaestra.trainers.tinker_client import TinkerTrainer
+
+    local = folder / "tinker-states" if tinker_url is None and not os.environ.get("TINKER_API_KEY") else None
+    trainer = TinkerTrainer(APIServerConfig(model_name=model), config, url=tinker_url, local=local)
+    client = TrajectoryClient(api)
+    try:
+        await trainer.open()
+        await trainer.engine.start()
+        async with ModelServer(trainer.engine, port=port) as server:
+            click.echo(server.url)
+            click.echo(f"the weights are served at {server.url}, for --openai.server_type sglang", err=True)
+            batches = BatchTrainer(
+                trainer,
+                config,
+                client,
+                folder / "training",
+                sequences=sequences,
+                most_tokens=most_tokens,
+                note=lambda text: click.echo(text, err=True),
+            )
+            await batches.run()
+    finally:
+        await client.aclose()
+        await trainer.aclose()
 
 
 def _checked_form(environment: str, settings: list[str], unchecked: tuple[str, ...]) -> Any:

@@ -46,6 +46,15 @@ class TrainingState(msgspec.Struct, kw_only=True):
     best_step: int = 0
     worse: int = 0
 
+    def check(self, trainer: str, model: str) -> None:
+        """Raises `ConfigError` if the checkpoint is another trainer's or another model's."""
+        for name, saved, now in (("trainer", self.trainer, trainer), ("model", self.model, model)):
+            if saved != now:
+                raise ConfigError(
+                    f"the checkpoint of step {self.step} is of the {name} {saved!r}, not {now!r}: resume with that "
+                    "one, or start a new training"
+                )
+
 
 class TrainingFiles:
     """The files below `path`."""

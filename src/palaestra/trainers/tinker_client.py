@@ -56,6 +56,12 @@ class TinkerEngine(TokenChat):
         """Sample with other weights."""
         self._client, self.version = client, version
 
+    async def load_weights(self, folder: str, version: str) -> None:
+        """Refused: the weights come from the trainer alone."""
+        raise EngineRefused(
+            f"Model '{self.name}' is in training: its weights come from the trainer, not from {folder}."
+        )
+
     async def aclose(self) -> None:
         """Nothing: the trainer owns the connection."""
 

@@ -241,15 +241,7 @@ class Training:
         state = self._files.latest()
         if state is None:
             return TrainingState(trainer=self.trainer.name, model=self.trainer.model)
-        for name, saved, now in (
-            ("trainer", state.trainer, self.trainer.name),
-            ("model", state.model, self.trainer.model),
-        ):
-            if saved != now:
-                raise ConfigError(
-                    f"the checkpoint {self._files.checkpoint(state.step)} is of the {name} {saved!r}, not {now!r}: "
-                    "resume with that one, or start a new training"
-                )
+        state.check(self.trainer.name, self.trainer.model)
         await self.trainer.load(self._files.checkpoint(state.step), str(state.step))
         for line in read_steps(self._files.path.parent):
             if line["step"] <= state.step:

@@ -43,7 +43,7 @@ T = TypeVar("T")
 FORWARD_ROWS = 32
 """Rows in one pass of the model."""
 
-_SPARE = 1.25
+_SPARE = 1.1
 """Rows that a step may have, as a multiple of its rollouts: a rollout has more than one if its history changed."""
 
 

@@ -1,0 +1,239 @@
+"""`BatchTrainer`: takes batches from a trajectory API and trains on them; any environment may feed the API.
+
+A batch is on the disk before it is trained, and stays there until a checkpoint has it. A trainer that was killed
+therefore trains each batch that it received exactly once. The API forgets a batch when it has answered: one whose
+answer did not arrive is lost, which the API cannot express.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.clock import Clock, SystemClock
+from palaestra.core.errors import ConfigError, TrainerError, TrainerRefused, TrainerUnavailable
+from palaestra.core.io.durable_files import replaced, writing
+from palaestra.inference.ledger import UNTRAINED
+from palaestra.rollouts.export.token_rows import ExportedRow
+from palaestra.trainers.atropos.connection import TrajectoryClient
+from palaestra.trainers.atropos.wire import RequestRefusal, ScoredData, checked
+from palaestra.trainers.batch import EQUAL, WITHOUT_TOKENS, Batch, advantages
+from palaestra.trainers.checkpoints import STEP, TrainingFiles, TrainingState
+from palaestra.trainers.config import TrainingConfig
+from palaestra.trainers.trainer import TrainedRow, Trainer
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often the API is asked for a batch."""
+
+PATIENCE_S = 600.0
+"""How long the API may be silent before the training ends."""
+
+
+class BatchTrainer:
+    """Trains `trainer`, which is open. `folder` is for its files, `sequences` the size of a batch. `run` returns after
+    the last step."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: TrainingConfig,
+        client: TrajectoryClient,
+        folder: Path,
+        *,
+        sequences: int,
+        most_tokens: int,
+        note: Callable[[str], None] = lambda text: None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.trainer = trainer
+        self.config = config
+        self._client = client
+        self._folder = folder
+        self._sequences = sequences
+        self._most_tokens = most_tokens
+        self._note = note
+        self._clock = clock or SystemClock()
+
+    async def run(self) -> TrainingState:
+        """Train to the last step. Raises `TrainerError` if the API is gone, `ConfigError` and `DiskError`."""
+        self._files = TrainingFiles(self._folder)
+        self._batches = self._folder / "batches"
+        with writing(self._batches):
+            self._batches.mkdir(exist_ok=True)
+        state = self._files.latest()
+        if state is None:
+            state = TrainingState(trainer=self.trainer.name, model=self.trainer.model)
+        else:
+            state.check(self.trainer.name, self.trainer.model)
+            await self.trainer.load(self._files.checkpoint(state.step), str(state.step))
+            self._note(f"continues after step {state.step}")
+        await self._register(state.step)
+        while state.step < self.config.steps:
+            groups = self._received(state.step + 1) or await self._next_batch(state.step + 1)
+            await self._step(state, groups)
+            if state.step % self.config.save_every == 0 or state.step == self.config.steps:
+                part = self._files.begin(state.step)
+                await self.trainer.save(part)
+                await asyncio.to_thread(self._files.commit, part, state, self.config.keep)
+                self._forget(state.step)
+        return state
+
+    async def _register(self, step: int) -> None:
+        answer = await self._asked(
+            "POST",
+            "/register",
+            {
+                "wandb_group": None,
+                "wandb_project": None,
+                "batch_size": self._sequences,
+                "max_token_len": self._most_tokens,
+                "checkpoint_dir": "",
+                "save_checkpoint_interval": -1,
+                "starting_step": step,
+                "num_steps": self.config.steps,
+            },
+        )
+        if answer is None:
+            raise TrainerRefused(f"{self._client.url} did not register the trainer")
+
+    async def _next_batch(self, step: int) -> list[ScoredData]:
+        """Wait for a batch and keep it on the disk."""
+        while True:
+            answer = await self._asked("GET", "/batch")
+            if answer is not None and answer.get("batch"):
+                break
+            await self._clock.sleep(POLL_S)
+        try:
+            groups = [checked(each) for each in msgspec.convert(answer["batch"], list[ScoredData], strict=False)]
+        except (msgspec.ValidationError, RequestRefusal) as error:
+            raise TrainerRefused(f"{self._client.url} gave a batch that cannot be trained: {error}") from None
+        path = self._path(step)
+        with writing(path), replaced(path) as file:
+            file.write(msgspec.json.encode(groups))
+        return groups
+
+    def _received(self, step: int) -> list[ScoredData] | None:
+        """The batch of a step, if an earlier process received it."""
+        path = self._path(step)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=list[ScoredData])
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}. Remove it to train on the next batch instead") from None
+
+    def _forget(self, step: int) -> None:
+        for path in self._batches.glob("*.json"):
+            if int(path.stem) <= step:
+                path.unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self._batches / f"{step:06d}.json"
+
+    async def _step(self, state: TrainingState, groups: Sequence[ScoredData]) -> None:
+        batch = scored_batch(groups, scaled=self.config.scale_advantages)
+        most = 0.0
+        if batch.rows:
+            most = batch.compare(await self.trainer.logprobs(batch.rows), self.config.max_difference)
+        version = str(state.step + 1)
+        numbers: Mapping[str, float] = {"loss": 0.0}
+        if batch.rows:
+            numbers = await self.trainer.step(batch.rows, version)
+        else:
+            self._note(f"step {version}: nothing of the batch can be trained: {dict(batch.refused)}")
+        if not math.isfinite(numbers["loss"]):
+            raise TrainerError(f"step {version}: the loss is {numbers['loss']}: resume with a lower learning_rate")
+        state.step += 1
+        reward = statistics.fmean(batch.rewards)
+        self._files.log(
+            STEP,
+            state.step,
+            {"reward": reward, "logprob_difference": most, "rows": len(batch.rows), **batch.refused, **numbers},
+        )
+        self._note(f"step {state.step}/{self.config.steps}: reward {reward:.3f}, loss {numbers['loss']:.3g}")
+
+    async def _asked(
+        self, method: str, path: str, payload: Mapping[str, object] | None = None
+    ) -> dict[str, object] | None:
+        """The answer, or None for one without success. An API that is silent is asked again, for `PATIENCE_S`."""
+        until = self._clock.monotonic() + PATIENCE_S
+        while True:
+            try:
+                answer = await self._client.ask(method, path, payload)
+            except TrainerUnavailable:
+                if self._clock.monotonic() > until:
+                    raise
+                await self._clock.sleep(POLL_S)
+                continue
+            if answer.status in (401, 403, 404, 409, 422):
+                raise TrainerRefused(f"{self._client.url}{path}: {answer.detail}")
+            return answer.body if answer.status == 200 and isinstance(answer.body, dict) else None
+
+
+def scored_batch(groups: Sequence[ScoredData], *, scaled: bool = True) -> Batch:
+    """The rows of a batch. The advantages are the groups' own, else those of `trainers.batch.advantages`."""
+    batch = Batch()
+    for number, group in enumerate(groups):
+        batch.rewards += group.scores
+        batch.rollouts += len(group.scores)
+        if not group.inference_logprobs:
+            batch.refused[WITHOUT_TOKENS] += len(group.tokens)
+            continue
+        if not group.advantages and len(set(group.scores)) == 1:
+            batch.refused[EQUAL] += 1
+            continue
+        given = [_only(each) for each in group.advantages] if group.advantages else None
+        gains = given or advantages(group.scores, scaled=scaled)
+        rows = zip(group.tokens, group.masks, group.inference_logprobs, group.scores, gains, strict=True)
+        for place, (tokens, masks, logprobs, score, gain) in enumerate(rows):
+            row = _row(tokens, masks, logprobs, score, f"{number}/{place}")
+            if row is not None:
+                batch.rows.append(TrainedRow(row, gain))
+        batch.groups += 1
+    return batch
+
+
+def _only(values: Sequence[float]) -> float:
+    """The advantage of a row, which must be the same for all its tokens."""
+    found = {value for value in values if value}
+    if len(found) > 1:
+        raise ConfigError("the environment gives each token another advantage; this trainer takes one per sequence")
+    return found.pop() if found else 0.0
+
+
+def _row(
+    tokens: list[int], masks: Sequence[int], logprobs: Sequence[float], score: float, name: str
+) -> ExportedRow | None:
+    """A sequence as a row; None if nothing of it is trained."""
+    start = next((place for place, mask in enumerate(masks) if mask != UNTRAINED), None)
+    if not start:  # without a prompt, nothing predicts the first token
+        return None
+    on = [int(mask != UNTRAINED) for mask in masks[start:]]
+    return ExportedRow(
+        prompt_ids=tokens[:start],
+        completion_ids=tokens[start:],
+        mask=on,
+        logprobs=[logprob * kept for logprob, kept in zip(logprobs[start:], on, strict=True)],
+        reward=score,
+        group_id=name.partition("/")[0],
+        segment=0,
+        policy_version=None,
+        versions=[],
+        spans=[],
+        segments=1,
+        rollout_id=name,
+        task_id="",
+        index=int(name.partition("/")[2]),
+        outcome="",
+        reason="start",
+        finish_reason="",
+        source="engine",
+    )

@@ -1,0 +1,154 @@
+"""A trainer that takes batches from the real trajectory server: what it trains, and what a kill leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tabular import REPLIES, REWARDS, TabularTrainer
+
+from palaestra import ConfigError, TrainingConfig
+from palaestra.trainers.atropos import batch_trainer
+from palaestra.trainers.atropos.batch_trainer import BatchTrainer, scored_batch
+from palaestra.trainers.atropos.connection import TrajectoryClient
+from palaestra.trainers.atropos.trajectory_server import serving
+from palaestra.trainers.atropos.wire import ScoredData
+from palaestra.trainers.checkpoints import read_steps
+from palaestra.trainers.trainer import TrainedRow
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_trainer, "POLL_S", 0.01)
+
+
+def group(trainer: TabularTrainer, number: int) -> dict[str, Any]:
+    """Two rollouts, `bad` and `good`, sampled at the start; the score tells the groups apart."""
+    tokenizer = trainer.engine.tokenizer
+    prompt = list(tokenizer.encode("Say something"))
+    replies = [list(tokenizer.encode(REPLIES[place])) for place in (0, 2)]
+    logprob = TabularTrainer().reply_logprobs()[0]
+    return {
+        "tokens": [[*prompt, *reply] for reply in replies],
+        "masks": [[*[-100] * len(prompt), *reply] for reply in replies],
+        "inference_logprobs": [[*[1.0] * len(prompt), logprob, *[0.0] * (len(reply) - 1)] for reply in replies],
+        "scores": [REWARDS["bad"], REWARDS["good"] + number / 1000],
+    }
+
+
+class Death(BaseException):
+    """Ends a process here and now."""
+
+
+class Dying(TabularTrainer):
+    """A trainer that dies somewhere in a step or a checkpoint, as SIGKILL would end it."""
+
+    def __init__(self, at: float, rng: random.Random) -> None:
+        super().__init__(rate=0.1)
+        self.at, self.rng = at, rng
+        self.trained: list[float] = []
+
+    def _die(self) -> None:
+        if self.rng.random() < self.at:
+            raise Death
+
+    async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
+        self._die()
+        self.trained.append(round(max(row.row.reward or 0.0 for row in rows), 3))
+        numbers = await super().step(rows, version)
+        self._die()
+        return numbers
+
+    async def save(self, folder: Path) -> None:
+        await super().save(folder)
+        (folder / "trained.json").write_text(json.dumps(self.trained))
+        self._die()
+
+    async def load(self, folder: Path, version: str) -> None:
+        await super().load(folder, version)
+        self.trained = json.loads((folder / "trained.json").read_text())
+
+
+def config(**settings: Any) -> TrainingConfig:
+    return TrainingConfig(**{"steps": STEPS, "save_every": 2, "max_difference": 5.0, **settings})
+
+
+async def train(url: str, trainer: TabularTrainer, folder: Path, **settings: Any) -> None:
+    client = TrajectoryClient(url)
+    try:
+        await BatchTrainer(trainer, config(**settings), client, folder, sequences=2, most_tokens=64).run()
+    finally:
+        await client.aclose()
+
+
+async def feed(url: str, count: int) -> None:
+    """Give the server `count` batches, once a trainer has registered."""
+    client = TrajectoryClient(url)
+    try:
+        for number in range(count):
+            while (await client.ask("POST", "/scored_data", group(TabularTrainer(), number))).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        await client.aclose()
+
+
+def test_batches_are_trained_in_their_order(tmp_path: Path) -> None:
+    async def both() -> TabularTrainer:
+        trainer = Dying(0.0, random.Random(0))
+        async with serving() as url, asyncio.TaskGroup() as tasks:
+            tasks.create_task(train(url, trainer, tmp_path / "training"))
+            tasks.create_task(feed(url, STEPS))
+        return trainer
+
+    trainer = asyncio.run(both())
+    assert trainer.trained == [round(1 + number / 1000, 3) for number in range(STEPS)]
+    assert trainer.weights[2] > 0.2 > trainer.weights[0]
+    assert [line["step"] for line in read_steps(tmp_path)] == list(range(1, STEPS + 1))
+    assert not list((tmp_path / "training/batches").iterdir())
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_a_trainer_that_dies_anywhere_trains_every_batch_once(tmp_path: Path, seed: int) -> None:
+    rng, deaths = random.Random(seed), 0
+
+    async def until_done() -> Dying:
+        nonlocal deaths
+        async with serving(store=tmp_path / "store") as url:
+            feeding = asyncio.create_task(feed(url, STEPS))
+            while True:
+                trainer = Dying(0.3, rng)
+                try:
+                    await train(url, trainer, tmp_path / "training")
+                except Death:
+                    deaths += 1
+                    continue
+                await feeding
+                return trainer
+
+    trainer = asyncio.run(until_done())
+    assert deaths > 0
+    assert trainer.trained == [round(1 + number / 1000, 3) for number in range(STEPS)]
+
+
+def test_a_batch_without_log_probabilities_or_with_equal_scores_trains_nothing(tmp_path: Path) -> None:
+    given = group(TabularTrainer(), 0)
+    blind = scored_batch([ScoredData(**{**given, "inference_logprobs": None})])
+    assert (blind.rows, blind.refused["rollouts_without_tokens"]) == ([], 2)
+    equal = scored_batch([ScoredData(**{**given, "scores": [1.0, 1.0]})])
+    assert (equal.rows, equal.refused["equal_groups"]) == ([], 1)
+
+
+def test_the_advantages_of_an_environment_count(tmp_path: Path) -> None:
+    given = group(TabularTrainer(), 0)
+    batch = scored_batch([ScoredData(**{**given, "advantages": [[-3.0], [0.5]]})])
+    assert [row.advantage for row in batch.rows] == [-3.0, 0.5]
+    lengths = [len(each) for each in given["tokens"]]
+    with pytest.raises(ConfigError, match="advantage"):
+        scored_batch([ScoredData(**{**given, "advantages": [[float(at) for at in range(n)] for n in lengths]})])
