@@ -138,7 +138,7 @@ class TinkerTrainer:
         key = {"api_key": _LOCAL_KEY} if self._url is not None else {}
         try:
             self._service = await asyncio.to_thread(lambda: tinker.ServiceClient(base_url=self._url, **key))
-            self._client = await self._service.create_lora_training_client_async(
+            self._client = await self._service.create_lora_training_client(
                 self.model, rank=self._config.lora_rank, seed=self._seed
             )
         except tinker.TinkerError as error:
