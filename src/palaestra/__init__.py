@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
-    from palaestra.envs.run.rollout_function import DroppedRollout, RolloutFunction, Scored, Unscored
+    from palaestra.envs.run.rollout_function import RolloutFunction, Scored, Unscored
     from palaestra.envs.run.session import Play, Session, SyncPlay, SyncSession
     from palaestra.envs.run.train import TrainingReport, train
     from palaestra.inference.config import APIServerConfig, ServerBaseline
@@ -187,7 +187,6 @@ __all__ = [
     "ContextExceeded",
     "Delegates",
     "DiskError",
-    "DroppedRollout",
     "EndlessTerminalsEnv",
     "EngineError",
     "EngineRefused",
@@ -357,7 +356,6 @@ _MODULES = {
     "ContextExceeded": "core.errors",
     "Delegates": "agent.detached_subagents",
     "DiskError": "core.errors",
-    "DroppedRollout": "envs.run.rollout_function",
     "EndlessTerminalsEnv": "suites.endless_terminals.endless_terminals",
     "EngineError": "core.errors",
     "EngineRefused": "core.errors",

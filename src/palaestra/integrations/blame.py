@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 DROPPED: Mapping[str, str] = {
     "agent_lightning": "the rollout's state is `failed`, with the error as its message; no reward event is sent",
-    "areal": "`run` raises `DroppedRollout`, which rejects the sample",
+    "areal": "`run` raises, which rejects the sample",
     "atropos": "the rollout is not sent",
     "openenv": "`VerifyResult.env_reward` is None",
     "prime_rl": "the trace has an error",

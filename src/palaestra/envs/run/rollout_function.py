@@ -44,14 +44,6 @@ class Unscored:
         return f"{outcome}/{self.blame}"
 
 
-class DroppedRollout(RuntimeError):
-    """An unscored rollout, for trainers that drop a sample when an exception is raised. `unscored` has the reason."""
-
-    def __init__(self, unscored: Unscored) -> None:
-        super().__init__(f"{unscored.kind}: {unscored.error}")
-        self.unscored = unscored
-
-
 class RolloutFunction:
     """Plays rollouts of `env`, each with a model of its own. An async context manager; all rollouts are one run.
 
