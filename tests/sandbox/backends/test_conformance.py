@@ -23,8 +23,9 @@ import pytest
 from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
 from palaestra.core.errors import ConfigError, SandboxError, SlotLost
-from palaestra.sandbox.backends.docker import DockerBackend
+from palaestra.sandbox.backends.docker import LABEL, DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.backends.owner import process_name, this_host
 from palaestra.sandbox.backends.remote import run_command
 from palaestra.sandbox.backends.singularity import SingularityBackend
 from palaestra.sandbox.backends.ssh import SSHBackend
@@ -126,6 +127,26 @@ class TestDocker(BackendConformance):
             some = DockerBackend("python:here", hosts=[f"unix://{tmp_path}/nothing", self.daemon.address])
             async with some:
                 await some.destroy(await some.create(SlotSpec(), "there"))
+
+        self.runner.run(main())
+
+    def test_containers_whose_process_is_gone_are_removed_at_the_next_start(self) -> None:
+        async def main() -> None:
+            left = {}
+            for name, owner in (
+                ("gone", f"{this_host()}/1-0"),
+                ("alive", f"{this_host()}/{process_name(os.getpid())}"),
+                ("elsewhere", "another/1-0"),
+            ):
+                words = ["run", "--detach", "--label", f"{LABEL}={owner}", "python:here", "sleep", "600"]
+                status, left[name] = await run_command([*self.reach, *words], 60)
+                assert status == 0, left[name]
+            async with DockerBackend("python:here", hosts=[self.daemon.address]):
+                pass
+            _, listed = await run_command([*self.reach, "ps", "--all", "--quiet", "--no-trunc"], 20)
+            assert left["gone"] not in listed.split()
+            assert {left["alive"], left["elsewhere"]} <= set(listed.split())
+            await run_command([*self.reach, "rm", "--force", left["alive"], left["elsewhere"]], 60)
 
         self.runner.run(main())
 

@@ -114,7 +114,7 @@ def test_a_run_pauses_when_its_sandboxes_have_cost_enough(
     words = ["--backend", "modal", "--concurrency", "1", "--env.slot_prices", "modal=3600", "--env.max_cost", "3"]
     assert palaestra(["run", "there_env.py", "--policy", "oracle", "--group", "1", *words]) == 3
     assert "max_cost" in capsys.readouterr().err
-    assert 1 <= len(groups_file().read_text().splitlines()) < 5
+    assert sum(len(each.read_text().splitlines()) for each in Path("runs").rglob("groups.jsonl")) < 9
 
 
 @pytest.mark.parametrize("field", ["tool_pool_mode", "terminal_backend"])

@@ -15,19 +15,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, ImageError
+from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON
+from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
 from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.images.image_store import ImageStore, default_folder
 from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot
 
 LABEL = "palaestra.slots"
+"""The label of containers; its value is `HOST/PROCESS` of their owner."""
+
+_log = logging.getLogger(__name__)
 _CHECK_S = 15.0
 _PULL_S = 1800.0
 _RIGHTS = (
@@ -95,8 +101,19 @@ class DockerBackend(RemoteBackend):
             raise ConfigError(
                 f"docker{f' at {host}' if host else ''} does not answer: {text}. Start it, or set DOCKER_HOST"
             )
+        await self._end_leftovers(host)
         if self._image is not None:
             await self._pull(host, self._image)
+
+    async def _end_leftovers(self, host: str) -> None:
+        """Remove the containers of processes of this machine that are gone."""
+        listing = ["ps", "--all", "--filter", f"label={LABEL}", "--format", f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}']
+        for line in (await run_process([*_docker(host), *listing], timeout_s=_CHECK_S)).text.splitlines():
+            container, _, owner = line.partition(" ")
+            machine, _, process = owner.partition("/")
+            if machine == this_host() and not is_alive(process):
+                _log.warning("removing the container %s, whose process is gone", container)
+                await run_command([*_docker(host), "rm", "--force", container], _CHECK_S)
 
     async def _pull(self, host: str, image: str) -> None:
         status, _ = await run_command([*_docker(host), "image", "inspect", image], _CHECK_S)
@@ -174,7 +191,8 @@ class DockerBackend(RemoteBackend):
         for mount in place.mounts:
             options += ["--volume", f"{mount.source}:{mount.target}:ro"]
         entry, *arguments = call
-        start = ["run", "--interactive", "--rm", "--init", "--label", f"{LABEL}={os.getpid()}", "--user", "0"]
+        owner = f"{this_host()}/{process_name(os.getpid())}"
+        start = ["run", "--interactive", "--rm", "--init", "--label", f"{LABEL}={owner}", "--user", "0"]
         return [*_docker(place.host), *start, *options, "--entrypoint", entry, place.image, *arguments]
 
 

@@ -35,6 +35,7 @@ import yaml
 from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
 from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
+from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.backends.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
 from palaestra.sandbox.images.image_store import ImageStore
@@ -271,9 +272,9 @@ class ModalBackend(RemoteBackend):
     async def _end_leftovers(self) -> None:
         """End the sandboxes of processes of this machine that are gone."""
         sdk = load_sdk()
-        async for sandbox in sdk.Sandbox.list.aio(app_id=self._app_id, tags={"palaestra_host": _host()}):
+        async for sandbox in sdk.Sandbox.list.aio(app_id=self._app_id, tags={"palaestra_host": this_host()}):
             process = (await sandbox.get_tags.aio()).get("palaestra_process", "")
-            if process and not _is_alive(process):
+            if process and not is_alive(process):
                 _log.warning("ending the sandbox %s, whose process is gone", sandbox.object_id)
                 await sandbox.terminate.aio()
 
@@ -403,7 +404,7 @@ class ModalBackend(RemoteBackend):
             creating = sdk.Sandbox.create.aio(
                 app=self._app,
                 image=sdk.Image.from_registry(spec.image),
-                tags={"palaestra_host": _host(), "palaestra_process": _process(os.getpid())},
+                tags={"palaestra_host": this_host(), "palaestra_process": process_name(os.getpid())},
                 env=dict(config.env_vars),
                 secrets=[sdk.Secret.from_name(name) for name in config.secrets],
                 timeout=config.max_lifetime,
@@ -719,25 +720,6 @@ def is_path(image: str | None) -> TypeGuard[str]:
 
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _host() -> str:
-    """This machine since its start, as far as this process sees its processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _process(pid: int) -> str:
-    """A process that no other one of this machine is taken for: its number and its start. Source: proc_pid_stat(5)."""
-    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{pid}-{started}"
-
-
-def _is_alive(process: str) -> bool:
-    try:
-        return _process(int(process.partition("-")[0])) == process
-    except (OSError, ValueError):
-        return False
 
 
 def _typed(what: str, declared: str, value: JSON) -> JSON:

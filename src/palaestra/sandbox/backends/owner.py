@@ -1,0 +1,26 @@
+"""Names of this machine and its processes, for what they own elsewhere: a later start ends what has lost its owner."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def this_host() -> str:
+    """This machine since its start, as far as this process sees its processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def process_name(pid: int) -> str:
+    """A process that no other one of this machine is taken for: its number and its start. Source: proc_pid_stat(5)."""
+    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{pid}-{started}"
+
+
+def is_alive(process: str) -> bool:
+    """Whether the process of that name runs."""
+    try:
+        return process_name(int(process.partition("-")[0])) == process
+    except (OSError, ValueError):
+        return False
