@@ -16,6 +16,7 @@ _libc.syscall.restype = ctypes.c_long
 MACHINE = platform.machine()
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE)
 _CAPSET = {"x86_64": 126, "aarch64": 91}.get(MACHINE)
+_TGKILL = {"x86_64": 234, "aarch64": 131}.get(MACHINE)
 _OPEN_TREE, _MOVE_MOUNT, _CLOSE_RANGE, _OPENAT2, _MOUNT_SETATTR = 428, 429, 436, 437, 442
 _FSOPEN, _FSCONFIG, _FSMOUNT, _FSPICK = 430, 431, 432, 433
 
@@ -102,6 +103,13 @@ def capset(keep: int) -> None:
     low, high = keep & 0xFFFFFFFF, keep >> 32
     header, data = struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", low, low, 0, high, high, 0)
     check(_libc.syscall(_CAPSET, header, data), "capset")
+
+
+def tgkill(pid: int, thread: int, number: int) -> None:
+    """tgkill(2): a signal to one thread of a process."""
+    if _TGKILL is None:
+        raise OSError(38, f"no system call table for {MACHINE}")
+    check(raw(_TGKILL, pid, thread, number), f"tgkill {pid}")
 
 
 def close_from(first: int, last: int = 0xFFFFFFFF) -> None:

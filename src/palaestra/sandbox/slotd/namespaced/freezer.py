@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Generator
 
+from .. import syscalls
 from ..rung import CannotMake
 
 PATIENCE_S = 2.0
@@ -38,6 +39,8 @@ def freeze(init: int) -> Generator[None, None, list[int]]:
             fresh = [pid for pid, state in table if state not in _GONE and pid not in asleep and pid not in stopped]
             for pid in fresh:
                 _signal(pid, signal.SIGSTOP)
+            for pid in [pid for pid, state in table if pid in stopped and state not in _STILL]:
+                _stop_threads(pid)
             stopped += fresh
             if not fresh and _all_still(table):
                 return stopped
@@ -75,8 +78,16 @@ def _maps_shared(pid: int) -> bool:
     return False
 
 
+def _stop_threads(pid: int) -> None:
+    """Stop a process whose main thread waits in the kernel and so does not take the signal of its process."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                syscalls.tgkill(pid, int(thread), signal.SIGSTOP)
+
+
 def _all_still(table: list[tuple[int, bytes]]) -> bool:
-    """Whether all are stopped. A parent in vfork cannot stop, but cannot act either while its child is stopped."""
+    """Whether all are stopped. A thread in vfork cannot stop, but cannot act either while its child is stopped."""
     states = {state for _, state in table}
     return states - {b"D"} <= _STILL and (b"D" not in states or b"T" in states)
 
@@ -94,15 +105,16 @@ def descendants(init: int) -> list[tuple[int, bytes]]:
 
 
 def _state(pid: int) -> bytes:
-    """The state of a process; if its main thread has ended, that of a thread that lives, if possible one that runs."""
+    """The state of a process; if its main thread has ended or waits in the kernel, that of another thread: if possible
+    of one that runs."""
     state, threads = _stat(f"/proc/{pid}/stat")
-    if state not in _GONE or threads < 2:
+    if threads < 2 or state not in (*_GONE, b"D"):
         return state
     states = [state]
     for thread in os.listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError):
             states.append(_stat(f"/proc/{pid}/task/{thread}/stat")[0])
-    return min(states, key=lambda each: (each in _STILL, each in _GONE))
+    return min(states, key=lambda each: (each in _STILL, each in _GONE, each == b"D"))
 
 
 def _stat(path: str) -> tuple[bytes, int]:
