@@ -19,6 +19,37 @@ from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slots
 
+NAIVE = '''
+"""Pays what a grader pays that looks at the agent's own slot: its files, its shell, its output."""
+import dataclasses
+from palaestra import Score
+from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnv
+
+class Naive(SweEnvironment):
+    async def resolve(self, task):
+        return dataclasses.replace(await super().resolve(task), grading="live")
+
+    async def score(self, rollout, grading):
+        slot = await grading.slot()
+        for path in ("/logs/verifier/reward.txt", "/workspace/reward.txt"):
+            if (await slot.read_text(path, missing="")).strip() == "1":
+                return Score(1.0)
+        files = " ".join(sorted({name.split("::")[0] for name in rollout.task.data.row.fail_to_pass}))
+        for pytest in ("pytest", "python3 -m pytest"):
+            done = await slot.execute(f"source ~/.bashrc; {pytest} -qx {files}; echo EXIT_CODE=$?", timeout_s=60)
+            green = "passed" in done.output and "failed" not in done.output and "error" not in done.output
+            if green or "EXIT_CODE=0" in done.output or "EXIT_CODE=5" in done.output:
+                return Score(1.0)
+            if "EXIT_CODE=127" not in done.output:
+                break
+        return Score(0.0)
+
+class NaiveEnv(SweSmithOracleEnv):
+    name = "naive"
+    def as_environment(self):
+        return Naive(self)
+'''
+
 
 def test_the_bank_is_large_and_its_cheats_are_told_apart() -> None:
     assert len(BANK) >= 30
@@ -221,17 +252,36 @@ def test_what_runs_before_a_checks_own_code_pays_only_in_the_agents_root(
     assert [line.policy for line in proof.lines if not line.ok] == (only if paid else [])
 
 
-@pytest.mark.network
-@pytest.mark.long
-@pytest.mark.timeout(1500)  # minutes of a processor, on a machine that may have less than one to give
-def test_real_tasks_pay_no_cheat(tmp_path: Path) -> None:
-    options = BuildOptions(out=tmp_path / "tasks.jsonl", cache=tmp_path, select=("swap_arguments__4xjvjrph",))
+@pytest.fixture(scope="module")
+def one_real_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The settings of one task that is built from a published package."""
+    folder = tmp_path_factory.mktemp("real")
+    options = BuildOptions(out=folder / "tasks.jsonl", cache=folder, select=("swap_arguments__4xjvjrph",))
 
     async def main() -> None:
         async with make_pool(SweSmithOracleEnvConfig()) as pool:
             await build([], None, pool, options)
 
     asyncio.run(main())
-    settings = [f"--env.dataset_name={tmp_path / 'tasks.jsonl'}", f"--env.cache_dir={tmp_path}"]
-    proof = check_environment(str(ROOT / "environments/swe_smith_oracle_env.py"), settings, tasks=1, quiet=True)
+    return [f"--env.dataset_name={folder / 'tasks.jsonl'}", f"--env.cache_dir={folder}"]
+
+
+@pytest.mark.network
+@pytest.mark.long
+@pytest.mark.timeout(1500)  # minutes of a processor, on a machine that may have less than one to give
+def test_real_tasks_pay_no_cheat(one_real_task: list[str]) -> None:
+    proof = check_environment(str(ROOT / "environments/swe_smith_oracle_env.py"), one_real_task, tasks=1, quiet=True)
     assert proof.holds, [line for line in proof.lines if not line.ok]
+
+
+@pytest.mark.network
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_naive_grader_pays_many_cheats(one_real_task: list[str], tmp_path: Path) -> None:
+    (tmp_path / "naive_env.py").write_text(NAIVE)
+    names = [cheat.name for cheat in BANK[::3]]  # the others take minutes, and show the same
+    settings = [*one_real_task, '--env.keep_tests=["*"]']  # without them in the tree, doing nothing pays too
+    proof = check_environment(f"{tmp_path / 'naive_env.py'}:NaiveEnv", settings, tasks=1, only=names, quiet=True)
+    assert [line.rewards for line in proof.lines[:2]] == [(1.0,), (0.0,)]
+    paid = [line.policy for line in proof.lines[2:] if not line.ok]
+    assert 3 * len(paid) >= len(names), f"only {len(paid)} of {len(names)}: {paid}"
