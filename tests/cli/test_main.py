@@ -64,6 +64,14 @@ def test_wrong_usage_is_exit_code_2_with_the_way_out(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("group", ["env", "images", "serve", "slots", "tasks", "model"])
+def test_a_group_without_its_command_shows_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(group) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"Usage: palaestra {group}")
+
+
 def test_a_failure_is_one_message_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("status", str(tmp_path / "absent")) == 2
     captured = capsys.readouterr()

@@ -17,7 +17,7 @@ import click
 
 from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.exits import DONE, Program
+from palaestra.core.exits import DONE, USAGE, Program
 from palaestra.core.io import plugins
 
 COMMANDS = {
@@ -158,6 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
             program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE
+        except click.exceptions.NoArgsIsHelpError as error:  # a group without its subcommand
+            click.echo(error.format_message(), err=True)
+            return USAGE
         except click.UsageError as error:
             place = f" See `{error.ctx.command_path} --help`" if error.ctx is not None else ""
             raise ConfigError(f"{_in_words(error)}{place}") from None
