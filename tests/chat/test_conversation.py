@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from palaestra.chat.store import ConversationStore
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.token_engine import SGLangEngine
+from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
@@ -296,20 +297,26 @@ def test_a_limit_of_model_calls_ends_the_turn(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_token_exact_server_leaves_a_ledger_as_a_rollout_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "make"), [("sglang", SGLangEngine), ("vllm", VLLMEngine)])
+def test_a_token_exact_server_streams_and_leaves_a_ledger_as_a_rollout_does(
+    tmp_path: Path, kind: Literal["sglang", "vllm"], make: type[TokenServer]
+) -> None:
     call = f'<tool_call>\n{{"name": "terminal", "arguments": {json.dumps({"command": "echo hi"})}}}\n</tool_call>'
-    tokenizer = toy_tokenizer([call, "done", "and again"])
+    tokenizer = toy_tokenizer([call])
 
     async def go() -> None:
-        engine = ToyEngine(tokenizer, iter([call, "done", "and again"]))
-        async with TokenLoopback(engine, tokenizer, kind="sglang") as server:
-            config = APIServerConfig(base_url=server.url, model_name="toy", server_type="sglang")
+        engine = ToyEngine(tokenizer, iter([call, "all of it is done <b", "and again"]))
+        async with TokenLoopback(engine, tokenizer, kind=kind) as server:
+            config = APIServerConfig(base_url=server.url, model_name="toy", server_type=kind)
             with ConversationStore(tmp_path / "c.sqlite") as store:
-                async with ChatService(SGLangEngine(config, tokenizer=tokenizer), store, SETTINGS) as chat:
+                async with ChatService(make(config, tokenizer=tokenizer), store, SETTINGS) as chat:
                     conversation = Conversation.begin(chat)
                     events = await said(conversation, "hello")
                     assert any(isinstance(event, ToolEnded) and "hi" in event.text for event in events)
-                    assert ended(events).text == "done"
+                    assert ended(events).text == "all of it is done <b"
+                    pieces = [event.text for event in events if isinstance(event, TextDelta)]
+                    assert len(pieces) > 3
+                    assert "".join(pieces) == "all of it is done <b"  # and nothing of the call
                     assert ended(await said(conversation, "once more")).text == "and again"
                 [(part, first, last, record)] = store.ledgers(conversation.id)
                 assert (part, first, last) == (1, 1, 2)

@@ -44,7 +44,7 @@ class ChatServer:
     recorded: Callable[[int], list[Piece] | None] | None = None
     features: frozenset[str] = frozenset()
     """What it takes besides text, tools and sampling settings: `images`, `response_format`, `tool_choice`, and
-    `on_delta` for a hook that gets the reply as it is written."""
+    `on_delta` for a hook that gets the reply as it is written; of an engine `on_ids`, for one that gets token ids."""
 
     @property
     def ledger(self) -> Ledger | None:

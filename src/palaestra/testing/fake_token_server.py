@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
 from aiohttp import web
@@ -30,6 +30,8 @@ _WIRE_ONLY = frozenset(
         "return_tokens_as_token_ids",
         "skip_special_tokens",
         "add_special_tokens",
+        "stream",
+        "stream_options",
     ]
 )
 """Fields of a request that are not sampling settings."""
@@ -100,7 +102,7 @@ class TokenLoopback:
         ids = list(self._tokenizer.encode(body["prompt"], add_special_tokens=False))
         return web.json_response({"count": len(ids), "max_model_len": 1 << 20, "tokens": ids})
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
         if "prompt" in body:
             sampled = await self._sampled(body["prompt"]["prompt_token_ids"], body)
@@ -120,9 +122,14 @@ class TokenLoopback:
             "output_token_logprobs": [[logprob, number, None] for number, logprob in _pairs(sampled)],
         }
         text = self._tokenizer.decode(list(sampled.ids), skip_special_tokens=True)
+        if body.get("stream"):
+            entries: list[JSON] = [[logprob, number, None] for number, logprob in _pairs(sampled)]
+            so_far = (entries[:n] for n in range(1, len(entries)))
+            parts = [{**info, "finish_reason": None, "output_token_logprobs": each} for each in so_far]
+            return await _streamed(request, [{"meta_info": each} for each in (*parts, info)])
         return web.json_response(self._spoil({"text": text, "meta_info": info}))
 
-    async def _completions(self, request: web.Request) -> web.Response:
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
         prompt = body["prompt"]
         if isinstance(prompt, str):
@@ -141,6 +148,8 @@ class TokenLoopback:
         if self._token_ids and body.get("return_token_ids"):
             choice |= {"token_ids": list(sampled.ids), "prompt_token_ids": prompt}
         used = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled.ids)}
+        if body.get("stream"):
+            return await _streamed(request, [*_pieces_of(choice), {"choices": [], "usage": used}])
         reply: Reply = {
             "id": f"cmpl-{next(self._counter)}",
             "model": self._engine.name,
@@ -154,6 +163,26 @@ class TokenLoopback:
         return await self._engine.generate(
             input_ids, {name: value for name, value in asked.items() if name not in _WIRE_ONLY}
         )
+
+
+def _pieces_of(choice: Reply) -> Iterator[Reply]:
+    """A choice token by token, as vLLM streams it."""
+    logprobs, last = choice["logprobs"], len(choice["logprobs"]["tokens"]) - 1
+    for place in range(last + 1):
+        one = {name: values[place : place + 1] for name, values in logprobs.items()}
+        piece = {**choice, "logprobs": one, "finish_reason": choice["finish_reason"] if place == last else None}
+        if "token_ids" in choice:
+            piece["token_ids"] = choice["token_ids"][place : place + 1]
+        yield {"choices": [piece]}
+
+
+async def _streamed(request: web.Request, events: Iterable[Reply]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
 
 
 @web.middleware

@@ -24,7 +24,7 @@ from palaestra.inference.chat_server import ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, CompletionUsage, Sampled, TextChoice, TextCompletion, TokenEngine
 from palaestra.inference.engines.openai import parse_base_url
-from palaestra.inference.http.transport import NOT_JSON, Response, Transport, encode_json, shown
+from palaestra.inference.http.transport import NOT_JSON, Reader, Response, Transport, encode_json, shown
 from palaestra.inference.ledger import Ledger, ids_json
 from palaestra.inference.parsers import ToolCallParser, list_parsers
 from palaestra.inference.templates import ChatFormat
@@ -148,7 +148,10 @@ PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
 
 
 class TokenServer(TokenChat):
-    """One model server that continues token ids. Subclasses implement its wire in `generate`."""
+    """One model server that continues token ids. Subclasses implement its wire in `generate`, whose `sampling` may have
+    `on_ids` (`OnIds`): the reply is streamed then, and the result is the same."""
+
+    features = frozenset({"on_delta", "on_ids"})
 
     def __init__(
         self,
@@ -197,11 +200,26 @@ class TokenServer(TokenChat):
         except (EngineUnavailable, *NOT_JSON):
             return None
 
-    async def _continued(self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str) -> Response:
+    async def _continued(
+        self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str, read: Reader | None = None
+    ) -> Response:
         """The answer to the JSON object `rest` with the ids under `name`, which are most of its bytes."""
         return await self.transport.request(
-            "POST", url, lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:])), lane=lane
+            "POST",
+            url,
+            lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:])),
+            lane=lane,
+            read=read,
         )
+
+    def _reader(self, url: URL, events: str, on_ids: JSON) -> Reader | None:
+        """Reads a stream of `events`, a class of `token_stream.py`; None without `on_ids`."""
+        if on_ids is None:
+            return None
+        from palaestra.inference.http import token_stream  # only chats stream
+
+        source = f"The model server at {shown(url)} (model '{self.name}')"
+        return token_stream.TokenStreamReader(source, getattr(token_stream, events), on_ids).read
 
     def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:
         try:
@@ -240,7 +258,8 @@ class SGLangEngine(TokenServer):
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         url = self.root_url / "generate"
         lane, asked = sampling.get("split", "train"), _sglang_request(sampling)
-        response = await self._continued(url, "input_ids", input_ids, asked, lane)
+        read = self._reader(url, "SGLangEvents", sampling.get("on_ids"))
+        response = await self._continued(url, "input_ids", input_ids, asked, lane, read)
         if not 200 <= response.status < 300:
             raise self.transport.refusal(url, response.status, response.body)
         reply = self._decoded(response.body, _SGLangReply, url, len(input_ids))
@@ -267,13 +286,15 @@ class SGLangEngine(TokenServer):
 
 
 def _sglang_request(sampling: Mapping[str, JSON]) -> bytes:
-    settings = {_SGLANG_NAMES.get(name, name): value for name, value in sampling.items() if name != "split"}
+    ours = ("split", "on_ids")
+    settings = {_SGLANG_NAMES.get(name, name): value for name, value in sampling.items() if name not in ours}
     settings.setdefault("max_new_tokens", None)  # up to the window; left out, it would be 128
     return encode_json(
         {
             "sampling_params": {**settings, "skip_special_tokens": False},
             "return_logprob": True,
             "logprob_start_len": -1,
+            **({"stream": True} if sampling.get("on_ids") is not None else {}),
         }
     )
 
@@ -315,7 +336,7 @@ class VLLMEngine(TokenServer):
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         sampling = {"max_tokens": None, **sampling}  # up to the window; left out, it would be 16
-        lane = sampling.pop("split", "train")
+        lane, on_ids = sampling.pop("split", "train"), sampling.pop("on_ids", None)
         if self._stock is False:
             return await self._from_atropos(list(input_ids), sampling, lane)
         url = self.base_url / "completions"
@@ -328,7 +349,10 @@ class VLLMEngine(TokenServer):
             "skip_special_tokens": False,
             "add_special_tokens": False,
         }
-        response = await self._continued(url, "prompt", input_ids, encode_json(body), lane)
+        if on_ids is not None:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        read = self._reader(url, "VLLMEvents", on_ids)
+        response = await self._continued(url, "prompt", input_ids, encode_json(body), lane, read)
         if response.status in (404, 405) and self._stock is None and not _is_about_the_request(response.body):
             self._stock = False
             return await self._from_atropos(list(input_ids), sampling, lane)

@@ -16,6 +16,7 @@ import asyncio
 from array import array
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
 
 from palaestra.core.clock import Clock, SystemClock
@@ -40,6 +41,7 @@ from palaestra.inference.token_exact.replies import ReplyReader, sample
 
 if TYPE_CHECKING:
     from palaestra.inference.token_exact.managed_text import ManagedText
+    from palaestra.inference.token_exact.streaming import ShownReply
 
 V = TypeVar("V")
 
@@ -146,6 +148,8 @@ class ManagedChat(ChatServer):
     Raises `ConfigError` for an unusable template or parser.
     """
 
+    features = frozenset({"on_delta"})
+
     def __init__(
         self,
         engine: TokenEngine,
@@ -239,7 +243,8 @@ class ManagedChat(ChatServer):
     ) -> ChatCompletion:
         """`n` replies to a conversation; those after the first are segments of their own. `chat_template_kwargs` go to
         the template, all other settings to the engine. `opens` is the reason to record if the messages neither continue
-        nor repeat a known conversation. Raises `EngineError`, and `ConfigError` if the template refuses."""
+        nor repeat a known conversation. `on_delta` gets each reply in pieces as it comes, or all of it if the engine
+        does not stream. Raises `EngineError`, and `ConfigError` if the template refuses."""
         if n < 1:
             raise ConfigError(f"n is {n}; a request asks for at least one reply.")
         settings = {**sampling, **(extra_body or {})}
@@ -303,6 +308,7 @@ class ManagedChat(ChatServer):
         """Plan, sample, and only then record: a failed request leaves nothing."""
         messages = plain_messages(messages)  # a list of its own: the caller's may grow while the engine samples
         plan = self._plan(renderer, messages)
+        settings, shown = self._shown(plan, renderer, settings)
         plan.thread.busy = True
         try:
             prompt = self.ledger.prompt(None if plan.begins else plan.thread.segment, plan.delta)
@@ -312,9 +318,28 @@ class ManagedChat(ChatServer):
                 tokenizer = self._format.tokenizer
                 vocabulary = len(tokenizer) if isinstance(tokenizer, Sized) else None
                 pieces = await sample(self._engine, prompt, settings, vocabulary, self._clock)
-            return self._record(plan, renderer, messages, pieces, prompt_tokens, opens)
+            reply = self._record(plan, renderer, messages, pieces, prompt_tokens, opens)
         finally:
             plan.thread.busy = False
+        if shown is not None:
+            shown.finish(reply.message)
+        return reply
+
+    def _shown(
+        self, plan: _Plan, renderer: TurnRenderer, settings: Mapping[str, JSON]
+    ) -> tuple[Mapping[str, JSON], ShownReply | None]:
+        """The settings for the engine, and who shows the reply while it comes."""
+        if "on_delta" not in settings:
+            return settings, None
+        from palaestra.inference.token_exact.streaming import ShownReply  # only chats show replies as they come
+
+        rest = {name: value for name, value in settings.items() if name != "on_delta"}
+        options: dict[str, JSON] = {"thinking": renderer.thinks_at_once(plan.delta), "cut": True}
+        read = partial(self._reader.read, **options, tools=renderer.tools, turn=self._turns + 1)
+        shown = ShownReply(settings["on_delta"], self._format.tokenizer, read, renderer.stop_ids)
+        if "on_ids" in getattr(self._engine, "features", ()):
+            rest["on_ids"] = shown.add
+        return rest, shown
 
     def _plan(self, renderer: TurnRenderer, messages: Sequence[Message]) -> _Plan:
         thread = self._continued(renderer, messages)
