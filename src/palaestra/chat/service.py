@@ -28,7 +28,8 @@ from palaestra.agent.budget import Budget
 from palaestra.chat.store import ConversationStore
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON, Prices
-from palaestra.inference.config import APIServerConfig
+from palaestra.inference.chat_server import ServerEngine
+from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.server_group import Server, ServerGroup
 from palaestra.processes.notifications import Notifications
 from palaestra.processes.registry import ProcessRegistry
@@ -95,7 +96,7 @@ class OpenConversation(Protocol):
 class ChatService:
     """The shared part of conversations. `server` is that of conversations that name no other; `backend` None is this
     machine's; `pool` replaces it. `checkpoint` is the file of background processes for the next service. The caller
-    closes `store`."""
+    closes `store`. Raises `ConfigError` for unusable settings of a server."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class ChatService:
         pool: SlotPool | None = None,
         checkpoint: Path | None = None,
     ) -> None:
+        ServerGroup(server)  # checks the settings early
         self.store = store
         self.settings = settings or ChatSettings()
         self.server = server
@@ -215,7 +217,8 @@ class ChatService:
         for known, group, _ in self._groups:
             if known == server:
                 return group.name
-        return ServerGroup(server).name
+        several = [server] if isinstance(server, ServerBaseline | ServerEngine) else server
+        return ", ".join(each.name if isinstance(each, ServerEngine) else each.model_name for each in several)
 
     def server_for(self, model: str) -> Server:
         """The service's server with another model. Raises `ConfigError` if it has several servers or an engine."""
