@@ -193,6 +193,22 @@ def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) 
     assert (work / "a.txt").read_text() == "new\n"
 
 
+def test_a_command_that_was_cut_off_is_reported_and_not_repeated(tmp_path: Path) -> None:
+    with echo_server() as server:
+        with terminal(tmp_path, server) as child:
+            seen(child, PROMPT)
+            child.send(f"{terminal_call('echo began; sleep 60')}\r")
+            seen(child, "│ began")
+            child.kill(9)
+            child.wait()
+        with terminal(tmp_path, server, "-c") as child:
+            seen(child, "is continued")
+            seen(child, "Outcome unknown: terminal echo began")
+            finish(child)
+        assert len(server.asked) == 2
+    assert [message["role"] for message in messages(tmp_path)][1:] == ["user", "assistant", "tool", "assistant"]
+
+
 def begun(folder: Path) -> bool:
     """Whether there is a conversation to continue."""
     with ConversationStore(folder / "state" / "conversations.sqlite") as store:
