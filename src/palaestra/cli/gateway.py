@@ -35,7 +35,7 @@ platforms:
     token_file: ~/.palaestra/gateway/openai.token
   # matrix:
   #   token_file: ~/.palaestra/gateway/matrix.token
-  #   extra: {homeserver: https://matrix.example.org, user_id: "@agent:example.org"}
+  #   extra: {homeserver: https://matrix.example.org}
   #   allowed_users: ["@anna:example.org"]
   #   home_channel: {chat_id: "!room:example.org", chat_type: group}
 """
