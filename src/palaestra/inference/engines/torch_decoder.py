@@ -63,14 +63,20 @@ class TorchDecoder:
         self._unread: torch.Tensor | None = None
 
     def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
-        """Read the new prompts in one pass, and append their caches to the existing ones."""
+        """Read the new prompts in one pass, equal ones once, and append their caches to the existing ones."""
         import torch
 
         self._advance()
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
-        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        logits, fresh = self._forward(torch.tensor(padded, device=self.model.device), [], lengths)
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in places]
+        logits, fresh = self._forward(
+            torch.tensor(padded, device=self.model.device), [], [len(prompt) for prompt in places]
+        )
+        if len(places) < len(prompts):
+            rows = [places[tuple(prompt)] for prompt in prompts]
+            logits, fresh = logits[rows], [(keys[rows], values[rows]) for keys, values in fresh]
         if self._logits is None:
             self._keys_values, self._logits = fresh, logits
         else:

@@ -217,9 +217,9 @@ class TrainedModel:
         with torch.set_grad_enabled(backward):
             logits = forward(self.module, [row.ids for row in rows])
             losses = []
-            for place, row in enumerate(rows):
+            for row, logits_tv in zip(rows, logits.unbind(0), strict=True):  # indexing would copy the batch's gradient
                 inputs = {name: tensor.to(logits.device) for name, tensor in row.inputs.items()}
-                logprobs = target_logprobs(logits[place], inputs.pop("target_tokens"))
+                logprobs = target_logprobs(logits_tv, inputs.pop("target_tokens"))
                 losses.append(total(loss, logprobs, inputs, config))
                 found.append(logprobs.detach())
             summed = torch.stack(losses).sum()
