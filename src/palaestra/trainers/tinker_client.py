@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
-from palaestra.core.errors import ConfigError, EngineRefused, EngineUnavailable, TrainerError
+from palaestra.core.errors import ConfigError, EngineRefused, EngineUnavailable, TrainerError, TrainerUnavailable
 from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
@@ -39,8 +40,45 @@ STATE = "tinker.json"
 START_TIMEOUT_S = 180.0
 """How long a server that is started here may take to load its model."""
 
+CHECK_S, GONE_S = 2.0, 10.0
+"""How often a server is tried while an answer takes long, and how long it may be unreachable: the SDK itself waits for
+a server that was killed without end."""
+
 _LOCAL_KEY = "tml-local"
 _MOST_TOKENS = 4096
+
+
+async def answered(answer: Awaitable[T], url: str | None) -> T:
+    """The answer of a server; `url` None is the service, which the SDK watches. Raises `TrainerUnavailable` when no
+    connection can be made for `GONE_S`."""
+
+    async def wait() -> T:
+        return await answer
+
+    waiting, unreachable_s = asyncio.create_task(wait()), 0.0
+    try:
+        while not (await asyncio.wait([waiting], timeout=CHECK_S))[0]:
+            unreachable_s = unreachable_s + CHECK_S if url is not None and not await _listens(url) else 0.0
+            if unreachable_s >= GONE_S:
+                raise TrainerUnavailable(
+                    f"The Tinker server at {url} is gone: start it again with the same folder of states, and resume"
+                )
+        return waiting.result()
+    finally:
+        waiting.cancel()
+
+
+async def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(CHECK_S):
+            _, writer = await asyncio.open_connection(
+                parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+            )
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 class TinkerEngine(TokenChat):
@@ -49,6 +87,7 @@ class TinkerEngine(TokenChat):
     def __init__(self, config: APIServerConfig, busy: BusyClock) -> None:
         super().__init__(config)
         self.version = "0"
+        self.url: str | None = None
         self._busy = busy
         self._client: tinker.SamplingClient
 
@@ -80,9 +119,11 @@ class TinkerEngine(TokenChat):
         )
         try:
             with self._busy.working():
-                answer = await self._client.sample(
-                    tinker.ModelInput.from_ints(list(input_ids)), num_samples=1, sampling_params=settings
-                )
+                prompt = tinker.ModelInput.from_ints(list(input_ids))
+                asked = self._client.sample(prompt, num_samples=1, sampling_params=settings)
+                answer = await answered(asked, self.url)
+        except TrainerUnavailable as error:
+            raise EngineUnavailable(str(error)) from None
         except (tinker.APIConnectionError, tinker.APITimeoutError, tinker.InternalServerError) as error:
             raise EngineUnavailable(f"The Tinker server of model '{self.name}' does not answer: {error}") from error
         except tinker.TinkerError as error:
@@ -146,6 +187,7 @@ class TinkerTrainer:
                 f"The model '{self.model}' cannot be trained at {self._url or 'the Tinker service'}: {error}. Check "
                 "the address, the key in TINKER_API_KEY, and the name of the model"
             ) from error
+        self._engine.url = self._url
         await self._sample_with("0")
 
     async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
@@ -212,7 +254,7 @@ class TinkerTrainer:
         import tinker
 
         try:
-            return await answer
+            return await answered(answer, self._url)
         except tinker.TinkerError as error:
             raise TrainerError(
                 f"The Tinker server at {self._url or 'the service'} failed: {error}. The training can be resumed"

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import shutil
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ from typing import Any
 import pytest
 
 import palaestra
-from palaestra import ConfigError, Rollout, Slot, Task, TrainingReport, environment
+from palaestra import ConfigError, EngineUnavailable, Rollout, Slot, Task, TrainerError, TrainingReport, environment
 from palaestra.testing.tiny_model import make_tiny
 from palaestra.trainers.checkpoints import read_steps
 
@@ -59,13 +63,22 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
 
 
-def train(folder: Path, trainer: Any, steps: int, resume: Path | None = None, **settings: Any) -> TrainingReport:
+def train(
+    folder: Path,
+    trainer: Any,
+    steps: int,
+    resume: Path | None = None,
+    *,
+    tinker_url: str | None = None,
+    **settings: Any,
+) -> TrainingReport:
     training = {"steps": steps, "groups": 2, "eval_every": 0, "learning_rate": 1e-3, "lora_rank": 4, **settings}
     return asyncio.run(
         palaestra.train(
             note(),
             model=str(folder),
             trainer=trainer,
+            tinker_url=tinker_url,
             group_size=4,
             resume=resume,
             training=training,
@@ -88,6 +101,57 @@ def test_a_trainer_steps_saves_and_resumes(folder: Path, trainer: Any) -> None:
     assert all(line["rows"] == 8 and line["loss"] != 0.0 for line in lines)
     rows = palaestra.open_run(first.run.folder).to_rows()
     assert [row["policy_version"] for row in rows] == ["0"] * 8 + ["1"] * 8 + ["2"] * 8
+
+
+class Server:
+    """A Tinker server as a process; its address stays over a restart."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.command = [sys.executable, "-m", "palaestra", "serve", "tinker", str(folder), "--name", str(folder)]
+        self.command += ["--port", str(self.port), "--checkpoints", "states"]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_ends_the_training_which_can_resume(folder: Path) -> None:
+    pytest.importorskip("palaestra.trainers.tinker.model")
+    server, ended = Server(folder), threading.Event()
+
+    def kill_after_a_step() -> None:
+        while not ended.wait(0.05):
+            if any(line["step"] >= 1 for run in Path("runs").glob("*/*") for line in read_steps(run)):
+                server.kill()
+                return
+
+    killing = threading.Thread(target=kill_after_a_step)
+    killing.start()
+    try:
+        with pytest.raises((TrainerError, EngineUnavailable), match=str(server.port)):
+            train(folder, "tinker", 40, tinker_url=server.url)
+    finally:
+        ended.set()
+        killing.join()
+    server.start()
+    (run,) = Path("runs").glob("*/*")
+    done = max(line["step"] for line in read_steps(run))
+    try:
+        train(folder, "tinker", done + 1, run, tinker_url=server.url)
+    finally:
+        server.kill()
+    assert [line["step"] for line in read_steps(run)] == list(range(1, done + 2))
 
 
 def test_the_same_steps_again_give_the_same_weights(folder: Path) -> None:
