@@ -31,7 +31,7 @@ def installable(program: NpmProgram) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["opencode", "codex", "pi"])
+@pytest.mark.parametrize("name", ["opencode", "codex", "pi", "claude-code"])
 def test_an_agent_from_npm_fixes_a_bug(name: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
     assert isinstance(program, NpmProgram)

@@ -223,7 +223,7 @@ class _Play:
         if not self._calls and self._conversations.failure is None and self._cut is None:
             told = b"".join(self.log.parts())[-1500:].decode(errors="replace").strip()
             raise ToolUnavailable(
-                f"agent {self._agent.program.name} ended with exit status {exit_code} without having asked the model: "
+                f"agent {self._agent.program.name} ended with exit status {exit_code} without an answer of the model: "
                 f"{told or 'it printed nothing'}"
             )
         error = f"the agent's program ended with exit status {exit_code}" if exit_code else ""

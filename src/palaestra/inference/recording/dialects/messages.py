@@ -32,7 +32,7 @@ from palaestra.inference.recording.request import (
     unsupported,
 )
 
-_REFUSED = ("container", "mcp_servers", "context_management")
+_REFUSED = ("container", "mcp_servers")
 _USED = frozenset(
     {
         *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "temperature", "top_p", "top_k"),
