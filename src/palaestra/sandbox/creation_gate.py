@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from palaestra.core.errors import InfraError
+from palaestra.core.errors import ConfigError, InfraError
 from palaestra.core.io.file_lock import file_lock
 
 _SLOWEST_S, _FIRST_S = 60.0, 1.0
@@ -77,6 +78,14 @@ class CreationGate:
             if pause:
                 state["next"] = max(state["next"], time.monotonic() + state["gap"])
 
+    def _make_folder(self) -> None:
+        """Make the folder. Raises `ConfigError` for one that another user has made: links in it would lead our files
+        elsewhere."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ConfigError(f"{self._folder} is not a directory that only you can write: remove it, or set TMPDIR")
+
     @property
     def _file(self) -> Path:
         return self._folder / f"{self._name}.json"
@@ -84,7 +93,7 @@ class CreationGate:
     @contextlib.asynccontextmanager
     async def _locked(self) -> AsyncIterator[dict[str, float]]:
         """The shared state, written back at the end of the block."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._make_folder()
         async with file_lock(self._folder / f"{self._name}.lock", poll_s=_POLL_S):
             try:
                 state = json.loads(self._file.read_text())
@@ -98,7 +107,7 @@ class CreationGate:
     @contextlib.asynccontextmanager
     async def _place(self, most: int) -> AsyncIterator[None]:
         """One of the places for starts at a time."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._make_folder()
         while True:
             for number in range(most):
                 lock = file_lock(self._folder / f"{self._name}-{number}.lock", timeout_s=0.0)

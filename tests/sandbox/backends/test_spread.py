@@ -256,3 +256,22 @@ def test_what_containers_were_used_and_their_price_is_counted() -> None:
 
     asyncio.run(main())
     assert slot_usage({"backend": "local", "slots": 3}, {"local": 1.0}) == {}
+
+
+@pytest.mark.parametrize("made_as", ["open", "link"])
+def test_a_folder_that_another_user_could_write_is_refused(tmp_path: Path, made_as: str) -> None:
+    folder = tmp_path / "gates"
+    if made_as == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.symlink_to(tmp_path)
+
+    async def main() -> None:
+        gate = CreationGate("cloud", per_s=1.0, folder=folder)
+        with pytest.raises(ConfigError, match="gates"):
+            async with gate.entered():
+                pass
+
+    asyncio.run(main())
+    assert not list(tmp_path.glob("cloud*"))
