@@ -56,7 +56,8 @@ class FakeNomad:
     """The agent. An async context manager; `url` is its address.
 
     `images` are those that its docker driver has; `memory` is what its node offers, in MB; `token` is wanted from every
-    request, if set. `requests` holds `METHOD /path` of all requests.
+    request, if set; `quota` is the reason for which a quota refuses every job, if set. `requests` holds `METHOD /path`
+    of all requests.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class FakeNomad:
         drivers: tuple[str, ...] = ("docker", "raw_exec"),
         memory: int = 16384,
         token: str | None = None,
+        quota: str | None = None,
     ) -> None:
         self.images, self.drivers, self.memory, self.token = set(images), drivers, memory, token
+        self.quota = quota
         self.pull_s = 0.05
         self.crashing = False
         self.faults: list[Fault] = []
@@ -193,6 +196,8 @@ class FakeNomad:
             "DimensionExhausted": None, "QuotaExhausted": None, "Scores": None, "AllocationTime": 1000,
             "CoalescedFailures": 0, "ScoreMetaData": None,
         }  # fmt: skip
+        if self.quota is not None:
+            return metric | {"QuotaExhausted": [self.quota]}
         if "dc1" not in job["Datacenters"]:
             none = dict.fromkeys(job["Datacenters"], 0)
             return metric | {"NodesEvaluated": 0, "NodesInPool": 0, "NodesAvailable": none}

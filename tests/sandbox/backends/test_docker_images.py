@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
+import json
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError, ImageError
+from palaestra.core.errors import ConfigError, ImageError, SandboxError
+from palaestra.core.types import Blame
 from palaestra.sandbox.backends.docker import DockerBackend, build_docker_image, docker_image_exists
+from palaestra.sandbox.creation_gate import CreationGate
 from palaestra.sandbox.docker_pool import DockerDirectBackend
 from palaestra.sandbox.slot import Rung, SlotSpec
 from sandbox.containers import Docker, docker
@@ -19,6 +24,23 @@ from sandbox.python_image import make_python_root
 pytestmark = [pytest.mark.slots, pytest.mark.docker, pytest.mark.long, pytest.mark.xdist_group("docker")]
 
 IMAGE = "python:here"
+
+
+class Registry(http.server.BaseHTTPRequestHandler):
+    """A registry that has no image, and says so by the image's name: STATUS-CODE."""
+
+    def do_GET(self) -> None:
+        status, _, code = self.path.removeprefix("/v2/").partition("/")[0].partition("-")
+        body = json.dumps({"errors": [{"code": code.upper(), "message": code}]}).encode() if code else b"{}"
+        self.send_response(int(status or 200))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: object) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +134,28 @@ def test_a_trajectory_has_the_image_that_is_registered_for_it(daemon: Docker, tm
             await tools.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("answer", ["429-toomanyrequests", "404-manifest_unknown", "403-denied", "nobody"])
+def test_an_image_that_cannot_be_pulled_is_an_infrastructure_failure(
+    daemon: Docker, tmp_path: Path, answer: str
+) -> None:
+    async def main() -> None:
+        async with backend(daemon, privileged=False) as slots:
+            slots.gate = CreationGate("docker", folder=tmp_path)
+            slot = await slots.create(SlotSpec(), "unharmed")
+            with pytest.raises(SandboxError, match=answer) as failure:
+                await slots.create(SlotSpec(image=f"127.0.0.1:{port}/{answer}:1"), "t")
+            assert failure.value.blame is Blame.SANDBOX
+            assert (await slot.execute("echo unharmed")).output == "unharmed\n"
+            states = [json.loads(each.read_text() or "{}") for each in tmp_path.glob("*.json")]
+            assert any(state.get("gap") for state in states) == (answer == "429-toomanyrequests")
+            await slots.destroy(slot)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Registry) as registry:
+        port = 9 if answer == "nobody" else registry.server_port
+        threading.Thread(target=registry.serve_forever).start()
+        try:
+            asyncio.run(main())
+        finally:
+            registry.shutdown()

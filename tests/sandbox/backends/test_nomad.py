@@ -14,6 +14,7 @@ import pytest
 
 from palaestra.cli.main import main as palaestra
 from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
+from palaestra.core.types import Blame
 from palaestra.sandbox.backends.nomad import OWNER, NomadBackend, NomadBackendConfig, job_specification
 from palaestra.sandbox.nomad_pool import NomadToolBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -107,13 +108,15 @@ def test_a_crash_loop_is_reported_within_seconds_with_its_log() -> None:
     [
         ({"memory": 100}, {}, r"'memory' exhausted on 1"),
         ({"drivers": ("docker",)}, {}, r"missing drivers"),
+        ({"quota": "memory exhausted (512 needed > 100 limit)"}, {}, r"quota exhausted: memory"),
         ({}, {"datacenter": "far"}, r"no node in datacenter far"),
     ],
 )
 def test_a_job_that_has_no_place_is_not_registered(fake: Any, settings: Any, reason: str) -> None:
     async def body(nomad: FakeNomad) -> None:
-        with pytest.raises(SandboxError, match=reason):
+        with pytest.raises(SandboxError, match=reason) as failure:
             await NomadBackend(config(nomad, **settings)).start()
+        assert failure.value.blame is Blame.SANDBOX
         assert nomad.jobs == {}
 
     run(body, **fake)

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, ImageError
+from palaestra.core.errors import ConfigError, ImageError, SandboxError
 from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
-from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend, run_command
 from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.images.image_store import ImageStore, default_folder
 from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot
@@ -126,6 +126,14 @@ class DockerBackend(RemoteBackend):
         if spec.image is not None and is_path(spec.image):
             await self._prepare(spec.image)
         return await super().create(spec, trajectory_id, snapshot)
+
+    async def _started_place(self, place: Place) -> None:
+        try:
+            await super()._started_place(place)
+        except SandboxError as error:
+            if "toomanyrequests" in str(error):  # of the registry: the code of its API for status 429
+                await self.gate.throttled()
+            raise
 
     async def _prepare(self, image: str) -> None:
         """Find the root directory of an image by path, once."""
