@@ -20,7 +20,7 @@ from typing import Self
 from palaestra.core.errors import SlotLost
 from palaestra.sandbox.local.client import OnLost, SlotClient
 from palaestra.sandbox.remote import launch
-from palaestra.sandbox.slotd.protocol.frames import Fields
+from palaestra.sandbox.slotd.protocol.frames import Fields, ProtocolError
 
 Command = Callable[[Sequence[str]], Sequence[str]]
 """Makes the local command that runs the given one elsewhere, with its standard input and output."""
@@ -91,6 +91,11 @@ class RemoteClient(DistantClient):
 
     async def _deliver(self, stream: socket.socket) -> None:
         await send_server(stream)
+
+    def _end(self, error: Exception | None = None) -> None:
+        if isinstance(error, ProtocolError):
+            error = SlotLost(f"something else writes to its standard output, perhaps a login script ({error})")
+        super()._end(error)
 
 
 async def send_server(stream: socket.socket) -> None:
