@@ -35,7 +35,7 @@ def start(program: str, *, silence_s: float = 60.0) -> Exception:
     """The failure of a client whose place runs a program instead of the launcher."""
 
     def command(call: Sequence[str]) -> Sequence[str]:
-        return [sys.executable, "-I", "-S", "-c", f"import sys, time\n{program}"]
+        return [sys.executable, "-I", "-S", "-c", f"import sys\n{program}"]
 
     async def use() -> None:
         async with asyncio.timeout(30):
@@ -96,5 +96,7 @@ def test_a_place_that_ends_at_any_step_is_lost_with_the_end_of_its_log(program: 
 
 def test_a_place_that_falls_silent_in_a_frame_is_lost() -> None:
     half = HELLO + frame(FrameKind.RESULT, 2, b"", length=1000)
-    failure = start(f"{READ_ALL}; sys.stdout.buffer.write({half!r}); sys.stdout.flush(); time.sleep(60)", silence_s=1.0)
+    failure = start(
+        f"{READ_ALL}; sys.stdout.buffer.write({half!r}); sys.stdout.flush(); sys.stdin.buffer.read()", silence_s=1.0
+    )
     assert isinstance(failure, SlotLost)
