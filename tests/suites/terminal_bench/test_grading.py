@@ -191,6 +191,28 @@ def test_what_speaks_in_the_verifiers_place_is_not_paid(try_tasks: Try, tmp_path
     assert (line.noop, line.solution) == (0.0, 0.0), line
 
 
+RECORDS = {
+    "unmet": '{"kind": "unmet", "what": "a package"}',
+    "broken": '{"kind": "test"}',
+    "not a list": '{"kind": "collected", "node_ids": 7}',
+    "deep": "[" * 5000,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in RECORDS])
+def test_work_that_writes_records_does_not_escape_its_score(try_tasks: Try, tmp_path: Path, name: str) -> None:
+    """A program of the work that the verifier starts holds the verdict's descriptor."""
+    solve = f"#!/bin/bash\ncat > area.sh <<'END'\nprintf '%s\\n' '{RECORDS[name]}' >&3 2>/dev/null\nexit 1\nEND\n"
+    stock = (HARBOR / "import-the-work/tests/test.sh").read_text()
+    files = {
+        "solution/solve.sh": solve,
+        "tests/test.sh": stock.replace("uvx", "bash ./area.sh\nuvx", 1),
+        "tests/test_outputs.py": "def test_it():\n    assert open('/app/area.txt').read() == '12'\n",
+    }
+    line = try_tasks(copied(HARBOR / "import-the-work", tmp_path, files))["import-the-work"]
+    assert (line.noop, line.solution) == (0.0, 0.0), line
+
+
 @pytest.mark.long
 @AS_ROOT
 def test_an_image_without_python_and_a_user_of_its_own(try_tasks: Try, tmp_path: Path) -> None:
