@@ -1,6 +1,6 @@
 """What does the Tinker server cost? Requests, sampled tokens and training steps through the SDK, beside bare torch.
 
-    python benchmarks/tinker_server.py             # needs the extra 'tinker'; `make test-torch` sets up an environment with it
+    python benchmarks/tinker_server.py             # needs the extra tinker: see `make test-torch`
     python benchmarks/tinker_server.py --quick
 
 The server runs in a process of its own, as for users; the SDK is the real one. The peer is the same model in this
