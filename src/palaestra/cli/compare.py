@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 
 if TYPE_CHECKING:
     from palaestra.core.types import JSON

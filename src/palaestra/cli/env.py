@@ -22,7 +22,8 @@ from palaestra.cli.completion import (
 from palaestra.cli.main import PluginGroup
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
-from palaestra.core.printable import plural, printable
+from palaestra.core.exits import plural
+from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:

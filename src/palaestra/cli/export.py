@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_formats, complete_runs
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import Exporter, ExportReport

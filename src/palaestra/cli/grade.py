@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 
 if TYPE_CHECKING:
     from palaestra.envs.run.grade import Regraded

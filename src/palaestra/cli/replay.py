@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.exits import FAILED
-from palaestra.core.printable import plural
+from palaestra.core.exits import FAILED, plural
 
 if TYPE_CHECKING:
     from palaestra.rollouts.journal.reader import Recording

@@ -8,7 +8,7 @@ import click
 
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings, first_word
 from palaestra.core.errors import ConfigError
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 
 
 @click.command(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:

@@ -164,3 +164,8 @@ def told_to_stop() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 group`, `3 groups`"""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -29,11 +29,6 @@ _SHOWN: dict[int, str] = {
 }
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 group`, `3 groups`"""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 class StyledText(NamedTuple):
     """Text in one style. `css` is a space-separated list of classes, empty for plain text."""
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 from palaestra.envs.config.build import server_settings
 from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment

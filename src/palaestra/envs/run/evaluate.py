@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from palaestra.core.exits import plural
 from palaestra.core.io.durable_files import private, writing
-from palaestra.core.printable import plural
 from palaestra.core.types import JSON, Task, numbers
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.rollouts.environment import Environment

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from palaestra.core.errors import TrainerUnavailable
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.evaluate import Gate, OnGroup

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError, EngineUnavailable
-from palaestra.core.exits import DONE, TOO_MANY_FAILURES
-from palaestra.core.printable import plural
+from palaestra.core.exits import DONE, TOO_MANY_FAILURES, plural
 from palaestra.core.types import JSON, Blame, Task, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import UNSAID

@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.printable import plural, printable
+from palaestra.core.exits import plural
+from palaestra.core.printable import printable
 from palaestra.rollouts.events import (
     GroupFinished,
     GroupsPlanned,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from palaestra.core.printable import plural, printable
+from palaestra.core.exits import plural
+from palaestra.core.printable import printable
 from palaestra.core.types import Blame
 from palaestra.rollouts.records import Group
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.printable import plural
+from palaestra.core.exits import plural
 from palaestra.core.types import JSON, Prices
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
