@@ -7,7 +7,7 @@ an unknown environment completes nothing; it is not an error here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -115,20 +115,6 @@ class SettingsCommand(click.Command):
         return list({item.value: item for item in found}.values())
 
 
-def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
-    """The first word that is neither a flag nor the value of one, and the other words after it: settings may also come
-    before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a word."""
-    from palaestra.envs.config.command_line import SWITCHES
-
-    place = 0
-    while place < len(words) and words[place].startswith("-"):
-        place += 1 if "=" in words[place] or words[place] in SWITCHES else 2
-    if place >= len(words):
-        raise ConfigError(f"Missing argument {name!r}")
-    before, after = list(words[:place]), list(words[place + 1 :])
-    return words[place], [*after, *before]
-
-
 def _words(context: click.Context) -> list[str]:
     """The words before the one to complete."""
     first = context.params.get("environment") or context.params.get("run")
@@ -138,6 +124,8 @@ def _words(context: click.Context) -> list[str]:
 
 def _named(context: click.Context) -> str | None:
     """The environment or run that the command line names; None if it does not yet."""
+    from palaestra.envs.config.command_line import first_word
+
     with contextlib.suppress(ConfigError):
         return first_word(_words(context), "ENV")[0] or None
     return None

@@ -17,7 +17,6 @@ from palaestra.cli.completion import (
     complete_cheats,
     complete_environments,
     complete_settings,
-    first_word,
 )
 from palaestra.cli.main import PluginGroup
 from palaestra.core.config import why_no_effect
@@ -278,6 +277,8 @@ def check(
     Every policy plays the same tasks with the real loop, slots and grading. The cheats are only played if the reference
     solution and doing nothing get the scores that they must. The exit code is 1 if a policy got another score.
     """
+    from palaestra.envs.config.command_line import first_word
+
     environment, others = first_word([environment, *settings], "ENV")
     from palaestra.envs.cheats.proof import check_environment
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings, first_word
+from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
 
@@ -37,6 +37,8 @@ from palaestra.core.exits import plural
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
 @click.pass_context
 def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None:
+    from palaestra.envs.config.command_line import first_word
+
     named, others = first_word([run, *settings], "RUN")
     context.exit(resume_run(named, others, f"palaestra resume {named}"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings, first_word
+from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings
 
 
 def front_door(verb: str, help_text: str, *words: str) -> click.Command:
@@ -26,9 +26,9 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
     @click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
     @click.pass_context
     def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
-        environment, others = first_word([environment, *settings], "ENV")
-        from palaestra.envs.config.command_line import check_general_flags
+        from palaestra.envs.config.command_line import check_general_flags, first_word
 
+        environment, others = first_word([environment, *settings], "ENV")
         check_general_flags(others)
         from palaestra.envs.config.layers import exported, read_dotenv
         from palaestra.envs.discovery import load_environment

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from palaestra.cli.completion import SettingsCommand, complete_settings, first_word
+from palaestra.cli.completion import SettingsCommand, complete_settings
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def command(
     with exported(dotenv):
         recorded = None
         if resume is None:
+            from palaestra.envs.config.command_line import first_word
+
             environment, others = first_word(words, "ENV")
             form = _checked_form(environment, others, unchecked)
         else:

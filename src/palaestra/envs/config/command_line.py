@@ -472,6 +472,18 @@ def _with_run(policy: str) -> str:
     return policy
 
 
+def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
+    """The first word that is neither a flag nor the value of one, and the other words after it: settings may also come
+    before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a word."""
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        place += 1 if "=" in words[place] or words[place] in SWITCHES else 2
+    if place >= len(words):
+        raise ConfigError(f"Missing argument {name!r}")
+    before, after = list(words[:place]), list(words[place + 1 :])
+    return words[place], [*after, *before]
+
+
 def check_general_flags(argv: Sequence[str]) -> None:
     """Raise `ConfigError` for a misspelt flag of those that every environment has. It needs no environment, whose
     loading may take long."""
