@@ -74,18 +74,14 @@ _EXAMPLES = {
 )
 @click.option("--api-key", envvar="PALAESTRA_OPENAI_API_KEY", help="Sent as a bearer token.")
 @click.option("--tokenizer", help="A folder, or a model's name.")
-@click.option(
-    "--tool-parser", "--parser", "parser", default="hermes", show_default=True, help="How the model writes tool calls."
-)
+@click.option("--tool-parser", "--parser", "parser", default="hermes", show_default=True, help="Of tool calls.")
 @click.option(
     "--type",
     "server_type",
     type=click.Choice(["vllm", "sglang", "openai"]),
-    help="The kind of server; doctor detects it otherwise.",
+    help="The kind of server, if not detected.",
 )
-@click.option(
-    "--backend", "backends", multiple=True, metavar="NAME", help="Check a backend; `all` checks every one. Repeatable."
-)
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="A backend, or `all`. Repeatable.")
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A setting of the backends. Repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.pass_context

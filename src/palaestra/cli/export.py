@@ -81,13 +81,13 @@ class _Help(click.Command):
     "--scored-only/--all",
     "scored_only",
     default=None,
-    help="Rollouts with a reward, or also those without. [default: scored only where the format is for training]",
+    help="Only with a reward [formats for training], or all.",
 )
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @click.option("--max-reward", type=float, help="Only rollouts with at most this reward.")
 @click.option("--task", "tasks", multiple=True, metavar="PATTERN", help="Only these tasks; may be repeated, * matches.")
-@click.option("--outcome", "outcomes", multiple=True, help="Only rollouts that ended so (natural, …); may be repeated.")
-@click.option("--placeholders", is_flag=True, help="rows: also tokens that no engine sampled; they train nothing.")
+@click.option("--outcome", "outcomes", multiple=True, help="Only this outcome (natural, …); repeatable.")
+@click.option("--placeholders", is_flag=True, help="rows: also tokens that train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Say what came of it as JSON.")
 def command(
     run: str,
