@@ -14,6 +14,7 @@ from palaestra.gateway.platform import Platform
 PLATFORMS: Mapping[str, str] = {
     "webhook": "palaestra.gateway.platforms.webhook:Webhook",
     "openai": "palaestra.gateway.platforms.openai_api:OpenAIServer",
+    "slack": "palaestra.gateway.platforms.slack:Slack",
     "telegram": "palaestra.gateway.platforms.telegram:Telegram",
     "email": "palaestra.gateway.platforms.email:Email",
     "matrix": "palaestra.gateway.platforms.matrix:Matrix",

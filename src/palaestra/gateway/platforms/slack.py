@@ -1,0 +1,163 @@
+"""Slack, with slack-sdk in Socket Mode, so no address of this machine needs to be public.
+
+Settings: `token` is the bot's (`xoxb-…`), `api_key` the app's (`xapp-…`, with `connections:write`). The app needs the
+events `message.im` and `app_mention`. In channels the bot answers those who mention it, in a thread, and a thread is a
+session; a direct chat is one session.
+
+An event is acknowledged once the message is on the disk; Slack sends it again otherwise.
+
+Format: https://docs.slack.dev/apis/events-api/using-socket-mode
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from html import unescape
+from typing import Any
+
+import aiohttp
+from slack_sdk.errors import SlackApiError, SlackClientError
+from slack_sdk.socket_mode.aiohttp import SocketModeClient
+from slack_sdk.socket_mode.async_client import AsyncBaseSocketModeClient
+from slack_sdk.socket_mode.request import SocketModeRequest
+from slack_sdk.socket_mode.response import SocketModeResponse
+from slack_sdk.web.async_client import AsyncWebClient
+
+from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra.gateway.config import PlatformConfig
+from palaestra.gateway.platform import Address, Answers, Attachment, ChatType, Deliver, Incoming, Limits
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 20 << 20
+_FOR_LATER = frozenset({"ratelimited", "rate_limited", "internal_error", "fatal_error", "service_unavailable"})
+
+
+class Slack:
+    """One app in one workspace."""
+
+    limits = Limits(max_text=3500, max_file_bytes=_MOST_BYTES, edits=True)
+
+    def __init__(self, name: str, config: PlatformConfig) -> None:
+        self.name = name
+        self._token, self._app_token = config.secret(name), config.api_key
+        if not self._token or not self._app_token:
+            raise ConfigError(f"platforms.{name} needs token (xoxb-…) and api_key (xapp-…)")
+        url = config.extra.get("api_url")
+        self._url = f"{str(url).rstrip('/')}/" if url else AsyncWebClient.BASE_URL
+        self._web = AsyncWebClient(self._token, base_url=self._url, timeout=60)
+        self._socket: SocketModeClient | None = None
+        self._bot_user = ""
+
+    async def start(self, deliver: Deliver) -> None:
+        await self.stop()
+        async with self._failures():
+            self._bot_user = str((await self._web.auth_test())["user_id"])
+        web = AsyncWebClient(base_url=self._url, timeout=60)
+        self._socket = socket = SocketModeClient(self._app_token or "", web_client=web)
+
+        async def take(client: AsyncBaseSocketModeClient, request: SocketModeRequest) -> None:
+            try:
+                if request.type == "events_api":
+                    message = await self._incoming(request.payload.get("event") or {})
+                    if message is not None:
+                        await deliver(message)
+                await client.send_socket_mode_response(SocketModeResponse(envelope_id=request.envelope_id))
+            except Exception:  # not acknowledged: Slack sends it again
+                logger.exception("%s: a message was not taken", self.name)
+
+        socket.socket_mode_request_listeners.append(take)
+        try:
+            async with self._failures():
+                await socket.connect()  # type: ignore[no-untyped-call]
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            await socket.close()  # type: ignore[no-untyped-call]
+            await asyncio.sleep(0)
+
+    async def _incoming(self, event: dict[str, Any]) -> Incoming | None:
+        """The message of an event; None for what is not for the bot, or not of a person."""
+        direct = event.get("channel_type") in ("im", "mpim")
+        wanted = event.get("type") == "app_mention" or (event.get("type") == "message" and direct)
+        if not wanted or event.get("bot_id") or event.get("subtype") not in (None, "file_share", "thread_broadcast"):
+            return None
+        ts, user = str(event["ts"]), str(event.get("user", ""))
+        thread = str(event.get("thread_ts") or ("" if direct else ts))
+        kind: ChatType = "dm" if event.get("channel_type") == "im" else "group"
+        address = Address(self.name, str(event["channel"]), kind, thread)
+        text = unescape(str(event.get("text", ""))).replace(f"<@{self._bot_user}>", "").strip()
+        files, problem = [], ""
+        for file in event.get("files") or ():
+            if int(file.get("size") or 0) > _MOST_BYTES:
+                problem = f"{file.get('name')} is too large; at most {_MOST_BYTES >> 20} MB are taken."
+            else:
+                files.append(await self._download(file))
+        return Incoming(address, ts, user, text, tuple(files), user, problem)
+
+    async def _download(self, file: dict[str, Any]) -> Attachment:
+        url = str(file.get("url_private_download") or file.get("url_private"))
+        headers = {"Authorization": f"Bearer {self._token}"}
+        async with self._failures(), aiohttp.ClientSession(headers=headers) as client, client.get(url) as reply:
+            if reply.status != 200:
+                raise PlatformUnavailable(f"{self.name}: a file cannot be read: HTTP {reply.status}")
+            data = await reply.content.read(_MOST_BYTES + 1)
+            while len(data) <= _MOST_BYTES and (more := await reply.content.read(_MOST_BYTES + 1)):
+                data += more
+        return Attachment(
+            str(file.get("name") or "file"), str(file.get("mimetype") or "application/octet-stream"), data
+        )
+
+    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+        async with self._failures():
+            sent = await self._web.chat_postMessage(
+                channel=address.chat_id, text=_escaped(text), thread_ts=address.thread_id or None, unfurl_links=False
+            )
+        return str(sent["ts"])
+
+    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+        async with self._failures():
+            await self._web.chat_update(channel=address.chat_id, ts=message_id, text=_escaped(text))
+
+    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+        async with self._failures():
+            sent = await self._web.files_upload_v2(
+                channel=address.chat_id, thread_ts=address.thread_id or None, filename=file.name, title=file.name,
+                content=file.data,
+            )  # fmt: skip
+        return str(sent["files"][0]["id"])
+
+    async def stream_text(self, message: Incoming, text: str) -> None:
+        raise NotImplementedError("this platform gets whole answers")
+
+    async def set_typing(self, address: Address, typing: bool) -> None:
+        raise NotImplementedError("Slack shows no typing of bots")
+
+    @contextlib.asynccontextmanager
+    async def _failures(self) -> AsyncIterator[None]:
+        """Turn errors of Slack's client into those of platforms."""
+        try:
+            yield
+        except SlackApiError as error:
+            code = str(error.response.get("error", "")) if isinstance(error.response.data, dict) else ""
+            status, problem = error.response.status_code, f"{self.name}: Slack answers {code or error}"
+            if status == 429 or status >= 500 or code in _FOR_LATER:
+                wait = error.response.headers.get("Retry-After")
+                raise PlatformUnavailable(problem, float(wait) if wait else None) from None
+            raise PlatformRefused(problem) from None
+        except (SlackClientError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            if isinstance(error, PlatformError):
+                raise
+            raise PlatformUnavailable(f"{self.name}: Slack cannot be reached: {error!r:.200}") from error
+
+
+def _escaped(text: str) -> str:
+    """As https://docs.slack.dev/messaging/formatting-message-text#escaping demands."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,97 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.conftest import until
+from gateway.slack_api import APP_TOKEN, TOKEN, SlackAPI
+from palaestra.core.errors import ConfigError, PlatformUnavailable
+from palaestra.gateway.config import PlatformConfig
+from palaestra.gateway.platform import Address, Attachment, Incoming, Platform
+from palaestra.gateway.platforms.slack import Slack
+from palaestra.testing.platform_conformance import PlatformConformance
+
+
+def slack(url: str, token: str = TOKEN) -> Slack:
+    return Slack("slack", PlatformConfig(token=token, api_key=APP_TOKEN, extra={"api_url": f"{url}/api"}))
+
+
+class TestSlack(PlatformConformance):
+    @asynccontextmanager
+    async def server(self) -> AsyncIterator[None]:
+        self.api = SlackAPI()
+        async with self.api.serving():
+            yield
+
+    async def make_platform(self) -> Platform:
+        return slack(self.api.url)
+
+    async def make_refused(self) -> Platform:
+        return slack(self.api.url, "xoxb-wrong")
+
+    async def person_sends(self, text: str) -> None:
+        await self.api.write(text=text)
+
+    async def person_sends_file(self, file: Attachment, text: str) -> None:
+        self.api.files["F0"] = file.data
+        about = {"name": file.name, "mimetype": file.media_type, "size": len(file.data)}
+        shared = {**about, "url_private_download": f"{self.api.url}/files/F0"}
+        await self.api.write(text=text, subtype="file_share", files=[shared])
+
+    async def person_sees(self) -> list[str]:
+        return [each["text"] for each in self.api.sent if "text" in each]
+
+    async def person_sees_files(self) -> list[bytes]:
+        return [each["file"] for each in self.api.sent if "file" in each]
+
+    async def break_connection(self) -> None:
+        self.api.failing = 503
+
+    def unknown_chat(self, address: Address) -> Address:
+        return Address(address.platform, "D9")
+
+
+def test_the_bot_answers_in_the_thread_of_a_mention_and_passes_over_what_is_not_for_it():
+    async def main():
+        api, arrived = SlackAPI(), list[Incoming]()
+
+        async def deliver(message):
+            arrived.append(message)
+
+        async with api.serving():
+            platform = slack(api.url)
+            await platform.start(deliver)
+            await api.write(text="not for the bot", channel="C1", channel_type="channel")
+            await api.write(text="of a bot", bot_id="B2")
+            await api.write(text="edited", subtype="message_changed")
+            await api.write(
+                type="app_mention", text="<@UBOT> a &lt;b&gt;", channel="C1", channel_type="channel", ts="5.5"
+            )
+            await until(lambda: bool(arrived))
+            (message,) = arrived
+            assert message.text == "a <b>"
+            assert message.address == Address("slack", "C1", "group", "5.5")
+            await platform.stop()
+
+    asyncio.run(main())
+
+
+def test_a_rate_limit_says_when_to_try_again():
+    async def main():
+        api = SlackAPI()
+        async with api.serving():
+            platform = slack(api.url)
+            await platform.start(None)
+            api.failing = 429
+            with pytest.raises(PlatformUnavailable) as caught:
+                await platform.send_text(Address("slack", "D1"), "x", key="k")
+            assert caught.value.retry_after_s == 4
+            await platform.stop()
+
+    asyncio.run(main())
+
+
+def test_both_tokens_are_required():
+    with pytest.raises(ConfigError, match="xapp"):
+        Slack("slack", PlatformConfig(token="xoxb-1"))
