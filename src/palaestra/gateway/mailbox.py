@@ -1,6 +1,6 @@
 """The mailbox: every message that came in and every one that goes out, in one SQLite file of the gateway's folder.
 
-Invariants: a message is in the file before the platform is told that it arrived; the answers to it and the fact that it
+Invariants: a message is on the disk before the platform is told that it arrived; the answers to it and the fact that it
 is answered are one transaction; an outgoing message leaves the file only when the platform has it. So a gateway that is
 killed at any moment loses no message, and starts no turn twice for one.
 
@@ -115,6 +115,7 @@ class Waiting:
 @dataclass(slots=True)
 class _Work(Generic[T]):
     do: Callable[[sqlite3.Connection], T]
+    synced: bool
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[T]
 
@@ -143,11 +144,12 @@ class Mailbox:
             await asyncio.to_thread(self._thread.join)
             self._connection.close()
 
-    async def do(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work` in a transaction; returns when it is on the disk. Raises `DiskError`."""
+    async def do(self, work: Callable[[sqlite3.Connection], T], *, synced: bool = False) -> T:
+        """Run `work` in a transaction; returns when it survives the death of this process or, if `synced`, a power
+        failure. Raises `DiskError`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._queue.put(_Work(work, loop, future))  # type: ignore[arg-type]
+        self._queue.put(_Work(work, synced, loop, future))  # type: ignore[arg-type]
         return await asyncio.shield(future)
 
     # Messages that come in
@@ -188,7 +190,7 @@ class Mailbox:
             ).lastrowid
             return Receipt("taken", row or 0)
 
-        return await self.do(work)
+        return await self.do(work, synced=True)
 
     async def waiting(self) -> list[tuple[int, str]]:
         """Row and session key of every message that is not answered, oldest first."""
@@ -385,6 +387,8 @@ class Mailbox:
     def _commit(self, batch: Sequence[_Work[object]]) -> None:
         results: list[tuple[_Work[object], object, BaseException | None]] = []
         try:
+            level = "full" if any(work.synced for work in batch) else "normal"
+            self._connection.execute(f"pragma synchronous = {level}")
             self._connection.execute("begin immediate")
             for work in batch:
                 self._connection.execute("savepoint one")
@@ -415,7 +419,6 @@ def _resolve(future: asyncio.Future[object], result: object, problem: BaseExcept
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     try:
         connection.execute("pragma journal_mode = wal")
-        connection.execute("pragma synchronous = full")
         connection.execute("begin immediate")
         version = connection.execute("pragma user_version").fetchone()[0]
         tables = connection.execute("select count(*) from sqlite_master").fetchone()[0]
