@@ -1,0 +1,56 @@
+"""Results of the Tinker server: bounded, kept until they were fetched, and ended with their session."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from manual_clock import ManualClock
+from palaestra.trainers.tinker import futures as module
+from palaestra.trainers.tinker.futures import KEPT_S, UNFETCHED_S, Answer, Busy, Futures
+
+
+def test_an_answer_stays_until_some_time_after_it_was_fetched() -> None:
+    clock = ManualClock()
+    futures = Futures(clock)
+    fetched, unfetched = futures.add("a", "s"), futures.add("b", "s")
+    for pending in (fetched, unfetched):
+        futures.finish(pending, Answer.of({"ok": True}))
+    futures.finish(fetched, Answer.of({"ok": False}))  # the first answer counts
+    assert json.loads(fetched.answer.body) == {"ok": True}  # type: ignore[union-attr]
+    futures.fetched(fetched)
+    futures.sweep()
+    assert futures.find("a") is fetched
+    clock.now += KEPT_S + 1
+    futures.sweep()
+    assert futures.find("a") is None
+    assert futures.find("b") is unfetched
+    clock.now += UNFETCHED_S
+    futures.sweep()
+    assert futures.find("b") is None
+
+
+def test_a_full_server_is_busy_until_results_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_WAITING", 2)
+    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    futures = Futures(ManualClock())
+    first, _ = futures.add("a", "s"), futures.add("b", "s")
+    with pytest.raises(Busy, match="2 requests"):
+        futures.add("c", "s")
+    futures.finish(first, Answer(b"x" * 100))
+    with pytest.raises(Busy, match="not been fetched"):
+        futures.add("c", "s")
+    futures.fetched(first)
+    assert futures.add("c", "s").answer is None
+
+
+def test_the_end_of_a_session_cancels_what_waits() -> None:
+    futures, cancelled = Futures(ManualClock()), []
+    waiting, other = futures.add("a", "s"), futures.add("b", "t")
+    waiting.cancel = lambda: cancelled.append("a")
+    futures.end_session("s")
+    assert cancelled == ["a"]
+    assert waiting.done.is_set()
+    assert futures.find("a") is None
+    assert futures.find("b") is other
