@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
     """One option per setting of a training; None when it is left out, so that a resumed one keeps its own."""
     for names, kind, text in reversed(_OPTIONS):
-        command = click.option(*names, type=kind, help=text)(command)
+        command = click.option(*names, type=kind, hidden=True, help=text)(command)
     return command
 
 
@@ -53,50 +53,57 @@ _OPTIONS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     help="""Train a model on an environment's rollouts, with policy gradients.
 
     \b
-      palaestra model tiny /tmp/tiny --practice 150
-      palaestra train count_lines --model /tmp/tiny --steps 20 --group 8
-      palaestra train my_env.py --trainer tinker --model Qwen/Qwen3-4B-Instruct-2507    # needs TINKER_API_KEY
-      palaestra train my_env.py --trainer tinker --tinker-url http://127.0.0.1:8000 --model FOLDER
+      palaestra train my_env.py --model FOLDER --steps 20 --group 8
+      palaestra train my_env.py --model Qwen/Qwen3-4B-Instruct-2507 --trainer tinker
       palaestra train --resume last --steps 200
+      palaestra train --batches-from http://127.0.0.1:8000 --trainer tinker --model FOLDER
 
-    Each step samples --groups tasks with the current weights, --group rollouts of each, through the slots and the
-    sealed grading of `palaestra run`; compares the scored rollouts of each group; and takes one step on the sampled
-    tokens. Groups of equal scores teach nothing and are replaced by other tasks. Held-out tasks are never trained on;
-    the reward on them is the curve that counts.
+    Each step samples tasks with the current weights, compares the scored rollouts of each task, and trains on
+    exactly the sampled tokens. Held-out tasks are never trained on. docs/train.md explains every setting.
 
     \b
-    --trainer trl      TRL's GRPO loss and optimizer, all weights, on this machine (pip install 'palaestra[trl]')
-    --trainer tinker   an adapter, on the service or on a server that speaks its wire (pip install 'palaestra[tinker]');
-                       without --tinker-url and TINKER_API_KEY, `palaestra serve tinker` is started here
-    Any Atropos trainer instead takes groups with `palaestra feed`. To be such a trainer, take batches from a trajectory
-    API in place of an environment, and serve the weights to whatever feeds it:
+    --trainer trl       TRL's loss and optimizer, all weights, on this machine (default)
+    --trainer tinker    an adapter, by the Tinker service; --tinker-url URL: by another server of its
+                        wire; without URL and TINKER_API_KEY, `palaestra serve tinker` starts here
+    --model M           a folder, or the OWNER/NAME of a model of the hub; --lora-rank 32
+    --steps 100         steps, each of --groups 8 tasks with --group N rollouts; --learning-rate 1e-4
+    --most-draws 3      tasks of a step, at most, times --groups: groups of equal scores are replaced
+    --scale-advantages  divide by the deviation of a group's rewards (true)
+    --max-difference    refuse rows whose log-probabilities differ by more nats (0.1)
+    --max-off-policy    refuse rows that weights of more versions before sampled (0)
+    --eval-every 10     steps between evaluations of --eval-tasks 16, --eval-samples 1 times; 0: never
+    --patience N        stop after N evaluations without a better one; --target R: at this mean reward
+    --save-every 1      steps between checkpoints, of which --keep 2 and the best are kept
+    --max-tasks 1000    tasks taken from an environment
+    --resume RUN        continue a training that ended or was killed; no step counts twice
+    --unchecked ENV     train although `palaestra env check` fails for this environment
+    --batches-from URL  train on the batches of a trajectory API: --batch 64 sequences of
+                        --most-tokens 16384; --out FOLDER; weights are served at --port 8001
 
-    
-      palaestra serve api --store groups.jsonl &
-      palaestra train --batches-from http://127.0.0.1:8000 --model FOLDER --trainer tinker --out runs/chain
-      palaestra feed my_env.py --openai.server_type sglang --base-url http://127.0.0.1:8001 --model FOLDER
-
-    Nothing is trained that should not be: unscored rollouts, rows of older weights, and rows whose log-probabilities
-    differ from the trainer's own are left out and counted. The environment is first checked as `palaestra env check`
-    does; name one that fails with --unchecked to train on it anyway.
-
-    The run's folder has everything of a run, and training/ with the metrics of each step and the checkpoints. A
-    training that was killed continues with --resume RUN: settings come from its record, finished groups are kept,
-    and no step counts twice. All other settings (--env.FIELD V, --group N, --concurrency N, …) are those of
-    `palaestra run`.
+    Further settings (--group N, --concurrency N, --env.FIELD V, --json) are those of `palaestra run`.
     """,
 )
-@click.option("--trainer", type=click.Choice(["trl", "tinker"]), help="Who computes gradients. [default: trl]")
-@click.option("--tinker-url", metavar="URL", help="A server that speaks Tinker's wire.")
-@click.option("--resume", metavar="RUN", help="Continue this training: a run's folder, an id, or last.")
-@click.option("--unchecked", multiple=True, metavar="ENV", help="Train although the check of this environment fails.")
-@click.option("--batches-from", metavar="URL", help="Train on the batches of this trajectory API.")
-@click.option("--batch", type=click.IntRange(min=2), default=64, show_default=True, help="Sequences in its batches.")
-@click.option("--most-tokens", type=click.IntRange(min=2), default=16384, show_default=True, help="Tokens of one.")
+@click.option(
+    "--trainer", type=click.Choice(["trl", "tinker"]), help="Who computes gradients. [default: trl]", hidden=True
+)
+@click.option("--tinker-url", metavar="URL", help="A server that speaks Tinker's wire.", hidden=True)
+@click.option("--resume", metavar="RUN", help="Continue this training: a run's folder, an id, or last.", hidden=True)
+@click.option(
+    "--unchecked", multiple=True, metavar="ENV", help="Train although the check of this environment fails.", hidden=True
+)
+@click.option("--batches-from", metavar="URL", help="Train on the batches of this trajectory API.", hidden=True)
+@click.option(
+    "--batch", type=click.IntRange(min=2), default=64, show_default=True, help="Sequences in its batches.", hidden=True
+)
+@click.option(
+    "--most-tokens", type=click.IntRange(min=2), default=16384, show_default=True, help="Tokens of one.", hidden=True
+)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="Where weights are served."
 )
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The folder of such a training.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="The folder of such a training.", hidden=True
+)
 @_training_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="ENV [SETTINGS]", shell_complete=complete_settings)
 @click.pass_context
