@@ -54,6 +54,8 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
 
     recording = open_recording(run)
     recorded, folder = recording.meta.config, recording.path.parent.resolve()
+    if (folder / "training").is_dir():
+        raise ConfigError(f"{folder} is the run of a training: continue it with `palaestra train --resume {run}`")
     status = RunReader(recording.path).read()
     click.echo(
         f"{folder}: kept {plural(status.groups_ended, 'group')} with {plural(status.rollouts, 'rollout')}, "

@@ -22,6 +22,7 @@ from tabular import TabularTrainer, words
 
 import palaestra
 from palaestra import ConfigError, DiskError, Rollout, Task, TrainerError, TrainingReport, environment
+from palaestra.cli.resume import resume_run
 from palaestra.rollouts.limits import RunStopped
 from palaestra.trainers.checkpoints import read_steps
 
@@ -250,3 +251,9 @@ def test_the_report_has_the_curves() -> None:
     assert page.count("<polyline") == 7
     assert "held out: 0." in page
     assert "nan" not in page.partition("<nav")[0].partition('class="charts"')[2]
+
+
+def test_the_run_of_a_training_is_not_resumed_as_another_run() -> None:
+    report = train(TabularTrainer(), steps=1, eval_every=0)
+    with pytest.raises(ConfigError, match="train --resume"):
+        resume_run(str(report.run.folder), [], "palaestra resume")
