@@ -43,6 +43,9 @@ MAX_BODY_BYTES = 64 << 20
 PING_S, WRITE_S = 10.0, 60.0
 """Seconds between signs of life of a streamed reply, and until a client must have taken what was written."""
 
+WHOLE_BYTES = 256 << 10
+"""A streamed reply up to this length, which the connection's buffers hold, may be sent in one piece."""
+
 MODEL = "policy"
 """The name under which the list of models has the rollout's model. Requests may name any."""
 
@@ -177,16 +180,23 @@ class _Call:
             completion = await self._conversations.answer(self._asked, self._id)
             return _json(self._dialect.reply(self._asked, completion, self._id, self._created), 200, headers)
         headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        return await self._streamed(web.StreamResponse(headers=headers))
+        return await self._streamed(headers)
 
-    async def _streamed(self, response: web.StreamResponse) -> web.StreamResponse:
-        """Sampling may begin before the head is sent: an early refusal then has its own status."""
+    async def _streamed(self, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Sampling begins before the head is sent: an early refusal then has its own status, and a reply that comes
+        whole and soon is sent at once."""
+        response = web.StreamResponse(headers=headers)
         writer = self._dialect.stream(self._asked, self._id, self._created)
         pieces: asyncio.Queue[JSON] = asyncio.Queue()
         hook = pieces.put_nowait if "on_delta" in self._conversations.features else None
         answering = asyncio.ensure_future(self._conversations.answer(self._asked, self._id, hook))
         begun = False
         try:
+            if hook is None:
+                await asyncio.wait([answering], timeout=PING_S)
+                if answering.done() and len(data := writer.begin() + writer.end(answering.result())) < WHOLE_BYTES:
+                    return web.Response(body=data, headers=headers)
+                writer = self._dialect.stream(self._asked, self._id, self._created)
             while not answering.done() or not pieces.empty():
                 delta = await _next_delta(pieces, answering)
                 if not begun and not (delta is None and answering.done()):
