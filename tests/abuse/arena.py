@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from palaestra.core.types import Limits
+from palaestra.core.types import Limits, Network
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import ExecutionResult, Rung, Slot, SlotSpec
 
@@ -41,6 +42,16 @@ class Arena:
     def backend(self) -> LocalBackend:
         """What the slots come from."""
         return self.ground.backend
+
+    @asynccontextmanager
+    async def another(self, *, network: Network = Network.OFF, limits: Limits | None = None) -> AsyncIterator[Slot]:
+        """A further slot, until the block ends."""
+        spec = SlotSpec(network=network) if limits is None else SlotSpec(network=network, limits=limits)
+        slot = await self.backend.create(spec, "another")
+        try:
+            yield slot
+        finally:
+            await self.backend.destroy(slot)
 
     def face(self, case: Case, **limits: int | float | None) -> None:
         """Run a case in a hostile slot; then its neighbour and the server must be as they were."""
@@ -78,3 +89,19 @@ class Arena:
 async def python(slot: Slot, program: str, *, timeout_s: float = 30.0) -> ExecutionResult:
     """Run a Python program in the slot."""
     return await slot.execute(["python3", "-c", program], timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def running(
+    slot: Slot, program: str, *arguments: str, timeout_s: float = 60.0
+) -> AsyncIterator[asyncio.Future[ExecutionResult]]:
+    """A Python program in the slot, from its first output on. At the end of the block it is killed if it still runs."""
+    began = asyncio.Event()
+    argv = ["python3", "-c", program, *arguments]
+    task = asyncio.ensure_future(slot.execute(argv, on_output=lambda data: began.set(), timeout_s=timeout_s))
+    try:
+        await asyncio.wait_for(began.wait(), 20)
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import platform
 
 import pytest
 
-from abuse.arena import Arena, python
+from abuse.arena import Arena, python, running
 from palaestra.core.types import Limits
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.sandbox.slot import Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 
@@ -40,18 +39,8 @@ print(sum(c.inotify_init1(0) >= 0 for _ in range(16)))
 
 async def _while_hogged(arena: Arena, hostile: Slot, hog: str, then: str) -> str:
     """What a program prints in a neighbour while a hostile slot takes all it can get."""
-    other = await arena.backend.create(SlotSpec(), "other")
-    full = asyncio.Event()
-    hogging = asyncio.ensure_future(
-        hostile.execute(["python3", "-c", hog], on_output=lambda data: full.set(), timeout_s=20)
-    )
-    await asyncio.wait_for(full.wait(), 15)
-    try:
+    async with arena.another() as other, running(hostile, hog, timeout_s=20):
         return (await python(other, then)).output
-    finally:
-        hogging.cancel()
-        await asyncio.gather(hogging, return_exceptions=True)
-        await arena.backend.destroy(other)
 
 
 @pytest.mark.contained_on("full", "userns", "confined")
@@ -195,21 +184,14 @@ time.sleep(60)
     use = "import os; print(len([os.openpty() for _ in range(16)]))"
 
     async def case(slot: Slot) -> None:
-        hogs = [await arena.backend.create(SlotSpec(limits=Limits(open_files=256)), "hog") for _ in range(2)]
-        full = [asyncio.Event() for _ in hogs]
-        running = [
-            asyncio.ensure_future(each.execute(["python3", "-c", hog], on_output=lambda data, one=one: one.set()))
-            for each, one in zip(hogs, full, strict=True)
-        ]
-        try:
-            await asyncio.wait_for(asyncio.gather(*(one.wait() for one in full)), 20)
+        few = Limits(open_files=256)
+        async with (
+            arena.another(limits=few) as one,
+            arena.another(limits=few) as two,
+            running(one, hog),
+            running(two, hog),
+        ):
             found = (await python(slot, use)).output
-        finally:
-            for each in running:
-                each.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            for each in hogs:
-                await arena.backend.destroy(each)
         assert (found == "16\n") == arena.contained
 
     arena.face(case)

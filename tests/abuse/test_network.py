@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -12,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from abuse.arena import Arena, python
+from abuse.arena import Arena, python, running
 from palaestra.core.types import Network
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import Rung, Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 
@@ -86,16 +85,12 @@ except OSError as error: print(error.errno)
 """
 
     async def case(slot: Slot) -> None:
-        other = await arena.backend.create(SlotSpec(), "other")
-        bound = asyncio.Event()
-        holding = asyncio.ensure_future(slot.execute(["python3", "-c", bind], on_output=lambda data: bound.set()))
-        await asyncio.wait_for(bound.wait(), 10)
-        taken, held = await python(other, bind), await holding
+        async with arena.another() as other, running(slot, bind) as holding:
+            taken, held = await python(other, bind), await holding
         if arena.ground.rung is Rung.CONFINED:
             assert (taken.output, held.output) == ("97\n", "97\n")
         else:
             assert (taken.output, held.output) == ("bound\n", "bound\n")
-        await arena.backend.destroy(other)
 
     arena.face(case)
 
@@ -129,7 +124,6 @@ def test_the_host_is_out_of_reach_with_the_network_on(arena: Arena) -> None:
     """Its loopback, by every spelling, its other addresses, abstract sockets, and datagrams."""
 
     async def case(slot: Slot) -> None:
-        online = await arena.backend.create(SlotSpec(network=Network.ON), "online")
         with listening() as (tcp, _, name), _everywhere(socket.AF_INET6) as everywhere:
             port = everywhere.getsockname()[1]
             program = f"""
@@ -146,9 +140,9 @@ for family, address in [*places, (1, '\\0{name}')]:
             print('reached', address)
     except OSError: pass
 """
-            found = (await python(online, program, timeout_s=90)).output
+            async with arena.another(network=Network.ON) as online:
+                found = (await python(online, program, timeout_s=90)).output
             assert (found == "") == _holds(arena), found
-        await arena.backend.destroy(online)
 
     arena.face(case)
 
@@ -168,9 +162,8 @@ for host in ('127.0.0.1', '127.8.8.8', '0.0.0.0', '198.18.0.2', {_own_address()!
 """
 
         async def case(slot: Slot) -> None:
-            online = await arena.backend.create(SlotSpec(network=Network.ON), "online")
-            assert (await python(online, program)).output == ""
-            await arena.backend.destroy(online)
+            async with arena.another(network=Network.ON) as online:
+                assert (await python(online, program)).output == ""
 
         arena.face(case)
         try:
@@ -192,13 +185,14 @@ import time; time.sleep(10)
 """
     ask = """
 import re, socket
-local = [int(line.split()[1].split(':')[1], 16) for line in open('/proc/net/tcp').readlines()[1:]]
+lines = [line.split() for line in open('/proc/net/tcp').readlines()[1:]]
+local = {int(line[1].split(':')[1], 16) for line in lines if line[3] == '0A'}
 for host in ('127.0.0.1', '198.18.0.1', '198.18.0.2', '0.0.0.0'):
     for port in (5000, *local):
         try:
             with socket.create_connection((host, port), 2) as s:
                 if port == 5000: print('reached', host, port)
-                s.settimeout(2)
+                s.settimeout(0.5)
                 if s.recv(1): print('answered', host, port)
         except OSError: pass
 try: socket.socket(socket.AF_UNIX).connect('\\0abuse-online'); print('name')
@@ -206,16 +200,9 @@ except OSError: pass
 """
 
     async def case(slot: Slot) -> None:
-        one = await arena.backend.create(SlotSpec(network=Network.ON), "one")
-        two = await arena.backend.create(SlotSpec(network=Network.ON), "two")
-        ready = asyncio.Event()
-        serving = asyncio.ensure_future(one.execute(["python3", "-c", serve], on_output=lambda data: ready.set()))
-        await asyncio.wait_for(ready.wait(), 10)
-        assert ((await python(two, ask)).output == "") == _holds(arena)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        for each in (one, two):
-            await arena.backend.destroy(each)
+        on = Network.ON
+        async with arena.another(network=on) as one, arena.another(network=on) as two, running(one, serve):
+            assert ((await python(two, ask)).output == "") == _holds(arena)
 
     if arena.ground.rung is Rung.CONFINED:
         serve = serve.replace(", socket.socket(socket.AF_UNIX)", "").replace("kept[1]", "#")
@@ -256,15 +243,10 @@ print(time.time() - begun < 5)
     async def case(slot: Slot) -> None:
         if not _holds(arena):  # the flood would be the machine's
             return
-        one = await arena.backend.create(SlotSpec(network=Network.ON), "one")
-        two = await arena.backend.create(SlotSpec(network=Network.ON), "two")
-        begun = asyncio.Event()
-        flooding = asyncio.ensure_future(one.execute(["python3", "-c", flood], on_output=lambda data: begun.set()))
-        await asyncio.wait_for(begun.wait(), 10)
-        assert (await python(two, ask)).output == "True\n"
-        await flooding
-        for each in (one, two):
-            await arena.backend.destroy(each)
+        on = Network.ON
+        async with arena.another(network=on) as one, arena.another(network=on) as two, running(one, flood) as flooding:
+            assert (await python(two, ask)).output == "True\n"
+            await flooding
 
     arena.face(case)
 
@@ -287,9 +269,8 @@ for address in {refused!r}:
     async def case(hostile: Slot) -> None:
         if not _holds(arena):  # the attack would leave this machine
             return
-        online = await arena.backend.create(SlotSpec(network=Network.ON), "online")
-        assert (await python(online, program)).output == ""
-        await arena.backend.destroy(online)
+        async with arena.another(network=Network.ON) as online:
+            assert (await python(online, program)).output == ""
 
     arena.face(case)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 import sys
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from abuse.arena import Arena, python
-from palaestra.sandbox.slot import Slot, SlotSpec
+from abuse.arena import Arena, python, running
+from palaestra.sandbox.slot import Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 
@@ -19,6 +18,35 @@ PREFIX = os.path.realpath(sys.base_prefix)
 SHARED = os.path.join(PREFIX, os.path.relpath(os.path.realpath(os.__file__), PREFIX))  # a file of the interpreter
 MOUNTED = pytest.mark.skipif(PREFIX.startswith("/usr"), reason="the interpreter is in /usr, so it is not mounted")
 X86_ONLY = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
+
+
+_LOCK = """
+import fcntl, os, sys, time
+for path in sys.argv[2:]:
+    try: fd = os.open(path, os.O_RDONLY)
+    except PermissionError: continue
+    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError: print('locked', path)
+print('done', flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+_WATCH = """
+import ctypes, os, select, sys
+c = ctypes.CDLL(None)
+fd = c.inotify_init1(0)
+for path in sys.argv[1:]: c.inotify_add_watch(fd, path.encode(), 0x3b)
+print('ready', flush=True)
+print(len(os.read(fd, 65536)) if select.select([fd], [], [], 1.5)[0] else 'nothing')
+"""
+
+
+async def _try_locks(arena: Arena, slot: Slot, *paths: str) -> None:
+    """Lock files in two slots at the same time."""
+    async with arena.another() as other, running(slot, _LOCK, "2", *paths) as holding:
+        found = (await other.execute(["python3", "-c", _LOCK, "0", *paths])).output
+        assert (await holding).output == "done\n"
+    assert (found == "done\n") == arena.contained
 
 
 @X86_ONLY
@@ -85,27 +113,9 @@ except OSError: pass
 @MOUNTED
 @pytest.mark.contained_on("full", "userns")
 def test_a_lock_on_a_shared_file_is_the_slots_own(arena: Arena) -> None:
-    lock = f"""
-import fcntl, os, sys, time
-free = 0
-for path in ({SHARED!r}, {PREFIX!r}, '/usr/bin/env', '/etc/passwd', '/usr'):
-    try: fd = os.open(path, os.O_RDONLY)
-    except PermissionError: continue
-    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError: print('locked', path)
-print('done', flush=True)
-time.sleep(float(sys.argv[1]))
-"""
 
     async def case(slot: Slot) -> None:
-        other = await arena.backend.create(SlotSpec(), "other")
-        locked = asyncio.Event()
-        holding = asyncio.ensure_future(slot.execute(["python3", "-c", lock, "2"], on_output=lambda data: locked.set()))
-        await asyncio.wait_for(locked.wait(), 10)
-        found = (await other.execute(["python3", "-c", lock, "0"])).output
-        assert (await holding).output == "done\n"
-        await arena.backend.destroy(other)
-        assert (found == "done\n") == arena.contained
+        await _try_locks(arena, slot, SHARED, PREFIX, "/usr/bin/env", "/etc/passwd", "/usr")
 
     arena.face(case)
 
@@ -115,26 +125,13 @@ time.sleep(float(sys.argv[1]))
 def test_a_watch_sees_no_other_slot(arena: Arena) -> None:
     """Neither does it see what the host reads."""
     watched = (PREFIX, os.path.dirname(SHARED), SHARED, "/usr/bin", "/usr/bin/env", "/etc")
-    watch = f"""
-import ctypes, os, select
-c = ctypes.CDLL(None)
-fd = c.inotify_init1(0)
-for path in {watched!r}:
-    c.inotify_add_watch(fd, path.encode(), 0x3b)
-print('ready', flush=True)
-print(len(os.read(fd, 65536)) if select.select([fd], [], [], 1.5)[0] else 'nothing')
-"""
 
     async def case(slot: Slot) -> None:
-        other = await arena.backend.create(SlotSpec(), "other")
-        ready = asyncio.Event()
-        watching = asyncio.ensure_future(slot.execute(["python3", "-c", watch], on_output=lambda data: ready.set()))
-        await asyncio.wait_for(ready.wait(), 10)
-        Path(SHARED).read_bytes()
-        await other.execute(["cat", SHARED, "/usr/bin/env", "/etc/passwd"])
-        await other.execute(["ls", PREFIX, "/usr/bin"])
-        seen = (await watching).output
-        await arena.backend.destroy(other)
+        async with arena.another() as other, running(slot, _WATCH, *watched) as watching:
+            Path(SHARED).read_bytes()
+            await other.execute(["cat", SHARED, "/usr/bin/env", "/etc/passwd"])
+            await other.execute(["ls", PREFIX, "/usr/bin"])
+            seen = (await watching).output
         assert (seen == "ready\nnothing\n") == arena.contained
 
     arena.face(case)
@@ -178,25 +175,9 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom",
 def test_a_lock_on_a_device_is_the_slots_own(arena: Arena) -> None:
     if os.geteuid() != 0:
         pytest.skip("without root, a slot's devices are the host's")
-    lock = f"""
-import fcntl, os, sys, time
-for path in {DEVICES!r}:
-    fd = os.open(path, os.O_RDONLY)
-    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError: print('locked', path)
-print('done', flush=True)
-time.sleep(float(sys.argv[1]))
-"""
 
     async def case(slot: Slot) -> None:
-        other = await arena.backend.create(SlotSpec(), "other")
-        locked = asyncio.Event()
-        holding = asyncio.ensure_future(slot.execute(["python3", "-c", lock, "2"], on_output=lambda data: locked.set()))
-        await asyncio.wait_for(locked.wait(), 10)
-        found = (await other.execute(["python3", "-c", lock, "0"])).output
-        await holding
-        await arena.backend.destroy(other)
-        assert (found == "done\n") == arena.contained
+        await _try_locks(arena, slot, *DEVICES)
 
     arena.face(case)
 
@@ -206,25 +187,13 @@ def test_a_watch_on_a_device_sees_no_other_slot(arena: Arena) -> None:
     """Every program opens /dev/null, so a watch on the host's would show when others work."""
     if os.geteuid() != 0:
         pytest.skip("without root, a slot's devices are the host's")
-    watch = f"""
-import ctypes, os, select
-c = ctypes.CDLL(None)
-fd = c.inotify_init1(0)
-for path in {DEVICES!r}: c.inotify_add_watch(fd, path.encode(), 0x3b)
-print('ready', flush=True)
-print(len(os.read(fd, 65536)) if select.select([fd], [], [], 1.5)[0] else 'nothing')
-"""
 
     async def case(slot: Slot) -> None:
-        other = await arena.backend.create(SlotSpec(), "other")
-        ready = asyncio.Event()
-        watching = asyncio.ensure_future(slot.execute(["python3", "-c", watch], on_output=lambda data: ready.set()))
-        await asyncio.wait_for(ready.wait(), 10)
-        for _ in range(3):
-            Path("/dev/null").write_text("x")
-            await other.execute("head -c 9 /dev/urandom > /dev/null; ls -l /dev")
-        seen = (await watching).output
-        await arena.backend.destroy(other)
+        async with arena.another() as other, running(slot, _WATCH, *DEVICES) as watching:
+            for _ in range(3):
+                Path("/dev/null").write_text("x")
+                await other.execute("head -c 9 /dev/urandom > /dev/null; ls -l /dev")
+            seen = (await watching).output
         assert (seen == "ready\nnothing\n") == arena.contained
 
     arena.face(case)
@@ -252,15 +221,10 @@ time.sleep(10)
 """
 
     async def case(slot: Slot) -> None:
-        other = await arena.backend.create(SlotSpec(), "other")
-        before = set((await python(slot, read)).output.splitlines())
-        full = asyncio.Event()
-        using = asyncio.ensure_future(other.execute(["python3", "-c", use], on_output=lambda data: full.set()))
-        await asyncio.wait_for(full.wait(), 10)
-        after = set((await python(slot, read)).output.splitlines())
-        using.cancel()
-        await asyncio.gather(using, return_exceptions=True)
-        await arena.backend.destroy(other)
+        async with arena.another() as other:
+            before = set((await python(slot, read)).output.splitlines())
+            async with running(other, use):
+                after = set((await python(slot, read)).output.splitlines())
         changed = {line.split()[1] for line in before ^ after} - {"uuid", "entropy_avail", "ns_last_pid", "hostname"}
         assert (changed == set()) == arena.contained, changed
 
