@@ -25,6 +25,7 @@ test: venv ## run the tests, but for the long suites
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not interop"
 
 test-long: venv ## run the long suites: abuse, kills at random, containers, without root, real tasks, every cheat
+	-@scripts/synapse_env # without it, the tests on Matrix skip
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m long
 
 retest: venv ## run what failed last once more, alone
