@@ -28,7 +28,7 @@ from _measure import Row, fresh_process, interleaved, parse_options, quantile, r
 
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
-from palaestra.inference.recording import Address, Conversations, RecordingEndpoint
+from palaestra.inference.recording import Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import toy_tokenizer
@@ -100,7 +100,7 @@ async def serve(rollouts: int, wait_s: float) -> None:
     """Print the addresses of this many rollouts and serve them until standard input ends."""
     async with RecordingEndpoint() as endpoint:
         opened = [endpoint.open(Conversations(chat(wait_s))) for _ in range(rollouts)]
-        addresses: list[Address] = [each.__enter__() for each in opened]
+        addresses: list[RolloutAddress] = [each.__enter__() for each in opened]
         print(json.dumps([os.getpid(), *([each.openai_url, each.key] for each in addresses)]), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.gateway.long_replies import size, split_reply
-from palaestra.gateway.platform import Limits
+from palaestra.gateway.platform import PlatformLimits
 
 UNITS = ["characters", "utf16", "utf8"]
 CHARACTERS = st.sampled_from(
@@ -17,7 +17,7 @@ CHARACTERS = st.sampled_from(
 @given(parts=st.lists(CHARACTERS, max_size=400))
 def test_no_message_is_too_long_and_nothing_is_lost(unit, parts):
     text = "".join(parts)
-    limits = Limits(max_text=100, unit=unit)
+    limits = PlatformLimits(max_text=100, unit=unit)
     pieces = split_reply(text, limits)
     assert all(size(piece, limits) <= 100 for piece in pieces)
     assert all(piece.encode("utf-8") for piece in pieces)
@@ -31,14 +31,14 @@ def test_no_message_is_too_long_and_nothing_is_lost(unit, parts):
 
 
 def test_a_short_reply_is_one_message_and_an_empty_one_none():
-    assert split_reply("yes", Limits(100)) == ["yes"]
-    assert split_reply(" \n", Limits(100)) == []
+    assert split_reply("yes", PlatformLimits(100)) == ["yes"]
+    assert split_reply(" \n", PlatformLimits(100)) == []
 
 
 def test_a_code_block_is_closed_and_reopened_with_its_language():
     lines = [f"print({number})" for number in range(100)]
     text = "Look:\n```python\n" + "\n".join(lines) + "\n```\nThat is all."
-    pieces = split_reply(text, Limits(300))
+    pieces = split_reply(text, PlatformLimits(300))
     assert len(pieces) > 2
     for piece in pieces:
         assert piece.count("```") % 2 == 0, piece
@@ -48,21 +48,22 @@ def test_a_code_block_is_closed_and_reopened_with_its_language():
 
 def test_cuts_are_at_paragraphs_lines_and_words_before_they_are_inside_words():
     text = "First paragraph, quite short.\n\n" + "Second one " * 10
-    assert split_reply(text, Limits(100))[0] == "First paragraph, quite short.\n\n" or split_reply(text, Limits(100))[
-        0
-    ].endswith(" ")
-    assert all(len(piece) >= 40 for piece in split_reply("word " * 100, Limits(100))[:-1])
+    assert split_reply(text, PlatformLimits(100))[0] == "First paragraph, quite short.\n\n" or split_reply(
+        text, PlatformLimits(100)
+    )[0].endswith(" ")
+    assert all(len(piece) >= 40 for piece in split_reply("word " * 100, PlatformLimits(100))[:-1])
 
 
 def test_an_accent_stays_with_its_letter():
     text = "e\u0301" * 300
-    for piece in split_reply(text, Limits(101)):
+    for piece in split_reply(text, PlatformLimits(101)):
         assert not piece.startswith("\u0301")
 
 
 def test_emoji_count_as_two_in_utf16():
-    assert size("😀a", Limits(100, unit="utf16")) == 3
-    assert size("😀a", Limits(100, unit="utf8")) == 5
+    assert size("😀a", PlatformLimits(100, unit="utf16")) == 3
+    assert size("😀a", PlatformLimits(100, unit="utf8")) == 5
     assert all(
-        len(piece.encode("utf-16-le")) // 2 <= 100 for piece in split_reply("😀" * 200, Limits(100, unit="utf16"))
+        len(piece.encode("utf-16-le")) // 2 <= 100
+        for piece in split_reply("😀" * 200, PlatformLimits(100, unit="utf16"))
     )

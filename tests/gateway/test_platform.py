@@ -1,17 +1,17 @@
 import pytest
 
-from palaestra.gateway.platform import Address, Incoming, session_key
+from palaestra.gateway.platform import ChatAddress, Incoming, session_key
 
 
 @pytest.mark.parametrize(
     ("address", "per_user", "key"),
     [
-        (Address("telegram", "42"), True, "agent:main:telegram:dm:42"),
-        (Address("telegram", "42", "dm", "7"), True, "agent:main:telegram:dm:42:7"),
-        (Address("telegram", "-100", "group"), True, "agent:main:telegram:group:-100:anna"),
-        (Address("telegram", "-100", "group", "7"), True, "agent:main:telegram:group:-100:7:anna"),
-        (Address("telegram", "-100", "group", "7"), False, "agent:main:telegram:group:-100:7"),
-        (Address("matrix", "!room:host", "channel"), False, "agent:main:matrix:channel:!room%3Ahost"),
+        (ChatAddress("telegram", "42"), True, "agent:main:telegram:dm:42"),
+        (ChatAddress("telegram", "42", "dm", "7"), True, "agent:main:telegram:dm:42:7"),
+        (ChatAddress("telegram", "-100", "group"), True, "agent:main:telegram:group:-100:anna"),
+        (ChatAddress("telegram", "-100", "group", "7"), True, "agent:main:telegram:group:-100:7:anna"),
+        (ChatAddress("telegram", "-100", "group", "7"), False, "agent:main:telegram:group:-100:7"),
+        (ChatAddress("matrix", "!room:host", "channel"), False, "agent:main:matrix:channel:!room%3Ahost"),
     ],
 )
 def test_the_key_of_a_session_names_its_place(address, per_user, key):
@@ -20,8 +20,10 @@ def test_the_key_of_a_session_names_its_place(address, per_user, key):
 
 def test_two_places_never_share_a_key():
     places = [
-        Address("p", "a", "group", "b:c"), Address("p", "a:b", "group", "c"), Address("p", "a", "group", "b%3Ac"),
-        Address("p", "a%3Ab", "group", "c"),
-    ]  # fmt: skip
+        ChatAddress("p", "a", "group", "b:c"),
+        ChatAddress("p", "a:b", "group", "c"),
+        ChatAddress("p", "a", "group", "b%3Ac"),
+        ChatAddress("p", "a%3Ab", "group", "c"),
+    ]
     keys = {session_key(Incoming(place, "m", "u"), per_user=False) for place in places}
     assert len(keys) == len(places)

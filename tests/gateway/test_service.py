@@ -7,7 +7,7 @@ from palaestra.chat.service import ChatSettings
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Prices
 from palaestra.gateway.config import GatewayConfig
-from palaestra.gateway.platform import Address, Attachment, Limits
+from palaestra.gateway.platform import Attachment, ChatAddress, PlatformLimits
 from palaestra.gateway.platforms.loopback import Loopback
 from palaestra.gateway.service import Gateway
 
@@ -216,7 +216,7 @@ def test_messages_that_cannot_be_taken_are_refused_with_the_reason(tmp_path):
 
 def test_a_long_reply_is_split_as_the_platform_needs(tmp_path):
     async def main():
-        platform = Loopback(limits=Limits(max_text=100, idempotent=True))
+        platform = Loopback(limits=PlatformLimits(max_text=100, idempotent=True))
         async with a_gateway(tmp_path, platform=platform) as scene:
             text = " ".join(f"word{number}" for number in range(60))
             await scene.platform.say(f"say {text}")
@@ -337,7 +337,7 @@ def test_the_end_of_a_background_process_is_reported_to_its_chat(tmp_path):
 
 def test_what_a_platform_refuses_is_kept_and_reported_to_the_home_channel(tmp_path):
     class Refusing(Loopback):
-        async def send_text(self, address: Address, text, *, key, answers=None):
+        async def send_text(self, address: ChatAddress, text, *, key, answers=None):
             from palaestra.core.errors import PlatformRefused
 
             if address.chat_id == "gone":

@@ -12,7 +12,7 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.ledger import Ledger
-from palaestra.rollouts.middleware import Ask, ChatCall, ChatMiddleware, Conversation
+from palaestra.rollouts.middleware import Ask, ChatCall, ChatMiddleware, MiddlewareServer
 
 
 class Exact(ChatServer):
@@ -51,7 +51,7 @@ def noting(name: str, seen: list[tuple[str, int]]) -> ChatMiddleware:
 def test_the_first_middleware_is_the_outermost_and_sub_agents_go_through_the_same() -> None:
     seen: list[tuple[str, int]] = []
     server = Exact()
-    conversation = Conversation(server, [noting("a", seen), noting("b", seen)])
+    conversation = MiddlewareServer(server, [noting("a", seen), noting("b", seen)])
     assert conversation.ledger is server.ledger
     assert conversation.get_state() == {"ledger": server.ledger}
     child = conversation.child(2)
@@ -69,7 +69,7 @@ def test_a_foreign_server_only_chats_and_fails_as_a_server() -> None:
         async def chat_completion(self, **request: JSON) -> JSON:
             raise KeyError("choices")
 
-    conversation = Conversation(Client(), [])
+    conversation = MiddlewareServer(Client(), [])
     assert conversation.ledger is None
     assert conversation.get_state() is None
     with pytest.raises(EngineError, match="KeyError"):

@@ -52,7 +52,7 @@ from palaestra.chat.events import (
     TurnEnded,
 )
 from palaestra.chat.service import ChatService
-from palaestra.chat.store import ConversationRecord, Effect, TurnRecord
+from palaestra.chat.store import ConversationRecord, Effect, StoredTurn
 from palaestra.core.errors import ConfigError, EngineError, InfraError, PalaestraError, SandboxError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.chat_server import ChatServer, SessionContext
@@ -61,8 +61,7 @@ from palaestra.inference.http.sse import Delta
 from palaestra.inference.ledger import SegmentReason
 from palaestra.inference.server_group import Server
 from palaestra.processes.session import ProcessSession
-from palaestra.rollouts.middleware import Ask, ChatCall
-from palaestra.rollouts.middleware import Conversation as Surrounded
+from palaestra.rollouts.middleware import Ask, ChatCall, MiddlewareServer
 from palaestra.sandbox.slot import ExecutionResult, Slot, Snapshot
 from palaestra.tools.builtin.clarify import Ask as Answer
 from palaestra.tools.builtin.clarify import User
@@ -135,7 +134,7 @@ class Conversation:
         self._approvals = Approvals(self._approve if people.approve is not None else None)
         self._approvals.allowed |= self._store.allowed(record.user)
         self._loop: HermesAgentLoop | None = None
-        self._turn: TurnRecord | None = None
+        self._turn: StoredTurn | None = None
         self._reply_row: int | None = None
         self._early = 0
         self._partial: list[str] = []
@@ -207,7 +206,7 @@ class Conversation:
         """The name of the model."""
         return self._service.model_name(self._server)
 
-    def turns(self) -> list[TurnRecord]:
+    def turns(self) -> list[StoredTurn]:
         """The turns of the history."""
         return self._store.turns(self.id)
 
@@ -381,7 +380,7 @@ class Conversation:
 
     # One turn
 
-    def _begin(self, content: JSON, message_id: str | None) -> TurnRecord:
+    def _begin(self, content: JSON, message_id: str | None) -> StoredTurn:
         noted, self._notes = self._notes, []
         full = _with_notes(content, noted)
         message: Message = {"role": "user", "content": full}
@@ -390,7 +389,7 @@ class Conversation:
         self._written = len(self.messages)
         return turn
 
-    async def _play(self, turn: TurnRecord) -> AsyncGenerator[Event, None]:
+    async def _play(self, turn: StoredTurn) -> AsyncGenerator[Event, None]:
         """Run a turn and yield its events."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._events, self._turn, self._interrupted, self.failure = events, turn, False, None
@@ -417,14 +416,14 @@ class Conversation:
             raise error
         yield ended
 
-    async def _act(self, turn: TurnRecord) -> AgentResult:
+    async def _act(self, turn: StoredTurn) -> AgentResult:
         """Let the agent loop answer the history."""
         settings, service = self._service.settings, self._service
         session = await self._server_session()
         tools = self._runtime(message_text(turn.content))
         self._change_settings(tools=tools.registry.definitions())
         loop = self._loop = HermesAgentLoop(
-            Surrounded(session, [self._streamed]),
+            MiddlewareServer(session, [self._streamed]),
             tools.registry.definitions(),
             tools.registry.list_tools(),
             max_turns=settings.max_turns,
@@ -530,7 +529,7 @@ class Conversation:
             self._store.add_message(self._turn, message)
         self._written, self._early = len(self.messages), 0
 
-    def _close_turn(self, turn: TurnRecord, task: asyncio.Task[AgentResult], seconds: float) -> TurnEnded:
+    def _close_turn(self, turn: StoredTurn, task: asyncio.Task[AgentResult], seconds: float) -> TurnEnded:
         """Store the end of a turn, whatever it was, and leave a well-formed history."""
         result = self._loop.result if self._loop is not None else AgentResult(messages=[], outcome=Outcome.CANCELLED)
         self.failure = self._loop.failure if self._loop is not None else None
@@ -564,7 +563,7 @@ class Conversation:
         return self._finish(turn, outcome, problem, report)
 
     def _finish(
-        self, turn: TurnRecord, outcome: str, problem: str, report: Mapping[str, JSON] | None = None
+        self, turn: StoredTurn, outcome: str, problem: str, report: Mapping[str, JSON] | None = None
     ) -> TurnEnded:
         """End a turn in the store, with a closing message of the assistant if it needs one."""
         last = self.messages[-1] if self.messages else {}
@@ -632,7 +631,7 @@ class Conversation:
             await self._end_slot()
             self._notice(Notice(text=f"The sandbox failed. {NEW_SANDBOX}", kind="sandbox"))
 
-    def _save_ledger(self, turn: TurnRecord, service: ChatService) -> None:
+    def _save_ledger(self, turn: StoredTurn, service: ChatService) -> None:
         ledger = None if self._session is None else self._session.ledger
         if ledger is not None and len(ledger):
             self._part_from = self._part_from or turn.number
@@ -647,7 +646,7 @@ class Conversation:
 
     # Recovery
 
-    def _open_turn(self) -> TurnRecord | None:
+    def _open_turn(self) -> StoredTurn | None:
         turns = self.turns()
         return turns[-1] if turns and turns[-1].state == "open" else None
 
@@ -665,7 +664,7 @@ class Conversation:
             self._store.end_turn(turn, answer=str(last.get("content") or ""), outcome=NATURAL)
         return notices
 
-    def _answer_calls(self, turn: TurnRecord, messages: list[Message]) -> list[Notice]:
+    def _answer_calls(self, turn: StoredTurn, messages: list[Message]) -> list[Notice]:
         """Store and append the results of the last calls that have none."""
         stored = self._store.messages_of(turn)
         asking = next((n for n in range(len(stored) - 1, -1, -1) if stored[n][1].get("role") == "assistant"), None)
@@ -774,7 +773,7 @@ def _with_notes(content: JSON, notes: Sequence[str]) -> JSON:
     return [{"type": "text", "text": text}, *content]
 
 
-def _ended(turn: TurnRecord, *, replayed: bool = True) -> TurnEnded:
+def _ended(turn: StoredTurn, *, replayed: bool = True) -> TurnEnded:
     report = turn.report
     return TurnEnded(
         turn=turn.number,

@@ -88,7 +88,7 @@ class ConversationRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRecord:
+class StoredTurn:
     """One turn: a user's message and everything up to its answer. `number` counts from 1.
 
     `kind` is message or compaction, `state` open, done or undone, `content` the message as it was sent, `report` the
@@ -245,7 +245,7 @@ class ConversationStore:
         message_id: str | None = None,
         kind: str = "message",
         messages: Sequence[Message] = (),
-    ) -> TurnRecord:
+    ) -> StoredTurn:
         """Open the next turn, with its first messages. Raises `ConfigError` for a `message_id` that has one already."""
         now = time.time()
         with self._writing():
@@ -261,14 +261,14 @@ class ConversationStore:
             except sqlite3.IntegrityError:
                 raise ConfigError(f"message {message_id!r} of {conversation} has a turn already") from None
             assert row is not None
-            turn = TurnRecord(row, conversation, last + 1, kind, message_id, "open", content, "", "", "")
+            turn = StoredTurn(row, conversation, last + 1, kind, message_id, "open", content, "", "", "")
             for message in messages:
                 self.add_message(turn, message)
             self._touch(conversation, now)
         return turn
 
     def end_turn(
-        self, turn: TurnRecord, *, answer: str, outcome: str, error: str = "", report: Mapping[str, JSON] | None = None
+        self, turn: StoredTurn, *, answer: str, outcome: str, error: str = "", report: Mapping[str, JSON] | None = None
     ) -> None:
         """Close a turn with its answer."""
         now = time.time()
@@ -280,16 +280,16 @@ class ConversationStore:
             )
             self._touch(turn.conversation, now)
 
-    def undo_turn(self, turn: TurnRecord) -> None:
+    def undo_turn(self, turn: StoredTurn) -> None:
         """Take a turn out of the history. Its message may be sent again."""
         with self._writing():
             self._db.execute("UPDATE turns SET state = 'undone', message_id = NULL WHERE id = ?", (turn.row,))
 
-    def turn_of(self, conversation: str, message_id: str) -> TurnRecord | None:
+    def turn_of(self, conversation: str, message_id: str) -> StoredTurn | None:
         """The turn of a message."""
         return next(self._turns("WHERE conversation = ? AND message_id = ?", conversation, message_id), None)
 
-    def turns(self, conversation: str) -> list[TurnRecord]:
+    def turns(self, conversation: str) -> list[StoredTurn]:
         """The turns of the history, in order; undone ones are left out, and so are those before a compaction."""
         found = list(self._turns("WHERE conversation = ? AND state != 'undone' ORDER BY number", conversation))
         begin = max(
@@ -297,7 +297,7 @@ class ConversationStore:
         )
         return found[begin:]
 
-    def add_message(self, turn: TurnRecord, message: Message) -> int:
+    def add_message(self, turn: StoredTurn, message: Message) -> int:
         """Append a message to a turn; returns its row."""
         text = message_text(message.get("content"))
         with self._writing():
@@ -308,7 +308,7 @@ class ConversationStore:
         assert row is not None
         return row
 
-    def messages_of(self, turn: TurnRecord) -> list[tuple[int, Message]]:
+    def messages_of(self, turn: StoredTurn) -> list[tuple[int, Message]]:
         """The messages of a turn with their rows, in order."""
         rows = self._db.execute("SELECT id, body FROM messages WHERE turn = ? ORDER BY id", (turn.row,))
         return [(row, msgspec.json.decode(body)) for row, body in rows]
@@ -350,7 +350,7 @@ class ConversationStore:
     # The journal of side effects
 
     def begin_effect(
-        self, turn: TurnRecord, kind: str, key: str, name: str, payload: JSON, *, message: int | None = None
+        self, turn: StoredTurn, kind: str, key: str, name: str, payload: JSON, *, message: int | None = None
     ) -> Effect:
         """Record that a side effect begins. `message` is the row of the assistant message that asks for it."""
         with self._writing():
@@ -370,7 +370,7 @@ class ConversationStore:
                 (state, result, time.time(), effect.row),
             )
 
-    def effects(self, turn: TurnRecord, *, kind: str | None = None, message: int | None = None) -> list[Effect]:
+    def effects(self, turn: StoredTurn, *, kind: str | None = None, message: int | None = None) -> list[Effect]:
         """The side effects of a turn in the order of their beginning, of one kind or one message if given."""
         rows = self._db.execute(
             "SELECT id, kind, key, name, payload, state, result FROM effects"
@@ -473,11 +473,11 @@ class ConversationStore:
             named = dict(zip(_CONVERSATION.split(", "), row, strict=True))
             yield ConversationRecord(**{**named, "settings": msgspec.json.decode(row[5])})
 
-    def _turns(self, where: str, *values: JSON) -> Iterator[TurnRecord]:
+    def _turns(self, where: str, *values: JSON) -> Iterator[StoredTurn]:
         for row in self._db.execute(f"SELECT {_TURN} FROM turns {where}", values).fetchall():  # noqa: S608
             named = dict(zip(_TURN.split(", "), row, strict=True))
             decoded = {name: msgspec.json.decode(named[name]) for name in ("content", "report")}
-            yield TurnRecord(named.pop("id"), **{**named, **decoded})
+            yield StoredTurn(named.pop("id"), **{**named, **decoded})
 
 
 def _opened(path: Path) -> sqlite3.Connection:

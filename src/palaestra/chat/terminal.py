@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from palaestra.chat.one_shot import Which
     from palaestra.chat.service import ChatService
     from palaestra.chat.store import ConversationStore
-    from palaestra.chat.workdir import FileChange, WorkFolder
+    from palaestra.chat.workdir import FolderChange, WorkFolder
     from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 T = TypeVar("T")
@@ -84,10 +84,10 @@ def run_terminal(which: Callable[[Mapping[str, str]], Which], own: Mapping[str, 
         return DONE
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("palaestra chat needs a terminal; to send one message without one, use -p TEXT")
-    return asyncio.run(Terminal(which, own, words).run())
+    return asyncio.run(ChatTerminal(which, own, words).run())
 
 
-class Terminal:
+class ChatTerminal:
     """One start of the interactive chat."""
 
     def __init__(
@@ -302,11 +302,11 @@ class Terminal:
                 return
         self._write_back(changes)
 
-    async def _changes(self) -> list[FileChange]:
+    async def _changes(self) -> list[FolderChange]:
         slot = self._conversation.open_slot
         return [] if slot is None or self._folder is None else await self._folder.changes(slot)
 
-    def _write_back(self, changes: Sequence[FileChange]) -> None:
+    def _write_back(self, changes: Sequence[FolderChange]) -> None:
         assert self._folder is not None
         left = self._folder.apply(changes)
         self._screen.line(f"{GREEN}wrote {len(changes) - len(left)} files to {self._folder.root}{PLAIN}")

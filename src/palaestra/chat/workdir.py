@@ -31,7 +31,7 @@ _LIST = r"find . -type f ! -path './.palaestra-*' -printf '%P\t%s\t%T@\0'"
 
 
 @dataclass(frozen=True, slots=True)
-class FileChange:
+class FolderChange:
     """One file that differs in the sandbox. `kind` is new, changed or deleted; `before` is the file on this machine,
     `after` that of the sandbox. `conflict`: the file on this machine is no longer the one that was copied."""
 
@@ -76,7 +76,7 @@ class WorkFolder:
             raise SandboxError(f"{self.root} could not be copied into the sandbox: {done.output.strip()[-500:]}")
         self._listed = await self._list(slot)
 
-    async def changes(self, slot: Slot) -> list[FileChange]:
+    async def changes(self, slot: Slot) -> list[FolderChange]:
         """The files of the sandbox that differ from the folder, by path."""
         now = await self._list(slot)
         found = []
@@ -87,17 +87,17 @@ class WorkFolder:
             conflict = _digest(before) != self._copied.get(path, "")
             if path not in now:
                 if before is not None:
-                    found.append(FileChange(path, "deleted", before, None, conflict=conflict))
+                    found.append(FolderChange(path, "deleted", before, None, conflict=conflict))
                 continue
             after = await slot.read_bytes(f"{WORKSPACE}/{path}")
             if after != before:
                 info = await slot.stat(f"{WORKSPACE}/{path}")
                 mode = (info.mode if info is not None else 0o644) & 0o777
                 kind = "new" if before is None else "changed"
-                found.append(FileChange(path, kind, before, after, mode, conflict))
+                found.append(FolderChange(path, kind, before, after, mode, conflict))
         return found
 
-    def apply(self, changes: Sequence[FileChange]) -> list[FileChange]:
+    def apply(self, changes: Sequence[FolderChange]) -> list[FolderChange]:
         """Write changes to the folder; returns those that were left out because of a conflict or an unsafe path."""
         left = []
         for change in changes:

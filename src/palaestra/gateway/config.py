@@ -12,7 +12,7 @@ from pydantic import Field
 from palaestra.core.config import Settings, local_path, sent_secret, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.gateway.platform import Address, ChatType
+from palaestra.gateway.platform import ChatAddress, ChatType
 from palaestra.gateway.session_reset import SessionResetPolicy
 from palaestra.inference.config import APIServerConfig
 
@@ -29,8 +29,8 @@ class HomeChannel(Settings):
     thread_id: str = setting("", "A thread of the chat; empty for the chat itself.")
 
     @property
-    def address(self) -> Address:
-        return Address(self.platform, self.chat_id, self.chat_type, self.thread_id)
+    def address(self) -> ChatAddress:
+        return ChatAddress(self.platform, self.chat_id, self.chat_type, self.thread_id)
 
 
 class PlatformConfig(Settings):
@@ -119,7 +119,7 @@ class GatewayConfig(Settings):
         """The policy of a chat: its platform's, or its type's, or the default."""
         return self.reset_by_platform.get(platform) or self.reset_by_type.get(chat_type) or self.default_reset_policy
 
-    def home_channel(self, platform: str = "") -> Address | None:
+    def home_channel(self, platform: str = "") -> ChatAddress | None:
         """The platform's home channel, or the first of any."""
         own = self.platforms.get(platform)
         for name, each in ([(platform, own)] if own is not None else []) + list(self.platforms.items()):

@@ -11,7 +11,7 @@ import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from palaestra.gateway.platform import Limits
+from palaestra.gateway.platform import PlatformLimits
 
 _FENCE = re.compile(r" {0,3}(`{3,10}|~{3,10})([^\n]*)")
 _LONGEST_OPENING = 40
@@ -21,7 +21,7 @@ _BREAKS = ("\n\n", "\n", ". ", " ")
 _JOINER, _VARIATIONS = "\u200d", range(0xFE00, 0xFE10)
 
 
-def size(text: str, limits: Limits) -> int:
+def size(text: str, limits: PlatformLimits) -> int:
     """The length of `text` in the platform's unit."""
     if limits.unit == "utf8":
         return len(text.encode("utf-8", "surrogatepass"))
@@ -30,7 +30,7 @@ def size(text: str, limits: Limits) -> int:
     return len(text)
 
 
-def split_reply(text: str, limits: Limits) -> list[str]:
+def split_reply(text: str, limits: PlatformLimits) -> list[str]:
     """The messages for `text`, in order; none for an empty text. `limits.max_text` must be at least 100."""
     if size(text, limits) <= limits.max_text:
         return [text] if text.strip() else []
@@ -80,7 +80,7 @@ def _length(opening: str) -> int:
     return len(opening) - len(opening.lstrip(opening[0]))
 
 
-def _cut(text: str, start: int, room: int, limits: Limits) -> int:
+def _cut(text: str, start: int, room: int, limits: PlatformLimits) -> int:
     """The end of the next piece: behind the last paragraph, line, sentence or word that fits."""
     end = _fitting(text, start, room, limits)
     if end >= len(text):
@@ -95,7 +95,7 @@ def _cut(text: str, start: int, room: int, limits: Limits) -> int:
     return end
 
 
-def _fitting(text: str, start: int, room: int, limits: Limits) -> int:
+def _fitting(text: str, start: int, room: int, limits: PlatformLimits) -> int:
     """The largest end so that `text[start:end]` has at most `room` units."""
     if limits.unit == "characters":
         return start + room

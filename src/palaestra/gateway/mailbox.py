@@ -22,7 +22,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 from palaestra.core.errors import ConfigError, DiskError
-from palaestra.gateway.platform import Address, Answers, Attachment, Incoming
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incoming
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Outgoing:
     """A message to send: `text`, or a file. `key` names it for ever."""
 
     key: str
-    address: Address
+    address: ChatAddress
     text: str = ""
     file: Attachment | None = None
     answers: Answers | None = None
@@ -96,7 +96,7 @@ class SessionRow:
 
     key: str
     conversation: str
-    address: Address
+    address: ChatAddress
     last_used: float
 
 
@@ -243,7 +243,7 @@ class Mailbox:
         """Add messages to send. One whose key is known is not added again."""
         await self.do(lambda connection: _post(connection, messages, now))
 
-    async def chats_to_send_to(self) -> list[Address]:
+    async def chats_to_send_to(self) -> list[ChatAddress]:
         rows = await self.do(
             lambda connection: connection.execute(
                 "select distinct chat from outgoing where state in ('waiting', 'sending')"
@@ -251,7 +251,7 @@ class Mailbox:
         )
         return [_address(chat) for (chat,) in rows]
 
-    async def next_unsent(self, address: Address) -> Unsent | None:
+    async def next_unsent(self, address: ChatAddress) -> Unsent | None:
         """The oldest message for a chat that was not sent."""
         return await self.do(lambda connection: _next_unsent(connection, _chat(address)))
 
@@ -453,16 +453,16 @@ def _encode(message: Incoming | Outgoing) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def _place(address: Address) -> str:
+def _place(address: ChatAddress) -> str:
     return f"{address.chat_id}\0{address.thread_id}" if address.thread_id else address.chat_id
 
 
-def _chat(address: Address) -> str:
+def _chat(address: ChatAddress) -> str:
     return msgspec.json.encode(address).decode()
 
 
-def _address(chat: str) -> Address:
-    return msgspec.json.decode(chat, type=Address)
+def _address(chat: str) -> ChatAddress:
+    return msgspec.json.decode(chat, type=ChatAddress)
 
 
 def _find_session(connection: sqlite3.Connection, key: str) -> SessionRow | None:

@@ -20,7 +20,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.gateway.long_replies import size
 from palaestra.gateway.mailbox import Mailbox, Outgoing, Unsent
-from palaestra.gateway.platform import Address, Platform
+from palaestra.gateway.platform import ChatAddress, Platform
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Outbox:
     ) -> None:
         self._start = start
         self._mailbox, self._platforms, self._on_refused, self._clock = mailbox, platforms, on_refused, clock
-        self._sending: dict[Address, asyncio.Event] = {}
+        self._sending: dict[ChatAddress, asyncio.Event] = {}
         self._again = asyncio.Event()
 
     async def resume(self) -> None:
@@ -48,7 +48,7 @@ class Outbox:
         for address in await self._mailbox.chats_to_send_to():
             self.wake(address)
 
-    def wake(self, address: Address) -> None:
+    def wake(self, address: ChatAddress) -> None:
         """Send what there is for a chat."""
         if address.platform not in self._platforms:
             return  # it is not connected any more; its messages wait in the mailbox
@@ -64,7 +64,7 @@ class Outbox:
         self._again.set()
         self._again = asyncio.Event()
 
-    async def _send_all(self, address: Address) -> None:
+    async def _send_all(self, address: ChatAddress) -> None:
         more, failures = self._sending[address], 0
         try:
             following: Unsent | None = None
@@ -102,7 +102,7 @@ class Outbox:
             await platform.send_text(message.address, text, key=message.key, answers=message.answers)
         return await self._mailbox.end_send(unsent, "sent")
 
-    async def _wait(self, address: Address, failures: int, error: PlatformUnavailable) -> None:
+    async def _wait(self, address: ChatAddress, failures: int, error: PlatformUnavailable) -> None:
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, 10)) * random.uniform(0.8, 1.0)
         if error.retry_after_s is not None:
             wait_s = max(wait_s if failures > 1 else 0.0, error.retry_after_s)

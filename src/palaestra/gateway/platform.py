@@ -8,7 +8,7 @@ checks:
 - Each message is handed to `deliver` with the platform's own id. `deliver` returns when the message is on the disk;
   only then does the platform acknowledge it. A message that comes twice has the same id, chat and thread both times.
 - Sending raises `PlatformUnavailable` if a later try can succeed and `PlatformRefused` if none can. `key` names the
-  message: where the platform's API takes such a key (`Limits.idempotent`), two sends with one key are one message.
+  message: if the platform's API takes such a key (`PlatformLimits.idempotent`), two sends with one key are one.
 - `stop` is idempotent. Nothing is delivered after it returns.
 """
 
@@ -23,7 +23,7 @@ ChatType: TypeAlias = Literal["dm", "group", "channel"]
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ChatAddress:
     """Where messages go: a chat of a platform, or a thread in it."""
 
     platform: str
@@ -50,7 +50,7 @@ class Incoming:
     """A message from a person. `message_id` is unique in its chat. `problem` is what could not be read of it. For a
     `trusted` message the platform has checked a secret of the sender's, so that no allow-list is needed."""
 
-    address: Address
+    address: ChatAddress
     message_id: str
     user_id: str
     text: str = ""
@@ -69,7 +69,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlatformLimits:
     """What a platform can carry. `unit` is what `max_text` counts: characters, UTF-16 units or bytes of UTF-8."""
 
     max_text: int
@@ -94,7 +94,7 @@ class Platform(Protocol):
         ...
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> PlatformLimits: ...
 
     async def start(self, deliver: Deliver) -> None:
         """Connect and begin to deliver messages."""
@@ -104,15 +104,17 @@ class Platform(Protocol):
         """Disconnect. Messages that are not acknowledged come again after the next start."""
         ...
 
-    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         """Send Markdown of at most `limits.max_text`; returns the platform's id of the message."""
         ...
 
-    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         """Replace the text of a message that the gateway sent. Only with `limits.edits`."""
         ...
 
-    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
         """Send a file of at most `limits.max_file_bytes`, an image so that it is shown. Returns the message's id."""
         ...
 
@@ -120,7 +122,7 @@ class Platform(Protocol):
         """Show a piece of the answer to `message` as it comes. Only with `limits.streams`; the whole is sent later."""
         ...
 
-    async def set_typing(self, address: Address, typing: bool) -> None:
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         """Show that an answer is being written, or no longer. Only with `limits.typing`; an error has no effect."""
         ...
 

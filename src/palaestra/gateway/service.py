@@ -33,7 +33,7 @@ from palaestra.gateway.config import GatewayConfig
 from palaestra.gateway.long_replies import split_reply
 from palaestra.gateway.mailbox import Mailbox, Outgoing, SessionRow, Waiting
 from palaestra.gateway.outbox import Outbox
-from palaestra.gateway.platform import Address, Answers, Attachment, Incoming, Platform, session_key
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incoming, Platform, session_key
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class _Session:
     and `question` wait for a person."""
 
     key: str
-    address: Address
+    address: ChatAddress
     waiting: deque[int] = field(default_factory=deque)
     running: bool = False
     stopped: bool = False
@@ -100,7 +100,7 @@ class Gateway:
         self._zone = zone
         self._outbox = Outbox(mailbox, self.platforms, self._on_refused, self._start, self._clock)
         self._sessions: dict[str, _Session] = {}
-        self._notices: asyncio.Queue[tuple[Address, str]] = asyncio.Queue()
+        self._notices: asyncio.Queue[tuple[ChatAddress, str]] = asyncio.Queue()
         self._background: list[asyncio.Task[None]] = []
         self._tasks: asyncio.TaskGroup
 
@@ -257,10 +257,10 @@ class Gateway:
         if (await self.mailbox.take(message, key, self._clock.wall(), done=True)).decision == "taken":
             await self._say(message, text)
 
-    def _session(self, key: str, address: Address) -> _Session:
+    def _session(self, key: str, address: ChatAddress) -> _Session:
         return self._sessions.setdefault(key, _Session(key, address))
 
-    def _enqueue(self, key: str, address: Address, row: int) -> None:
+    def _enqueue(self, key: str, address: ChatAddress, row: int) -> None:
         session = self._session(key, address)
         session.waiting.append(row)
         if not session.running:
@@ -457,7 +457,7 @@ class Gateway:
         return _Answer(texts, sent, 0.0 if ended.replayed else ended.cost or 0.0)
 
     @asynccontextmanager
-    async def _typing(self, address: Address) -> AsyncIterator[None]:
+    async def _typing(self, address: ChatAddress) -> AsyncIterator[None]:
         """Show that an answer is being written while the block runs."""
         platform = self.platforms[address.platform]
         if not platform.limits.typing:
@@ -565,7 +565,7 @@ class Gateway:
 
     # Notices
 
-    async def notify(self, text: str, address: Address | None = None) -> None:
+    async def notify(self, text: str, address: ChatAddress | None = None) -> None:
         """Send a notice to a chat, or to the home channel; without one, to the log."""
         to = address or self.config.home_channel()
         platform = None if to is None else self.platforms.get(to.platform)

@@ -43,7 +43,7 @@ def _before(middleware: ChatMiddleware, ask: Ask) -> Ask:
     return run
 
 
-class Conversation(ChatServer):
+class MiddlewareServer(ChatServer):
     """The model server as one conversation of a rollout asks it: through the middleware."""
 
     def __init__(self, server: object, middleware: Sequence[ChatMiddleware], branch: int = 0) -> None:
@@ -73,8 +73,8 @@ class Conversation(ChatServer):
     def segments(self) -> Sequence[int]:
         return self.server.segments
 
-    def child(self, number: int = 0) -> Conversation:
-        return Conversation(self.server.child(number), self._middleware, number)
+    def child(self, number: int = 0) -> MiddlewareServer:
+        return MiddlewareServer(self.server.child(number), self._middleware, number)
 
     def get_state(self) -> dict[str, JSON] | None:
         return self.server.get_state()

@@ -21,17 +21,17 @@ from typing import Self
 import msgspec
 
 from palaestra.agent.budget import Used, WallClock
-from palaestra.agent.programs import HOME, PROMPT_FILE, AgentProgram, Assignment
+from palaestra.agent.programs import HOME, PROMPT_FILE, AgentProgram, ProgramTask
 from palaestra.agent.result import AgentResult, Subagent, Turn
 from palaestra.core.clock import SystemClock
 from palaestra.core.errors import InfraError, SandboxError, TaskError, ToolUnavailable
 from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
-from palaestra.inference.recording import Address, CallLimits, Conversations, RecordingEndpoint
-from palaestra.inference.recording.conversations import RecordedCall, RecordedConversation
+from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
+from palaestra.inference.recording.conversations import AnsweredCall, RecordedConversation
 from palaestra.inference.recording.request import Refusal
 from palaestra.rollouts.limits import CutShort
-from palaestra.rollouts.middleware import Conversation
+from palaestra.rollouts.middleware import MiddlewareServer
 from palaestra.rollouts.resume.recorded_turns import Mismatch
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.host_tools import Capture
@@ -90,7 +90,7 @@ class ProgramAgent:
         session = self._engine.session(SessionContext())
         await session.chat_completion(messages=[PROBE], max_tokens=16)
 
-    def open(self, conversations: Conversations) -> contextlib.AbstractContextManager[Address]:
+    def open(self, conversations: Conversations) -> contextlib.AbstractContextManager[RolloutAddress]:
         """Serve the conversations of a rollout during a block."""
         return self._endpoint.open(conversations)
 
@@ -127,7 +127,7 @@ class _Play:
         settings = rollout.settings
         middleware = [make(rollout.rollout_id) for make in rollout.run_context.middleware.chat]
         self._conversations = Conversations(
-            Conversation(rollout.server, middleware),
+            MiddlewareServer(rollout.server, middleware),
             sampling={"temperature": settings.temperature, **(settings.extra_body or {})},
             limits=CallLimits(max_tokens=settings.max_tokens),
             admit=self._admit,
@@ -159,13 +159,13 @@ class _Play:
             raise self._conversations.failure
         return self.result()
 
-    async def _run_in(self, slot: Slot, address: Address) -> int | None:
+    async def _run_in(self, slot: Slot, address: RolloutAddress) -> int | None:
         """The program's exit status; None if it was ended."""
         host, _, port = address.url.split("/")[2].rpartition(":")
         async with forwarded_port(slot, host, int(port)) as slot_port:
             here = address.at(f"http://127.0.0.1:{slot_port}")
             prompt = _prompt(self._messages)
-            launch = self._agent.program.launch(Assignment(prompt, here.url, here.openai_url, here.key))
+            launch = self._agent.program.launch(ProgramTask(prompt, here.url, here.openai_url, here.key))
             await slot.make_dir(HOME)
             for path, text in {PROMPT_FILE: prompt, **launch.files}.items():
                 await slot.write_text(path, text)
@@ -212,7 +212,7 @@ class _Play:
             self._stop.set()
             raise Refusal(403, "This rollout has reached its limit; no further call is answered.", code="limit_reached")
 
-    def _answered(self, conversation: RecordedConversation, call: RecordedCall) -> None:
+    def _answered(self, conversation: RecordedConversation, call: AnsweredCall) -> None:
         self._calls += 1
         self._usage.add(call.prompt_tokens, call.completion_tokens)
         self._rollout.record(_turn(self._calls, call), [conversation.messages[-1]])
@@ -280,7 +280,7 @@ def _conversation_result(own: RecordedConversation | None, opening: list[Message
     )
 
 
-def _turn(number: int, call: RecordedCall) -> Turn:
+def _turn(number: int, call: AnsweredCall) -> Turn:
     return Turn(
         number, call.finish_reason, call.prompt_tokens, call.completion_tokens, call.seconds, 0.0, call.tool_names
     )

@@ -32,7 +32,7 @@ from palaestra.inference.chat_server import ChatServer, SessionContext, chat_ser
 from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.events import Graded
 from palaestra.rollouts.limits import CutShort
-from palaestra.rollouts.middleware import Conversation, freezing
+from palaestra.rollouts.middleware import MiddlewareServer, freezing
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.records import Beside, Trajectory, inner_calls_of, subagents_of, tool_errors_of, turns_of
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
@@ -450,13 +450,13 @@ class Rollout:
         self.attend(loop, tools=tools if tools in self._bound_tools else self.tools)
         return loop
 
-    def conversation(self, server: object = None) -> Conversation:
+    def conversation(self, server: object = None) -> MiddlewareServer:
         """The server as the rollout's agent asks it: through the middleware."""
         asked = self._log.follow(self._asked if server is None else chat_server(server))
         middleware = [self._log.chat, *(make(self.rollout_id) for make in self.run_context.middleware.chat)]
         if self.settings.freeze:
             middleware.append(freezing(lambda: None if self._calls_under_way else self._slot))
-        return Conversation(asked, middleware)
+        return MiddlewareServer(asked, middleware)
 
     def attend(self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: ToolRuntime | None = None) -> None:
         """Use this loop's clock for the rollout, and let its agent delegate work if it has the tool for it; `agent` if

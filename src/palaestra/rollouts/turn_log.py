@@ -19,7 +19,7 @@ from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.events import ReplyReceived, RolloutResumed, TokensSpent, TurnTaken
 from palaestra.rollouts.journal.journal import EventStream, checksum
-from palaestra.rollouts.middleware import Ask, ChatCall, Conversation
+from palaestra.rollouts.middleware import Ask, ChatCall, MiddlewareServer
 from palaestra.rollouts.resume.recorded_turns import RecordedTurns
 
 
@@ -56,7 +56,7 @@ class TurnLog:
         if server.ledger is not None:
             server.recorded = self.recorded.pieces
             return server
-        return Conversation(server, [self.recorded.answer])
+        return MiddlewareServer(server, [self.recorded.answer])
 
     async def chat(self, call: ChatCall, ask: Ask) -> ChatCompletion:
         """Chat middleware. Raises `CannotResume`, and `EngineReplyError` for a sub-agent's reply that is not one."""

@@ -22,7 +22,7 @@ import pytest
 
 from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.gateway.long_replies import size
-from palaestra.gateway.platform import Address, Attachment, Incoming, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 
 PATIENCE_S = 20.0
 
@@ -65,7 +65,7 @@ class PlatformConformance(ABC):
         """Make the platform's server unreachable."""
         pytest.skip("the platform's tests do not say how its server becomes unreachable")
 
-    def unknown_chat(self, address: Address) -> Address:
+    def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         """The address of a chat that does not exist."""
         pytest.skip("the platform has no chats that do not exist")
 
@@ -92,7 +92,7 @@ class PlatformConformance(ABC):
 
         asyncio.run(main())
 
-    async def chat(self, arrived: list[Incoming], text: str = "hello") -> Address:
+    async def chat(self, arrived: list[Incoming], text: str = "hello") -> ChatAddress:
         """The chat that begins with a person's message."""
         before = len(arrived)
         await self.person_sends(text)

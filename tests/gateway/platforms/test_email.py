@@ -20,7 +20,7 @@ from aiosmtpd.smtp import AuthResult, LoginPassword
 from gateway.conftest import a_gateway, until
 from palaestra.core.errors import ConfigError
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Attachment, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.gateway.platforms.email import Email
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -188,8 +188,8 @@ class TestEmail(PlatformConformance):
     async def break_connection(self) -> None:
         self.smtp.stop()
 
-    def unknown_chat(self, address: Address) -> Address:
-        return Address(address.platform, "nobody@example.org")
+    def unknown_chat(self, address: ChatAddress) -> ChatAddress:
+        return ChatAddress(address.platform, "nobody@example.org")
 
     def test_an_answer_belongs_to_the_thread_of_its_question(self, tmp_path: Path) -> None:
         async def main() -> None:

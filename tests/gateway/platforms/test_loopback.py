@@ -1,4 +1,4 @@
-from palaestra.gateway.platform import Address, Attachment, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.gateway.platforms.loopback import Loopback
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -29,8 +29,8 @@ def test_messages_of_two_chats_are_received_apart() -> None:
 
     async def main() -> None:
         platform = Loopback()
-        await platform.send_text(Address("loopback", "a"), "for a", key="1")
-        await platform.send_text(Address("loopback", "b"), "for b", key="2")
+        await platform.send_text(ChatAddress("loopback", "a"), "for a", key="1")
+        await platform.send_text(ChatAddress("loopback", "b"), "for b", key="2")
         assert (await platform.receive("b")).text == "for b"
         assert (await platform.receive("a")).text == "for a"
 

@@ -10,7 +10,7 @@ from gateway.conftest import a_gateway, until
 from gateway.synapse import Account, needed, synapse
 from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Attachment, Incoming, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra.gateway.platforms.matrix import ENCRYPTED, Matrix
 from palaestra.testing.platform_conformance import PNG, PlatformConformance
 
@@ -78,8 +78,8 @@ class TestMatrix(PlatformConformance):
         found = [each for each in await self._seen() if each["msgtype"] in ("m.image", "m.file")]
         return [await asyncio.to_thread(self.anna.download, each["url"]) for each in found]
 
-    def unknown_chat(self, address: Address) -> Address:
-        return Address(address.platform, "!nothing:test")
+    def unknown_chat(self, address: ChatAddress) -> ChatAddress:
+        return ChatAddress(address.platform, "!nothing:test")
 
 
 def test_an_unreachable_homeserver_is_tried_again():

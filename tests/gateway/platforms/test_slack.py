@@ -8,7 +8,7 @@ from gateway.conftest import until
 from gateway.slack_api import APP_TOKEN, TOKEN, SlackAPI
 from palaestra.core.errors import ConfigError, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Attachment, Incoming, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra.gateway.platforms.slack import Slack
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -48,8 +48,8 @@ class TestSlack(PlatformConformance):
     async def break_connection(self) -> None:
         self.api.failing = 503
 
-    def unknown_chat(self, address: Address) -> Address:
-        return Address(address.platform, "D9")
+    def unknown_chat(self, address: ChatAddress) -> ChatAddress:
+        return ChatAddress(address.platform, "D9")
 
 
 def test_the_bot_answers_in_the_thread_of_a_mention_and_passes_over_what_is_not_for_it():
@@ -71,7 +71,7 @@ def test_the_bot_answers_in_the_thread_of_a_mention_and_passes_over_what_is_not_
             await until(lambda: bool(arrived))
             (message,) = arrived
             assert message.text == "a <b>"
-            assert message.address == Address("slack", "C1", "group", "5.5")
+            assert message.address == ChatAddress("slack", "C1", "group", "5.5")
             await platform.stop()
 
     asyncio.run(main())
@@ -85,7 +85,7 @@ def test_a_rate_limit_says_when_to_try_again():
             await platform.start(None)
             api.failing = 429
             with pytest.raises(PlatformUnavailable) as caught:
-                await platform.send_text(Address("slack", "D1"), "x", key="k")
+                await platform.send_text(ChatAddress("slack", "D1"), "x", key="k")
             assert caught.value.retry_after_s == 4
             await platform.stop()
 

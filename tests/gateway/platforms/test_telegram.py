@@ -8,7 +8,7 @@ from gateway.conftest import a_gateway, until
 from gateway.telegram_api import CHAT, TOKEN, TelegramAPI
 from palaestra.core.errors import ConfigError, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Attachment, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.gateway.platforms.telegram import Telegram
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -47,8 +47,8 @@ class TestTelegram(PlatformConformance):
     async def break_connection(self) -> None:
         self.api.failing = 502
 
-    def unknown_chat(self, address: Address) -> Address:
-        return Address(address.platform, "999")
+    def unknown_chat(self, address: ChatAddress) -> ChatAddress:
+        return ChatAddress(address.platform, "999")
 
 
 def test_a_rate_limit_says_when_to_try_again():
@@ -59,7 +59,7 @@ def test_a_rate_limit_says_when_to_try_again():
             await platform.start(None)
             api.failing = 429
             with pytest.raises(PlatformUnavailable) as caught:
-                await platform.send_text(Address("telegram", str(CHAT)), "x", key="k")
+                await platform.send_text(ChatAddress("telegram", str(CHAT)), "x", key="k")
             assert caught.value.retry_after_s == 3
             await platform.stop()
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from palaestra.core.errors import ConfigError, PlatformUnavailable
 from palaestra.core.io.http_server import listening
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Attachment, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.gateway.platforms.webhook import Webhook
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -84,8 +84,8 @@ class TestWebhook(PlatformConformance):
     async def break_connection(self) -> None:
         self.program.status = 503
 
-    def unknown_chat(self, address: Address) -> Address:
-        return Address(address.platform, "unknown")
+    def unknown_chat(self, address: ChatAddress) -> ChatAddress:
+        return ChatAddress(address.platform, "unknown")
 
 
 def test_a_busy_program_says_when_to_try_again():
@@ -96,7 +96,7 @@ def test_a_busy_program_says_when_to_try_again():
             await platform.start(None)
             program.status = 429
             with pytest.raises(PlatformUnavailable) as caught:
-                await platform.send_text(Address("webhook", "c"), "x", key="k")
+                await platform.send_text(ChatAddress("webhook", "c"), "x", key="k")
             assert caught.value.retry_after_s == 7
             await platform.stop()
 

@@ -17,7 +17,7 @@ import aiohttp
 
 from palaestra.core.types import JSON
 from palaestra.inference.ledger import verify_ledger
-from palaestra.inference.recording import Address, Conversations, RecordingEndpoint
+from palaestra.inference.recording import Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
@@ -185,7 +185,9 @@ TALKS = (ChatTalk, ResponsesTalk, MessagesTalk)
 class Program:
     """One rollout's program: conversations that go on, branch, are compacted and have helpers."""
 
-    def __init__(self, address: Address, session: aiohttp.ClientSession, rng: random.Random, tally: Tally) -> None:
+    def __init__(
+        self, address: RolloutAddress, session: aiohttp.ClientSession, rng: random.Random, tally: Tally
+    ) -> None:
         self.address, self.session, self.rng, self.tally = address, session, rng, tally
         self.kind = rng.choice(TALKS)
 

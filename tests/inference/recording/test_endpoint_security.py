@@ -18,7 +18,7 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion
 from palaestra.inference.ledger import verify_ledger
-from palaestra.inference.recording import Address, CallLimits, Conversations, RecordingEndpoint
+from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import ToyEngine
 
@@ -30,7 +30,7 @@ def conversations(*replies: str, limits: CallLimits | None = None) -> Conversati
     return Conversations(ManagedChat(ToyEngine(TOKENIZER, iter(replies)), FORMAT, "hermes"), limits=limits)
 
 
-Attack = Callable[[aiohttp.ClientSession, Address, Address], Awaitable[None]]
+Attack = Callable[[aiohttp.ClientSession, RolloutAddress, RolloutAddress], Awaitable[None]]
 
 
 def attack(run: Attack, *replies: str, limits: CallLimits | None = None) -> tuple[Conversations, Conversations]:
@@ -56,7 +56,7 @@ async def status(session: aiohttp.ClientSession, url: str, headers: dict[str, st
 
 
 def test_a_key_opens_its_own_rollout_alone() -> None:
-    async def run(session: aiohttp.ClientSession, here: Address, there: Address) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         for path in PATHS:
             assert await status(session, f"{there.url}/{path}", bearer(here.key)) == 401
             assert await status(session, f"{there.url}/{path}", {"x-api-key": here.key}) == 401
@@ -72,7 +72,7 @@ def test_a_key_opens_its_own_rollout_alone() -> None:
 
 
 def test_other_paths_and_methods_are_refused() -> None:
-    async def run(session: aiohttp.ClientSession, here: Address, there: Address) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         for path in ("v1/embeddings", "v1/files", "", "v1/responses/resp_1", "metrics", "v1/chat/completions/x"):
             assert await status(session, f"{here.url}/{path}", bearer(here.key)) == 404
         for path in PATHS:
@@ -110,7 +110,7 @@ def test_a_rollouts_end_closes_its_key_and_cancels_its_calls() -> None:
 
 
 def test_the_key_is_checked_before_the_body() -> None:
-    async def run(session: aiohttp.ClientSession, here: Address, there: Address) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         host, _, port = here.url.split("/")[2].partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         path = here.url.split("/", 3)[3]
@@ -126,7 +126,7 @@ def test_the_key_is_checked_before_the_body() -> None:
 def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "MAX_BODY_BYTES", 1000)
 
-    async def run(session: aiohttp.ClientSession, here: Address, there: Address) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         url = f"{here.openai_url}/chat/completions"
         long = {**CHAT, "messages": [{"role": "user", "content": "x" * 2000}]}
         assert await status(session, url, bearer(here.key), long) == 413
@@ -138,7 +138,7 @@ def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_concurrent_calls_are_bounded() -> None:
-    async def run(session: aiohttp.ClientSession, here: Address, there: Address) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         url = f"{here.openai_url}/chat/completions"
         assert await status(session, url, bearer(here.key)) == 429
         assert await status(session, f"{there.openai_url}/chat/completions", bearer(there.key)) == 200
@@ -177,7 +177,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_an_agent_sends_cannot_add_tokens_that_were_not_sampled() -> None:
-    async def run(session: aiohttp.ClientSession, here: Address, there: Address) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         url = f"{here.openai_url}/chat/completions"
         forged = [
             {"role": "user", "content": "hello"},
@@ -230,7 +230,7 @@ BODIES = st.builds(
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(bodies=st.lists(st.tuples(st.sampled_from(PATHS), BODIES), min_size=1, max_size=8))
 def test_any_body_is_answered_or_refused(bodies: list[tuple[str, JSON]]) -> None:
-    async def run(session: aiohttp.ClientSession, here: Address, there: Address) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         for path, body in bodies:
             answered = await status(session, f"{here.url}/{path}", bearer(here.key), body)
             assert answered in (200, 400), (answered, path, body)

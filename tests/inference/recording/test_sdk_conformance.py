@@ -26,7 +26,7 @@ from palaestra.inference.engine import (
     ToolCallMessage,
 )
 from palaestra.inference.http.sse import Delta
-from palaestra.inference.recording import Address, CallLimits, Conversations, RecordingEndpoint
+from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
 
 WEATHER = {
     "type": "object",
@@ -95,7 +95,7 @@ def calls(*arguments: str, name: str = "get_weather", text: str | None = None) -
 
 
 @asynccontextmanager
-async def serving(server: ChatServer, **options: JSON) -> AsyncIterator[Address]:
+async def serving(server: ChatServer, **options: JSON) -> AsyncIterator[RolloutAddress]:
     async with RecordingEndpoint() as endpoint:
         with endpoint.open(Conversations(server, **options)) as address:
             yield address

@@ -8,7 +8,7 @@ import pytest
 
 from manual_clock import ManualClock
 from palaestra.trainers.tinker import futures as module
-from palaestra.trainers.tinker.futures import KEPT_S, UNFETCHED_S, Answer, Busy, Futures
+from palaestra.trainers.tinker.futures import KEPT_S, UNFETCHED_S, Busy, FutureAnswer, Futures
 
 
 def test_an_answer_stays_until_some_time_after_it_was_fetched() -> None:
@@ -16,8 +16,8 @@ def test_an_answer_stays_until_some_time_after_it_was_fetched() -> None:
     futures = Futures(clock)
     fetched, unfetched = futures.add("a", "s"), futures.add("b", "s")
     for pending in (fetched, unfetched):
-        futures.finish(pending, Answer.of({"ok": True}))
-    futures.finish(fetched, Answer.of({"ok": False}))  # the first answer counts
+        futures.finish(pending, FutureAnswer.of({"ok": True}))
+    futures.finish(fetched, FutureAnswer.of({"ok": False}))  # the first answer counts
     assert json.loads(fetched.answer.body) == {"ok": True}  # type: ignore[union-attr]
     futures.fetched(fetched)
     futures.sweep()
@@ -38,7 +38,7 @@ def test_a_full_server_is_busy_until_results_are_fetched(monkeypatch: pytest.Mon
     first, _ = futures.add("a", "s"), futures.add("b", "s")
     with pytest.raises(Busy, match="2 requests"):
         futures.add("c", "s")
-    futures.finish(first, Answer(b"x" * 100))
+    futures.finish(first, FutureAnswer(b"x" * 100))
     with pytest.raises(Busy, match="not been fetched"):
         futures.add("c", "s")
     futures.fetched(first)

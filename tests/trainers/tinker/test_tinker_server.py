@@ -587,7 +587,7 @@ def test_a_killed_server_leaves_whole_checkpoints(tiny: Path, tmp_path: Path) ->
 KILLED = """
 import sys
 from pathlib import Path
-from palaestra.trainers.tinker.checkpoints import CheckpointFolder, Place
+from palaestra.trainers.tinker.checkpoints import CheckpointFolder, CheckpointPath
 from palaestra.trainers.tinker.model import Adam, BaseModel, LoraSettings, Row, TrainedModel
 import torch
 model = TrainedModel(BaseModel(sys.argv[1], device="cpu"), LoraSettings(32, seed=0))
@@ -596,5 +596,6 @@ model.batch([row], "cross_entropy", {}, backward=True)
 model.step(Adam())
 print("saving", flush=True)
 while True:
-    CheckpointFolder(Path(sys.argv[2])).save(model, Place("run", "weights", "state"), optimizer=True, overwrite=True)
+    place = CheckpointPath("run", "weights", "state")
+    CheckpointFolder(Path(sys.argv[2])).save(model, place, optimizer=True, overwrite=True)
 """

@@ -28,7 +28,7 @@ import aiosmtplib
 
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Answers, Attachment, Deliver, Incoming, Limits
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _TAG = re.compile(r"<(script|style)\b.*?</\1>|<[^>]+>", re.DOTALL | re.IGNORECAS
 class Email:
     """One mailbox."""
 
-    limits = Limits(max_text=100_000, max_file_bytes=20 << 20)
+    limits = PlatformLimits(max_text=100_000, max_file_bytes=20 << 20)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
         self.name = name
@@ -156,7 +156,7 @@ class Email:
         self._subjects[message_id] = str(mail.get("Subject", ""))
         while len(self._subjects) > _SUBJECTS:
             self._subjects.popitem(last=False)
-        address = Address(self.name, user_id, "dm", root)
+        address = ChatAddress(self.name, user_id, "dm", root)
         if len(content) > _MOST_BYTES:
             return Incoming(address, message_id, user_id, user_name=sender[0], problem="The e-mail is too large.")
         files = tuple(
@@ -173,28 +173,30 @@ class Email:
 
     # Messages that go out
 
-    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         mail = self._mail(address, key, answers)
         mail.set_content(text)
         return await self._send(mail)
 
-    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
         mail = self._mail(address, key, answers)
         mail.set_content(file.name)
         main, _, kind = file.media_type.partition("/")
         mail.add_attachment(file.data, maintype=main, subtype=kind or "octet-stream", filename=file.name)
         return await self._send(mail)
 
-    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         raise NotImplementedError("an e-mail cannot be edited")
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform gets whole answers")
 
-    async def set_typing(self, address: Address, typing: bool) -> None:
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         raise NotImplementedError("e-mail has no typing notices")
 
-    def _mail(self, address: Address, key: str, answers: Answers | None) -> EmailMessage:
+    def _mail(self, address: ChatAddress, key: str, answers: Answers | None) -> EmailMessage:
         mail = EmailMessage(policy=policy.SMTP)
         domain = self._address.rpartition("@")[2]
         mail["From"], mail["To"] = self._address, address.chat_id

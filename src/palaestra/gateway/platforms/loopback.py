@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from palaestra.core.errors import PlatformUnavailable
-from palaestra.gateway.platform import Address, Answers, Attachment, ChatType, Deliver, Incoming, Limits
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, ChatType, Deliver, Incoming, PlatformLimits
 
-LIMITS = Limits(max_text=4000, edits=True, typing=True, streams=True, idempotent=True)
+LIMITS = PlatformLimits(max_text=4000, edits=True, typing=True, streams=True, idempotent=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Received:
     """A message that the gateway sent. `text` is its last version; a file has no text."""
 
     message_id: str
-    address: Address
+    address: ChatAddress
     key: str
     text: str = ""
     file: Attachment | None = None
@@ -36,7 +36,7 @@ class Loopback:
     """Chats by id. `sent` has every message of the gateway, in order; `typing` the chats with a typing
     notice; `streamed` the pieces of answers as they came, by the message that they answer."""
 
-    def __init__(self, name: str = "loopback", limits: Limits = LIMITS) -> None:
+    def __init__(self, name: str = "loopback", limits: PlatformLimits = LIMITS) -> None:
         self.name = name
         self.limits = limits
         self.outage = False
@@ -70,7 +70,7 @@ class Loopback:
         if self._deliver is None:
             raise PlatformUnavailable(f"the gateway of {self.name} is not running")
         number = message_id or f"m{next(self._numbers)}"
-        address = Address(self.name, chat_id, chat_type, thread_id)
+        address = ChatAddress(self.name, chat_id, chat_type, thread_id)
         await self._deliver(Incoming(address, number, user_id, text, tuple(attachments), user_name=user_id))
         return number
 
@@ -79,22 +79,24 @@ class Loopback:
         async with asyncio.timeout(timeout_s):
             return await self._queue(chat_id).get()
 
-    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         return self._add(Received(f"g{next(self._numbers)}", address, key, text=text, answers=answers))
 
-    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
         return self._add(Received(f"g{next(self._numbers)}", address, key, file=file, answers=answers))
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         self.streamed[message.message_id] = self.streamed.get(message.message_id, "") + text
 
-    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         self._check()
         for place, message in enumerate(self.sent):
             if message.message_id == message_id:
                 self.sent[place] = replace(message, text=text)
 
-    async def set_typing(self, address: Address, typing: bool) -> None:
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         if typing:
             self.typing.add(address.chat_id)
         else:

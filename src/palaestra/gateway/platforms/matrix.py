@@ -42,7 +42,7 @@ from nio.responses import ErrorResponse
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.core.types import JSON
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Answers, Attachment, Deliver, Incoming, Limits
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,9 @@ _MEDIA_TYPES = {"m.image": "image/png", "m.audio": "audio/ogg", "m.video": "vide
 class Matrix:
     """One account."""
 
-    limits = Limits(max_text=30_000, unit="utf8", max_file_bytes=20 << 20, edits=True, typing=True, idempotent=True)
+    limits = PlatformLimits(
+        max_text=30_000, unit="utf8", max_file_bytes=20 << 20, edits=True, typing=True, idempotent=True
+    )
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
         self.name = name
@@ -168,7 +170,7 @@ class Matrix:
         if relation.get("rel_type") == "m.replace":
             return None
         thread = str(relation.get("event_id", "")) if relation.get("rel_type") == "m.thread" else ""
-        address = Address(self.name, room.room_id, "dm" if room.member_count <= 2 else "group", thread)
+        address = ChatAddress(self.name, room.room_id, "dm" if room.member_count <= 2 else "group", thread)
         name = room.user_name(event.sender) or event.sender
         if isinstance(event, MegolmEvent):
             return Incoming(address, event.event_id, event.sender, user_name=name, problem=ENCRYPTED)
@@ -203,15 +205,17 @@ class Matrix:
 
     # Messages that go out
 
-    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         return await self._send(address, {"msgtype": "m.text", "body": text}, key)
 
-    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         new = {"msgtype": "m.text", "body": text}
         relation = {"rel_type": "m.replace", "event_id": message_id}
         await self._send(address, {**new, "body": f"* {text}", "m.new_content": new, "m.relates_to": relation}, None)
 
-    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
         headers = {"Content-Type": file.media_type}
         path = f"/_matrix/media/v3/upload?filename={quote(file.name)}"
         status, data = await self._request("POST", path, file.data, headers)
@@ -229,13 +233,13 @@ class Matrix:
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform gets whole answers")
 
-    async def set_typing(self, address: Address, typing: bool) -> None:
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         if self._client is not None:
             with contextlib.suppress(PlatformError):
                 async with self._failures():
                     await self._client.room_typing(address.chat_id, typing, timeout=_TYPING_MS)
 
-    async def _send(self, address: Address, content: dict[str, JSON], key: str | None) -> str:
+    async def _send(self, address: ChatAddress, content: dict[str, JSON], key: str | None) -> str:
         client = self._running()
         room = client.rooms.get(address.chat_id)
         if room is not None and room.encrypted and content["body"] != ENCRYPTED:

@@ -34,7 +34,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.io.http_server import guard, listening
 from palaestra.core.types import JSON
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Answers, Attachment, Deliver, Incoming, Limits
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
 from palaestra.gateway.platforms.webhook import listen_address
 
 MAX_BODY_BYTES = 64 << 20
@@ -55,7 +55,7 @@ class _Request:
 class OpenAIServer:
     """One server. `url` is its address while it runs, with `/v1`."""
 
-    limits = Limits(max_text=16 << 20, max_file_bytes=16 << 20, streams=True)
+    limits = PlatformLimits(max_text=16 << 20, max_file_bytes=16 << 20, streams=True)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
         self.name = name
@@ -104,7 +104,7 @@ class OpenAIServer:
                 text = f"[The conversation before this session:]\n{before}\n\n[The message to answer:]\n{said}"
         if self._deliver is None:
             return _error(503, "the gateway is stopping", "server_error")
-        address = Address(self.name, session)
+        address = ChatAddress(self.name, session)
         message_id = request.headers.get("Idempotency-Key") or uuid.uuid4().hex
         key = (session, message_id)
         if key in self._waiting:
@@ -171,7 +171,7 @@ class OpenAIServer:
     def _head(self, kind: str) -> dict[str, JSON]:
         return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self._model}
 
-    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         """Hand over an answer. One whose request is gone is part of the conversation, and goes nowhere else; so are
         notices. A question of the agent is shown in the request that runs."""
         if answers is not None:
@@ -187,13 +187,15 @@ class OpenAIServer:
                 waiting.parts.put_nowait(f"{text}\n\n")
         return key
 
-    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
         """A file is a data URL in the answer."""
         url = f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
         sign = "!" if file.is_image else ""
         return await self.send_text(address, f"{sign}[{file.name}]({url})", key=key, answers=answers)
 
-    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         raise NotImplementedError("this platform has no edits")
 
     async def stream_text(self, message: Incoming, text: str) -> None:
@@ -201,7 +203,7 @@ class OpenAIServer:
         if waiting is not None:
             waiting.parts.put_nowait(text)
 
-    async def set_typing(self, address: Address, typing: bool) -> None:
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         raise NotImplementedError("this platform has no typing notices")
 
     def _remember(self, history: list[tuple[str, str]], session: str) -> None:

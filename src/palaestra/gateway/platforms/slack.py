@@ -28,7 +28,7 @@ from slack_sdk.web.async_client import AsyncWebClient
 
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Answers, Attachment, ChatType, Deliver, Incoming, Limits
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, ChatType, Deliver, Incoming, PlatformLimits
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _FOR_LATER = frozenset({"ratelimited", "rate_limited", "internal_error", "fatal_
 class Slack:
     """One app in one workspace."""
 
-    limits = Limits(max_text=3500, max_file_bytes=_MOST_BYTES, edits=True)
+    limits = PlatformLimits(max_text=3500, max_file_bytes=_MOST_BYTES, edits=True)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
         self.name = name
@@ -92,7 +92,7 @@ class Slack:
         ts, user = str(event["ts"]), str(event.get("user", ""))
         thread = str(event.get("thread_ts") or ("" if direct else ts))
         kind: ChatType = "dm" if event.get("channel_type") == "im" else "group"
-        address = Address(self.name, str(event["channel"]), kind, thread)
+        address = ChatAddress(self.name, str(event["channel"]), kind, thread)
         text = unescape(str(event.get("text", ""))).replace(f"<@{self._bot_user}>", "").strip()
         files, problem = [], ""
         for file in event.get("files") or ():
@@ -115,18 +115,20 @@ class Slack:
             str(file.get("name") or "file"), str(file.get("mimetype") or "application/octet-stream"), data
         )
 
-    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         async with self._failures():
             sent = await self._web.chat_postMessage(
                 channel=address.chat_id, text=_escaped(text), thread_ts=address.thread_id or None, unfurl_links=False
             )
         return str(sent["ts"])
 
-    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         async with self._failures():
             await self._web.chat_update(channel=address.chat_id, ts=message_id, text=_escaped(text))
 
-    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
         async with self._failures():
             sent = await self._web.files_upload_v2(
                 channel=address.chat_id, thread_ts=address.thread_id or None, filename=file.name, title=file.name,
@@ -137,7 +139,7 @@ class Slack:
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform gets whole answers")
 
-    async def set_typing(self, address: Address, typing: bool) -> None:
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         raise NotImplementedError("Slack shows no typing of bots")
 
     @contextlib.asynccontextmanager

@@ -32,7 +32,7 @@ from aiogram.utils.token import TokenValidationError
 
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Answers, Attachment, ChatType, Deliver, Incoming, Limits
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, ChatType, Deliver, Incoming, PlatformLimits
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _CHATS: dict[str, ChatType] = {"private": "dm", "group": "group", "supergroup": 
 class Telegram:
     """One bot."""
 
-    limits = Limits(max_text=4096, unit="utf16", max_file_bytes=50 << 20, edits=True, typing=True)
+    limits = PlatformLimits(max_text=4096, unit="utf16", max_file_bytes=50 << 20, edits=True, typing=True)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
         self.name = name
@@ -111,7 +111,7 @@ class Telegram:
         if message.from_user is None or message.from_user.is_bot:
             return None
         thread = str(message.message_thread_id) if message.is_topic_message else ""
-        address = Address(self.name, str(message.chat.id), _CHATS[message.chat.type], thread)
+        address = ChatAddress(self.name, str(message.chat.id), _CHATS[message.chat.type], thread)
         text = message.text or message.caption or ""
         files, problem = [], ""
         sent: Any = message.document or message.audio or message.voice or message.video or message.video_note
@@ -132,18 +132,20 @@ class Telegram:
         user = message.from_user
         return Incoming(address, str(message.message_id), str(user.id), text, tuple(files), user.full_name, problem)
 
-    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         async with self._failures():
             sent = await self._running().send_message(
                 address.chat_id, text, message_thread_id=_thread(address), request_timeout=60
             )
         return str(sent.message_id)
 
-    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         async with self._failures():
             await self._running().edit_message_text(text, chat_id=address.chat_id, message_id=int(message_id))
 
-    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
         bot, content = self._running(), BufferedInputFile(file.data, file.name)
         async with self._failures():
             if file.is_image and len(file.data) <= 10 << 20:  # the limit of photos
@@ -155,7 +157,7 @@ class Telegram:
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform gets whole answers")
 
-    async def set_typing(self, address: Address, typing: bool) -> None:
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         if typing and self._bot is not None:
             with contextlib.suppress(PlatformError):
                 async with self._failures():
@@ -182,5 +184,5 @@ class Telegram:
             raise PlatformRefused(f"{self.name}: {error.message}") from None
 
 
-def _thread(address: Address) -> int | None:
+def _thread(address: ChatAddress) -> int | None:
     return int(address.thread_id) if address.thread_id else None

@@ -33,7 +33,7 @@ from palaestra.core.io.http_server import guard, listening
 from palaestra.core.retry import RETRIED_STATUSES, retry_after_s
 from palaestra.core.types import JSON
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Address, Answers, Attachment, ChatType, Deliver, Incoming, Limits
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, ChatType, Deliver, Incoming, PlatformLimits
 
 MAX_BODY_BYTES = 64 << 20
 SEND_TIMEOUT_S = 60.0
@@ -61,7 +61,7 @@ class _Message(msgspec.Struct):
 class Webhook:
     """One server. `url` is its address while it runs."""
 
-    limits = Limits(max_text=1 << 20, max_file_bytes=32 << 20, idempotent=True)
+    limits = PlatformLimits(max_text=1 << 20, max_file_bytes=32 << 20, idempotent=True)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
         self.name = name
@@ -106,29 +106,31 @@ class Webhook:
             return web.json_response({"detail": problem, "error": "ValueError"}, status=400)
         if self._deliver is None:
             raise web.HTTPServiceUnavailable(text="the gateway is stopping")
-        address = Address(self.name, body.chat_id, body.chat_type, body.thread_id)
+        address = ChatAddress(self.name, body.chat_id, body.chat_type, body.thread_id)
         message = Incoming(address, body.message_id, body.user_id, body.text, tuple(files), body.user_name)
         await self._deliver(message)
         return web.json_response({"accepted": body.message_id}, status=202)
 
-    async def send_text(self, address: Address, text: str, *, key: str, answers: Answers | None = None) -> str:
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         return await self._post(address, key, answers, {"text": text, "file": None})
 
-    async def send_file(self, address: Address, file: Attachment, *, key: str, answers: Answers | None = None) -> str:
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
         data = base64.b64encode(file.data).decode()
         sent = {"name": file.name, "media_type": file.media_type, "data": data}
         return await self._post(address, key, answers, {"text": "", "file": sent})
 
-    async def edit_text(self, address: Address, message_id: str, text: str) -> None:
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
         raise NotImplementedError("a webhook has no edits")
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("a webhook gets whole answers")
 
-    async def set_typing(self, address: Address, typing: bool) -> None:
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         raise NotImplementedError("a webhook has no typing notices")
 
-    async def _post(self, address: Address, key: str, answers: Answers | None, content: dict[str, JSON]) -> str:
+    async def _post(self, address: ChatAddress, key: str, answers: Answers | None, content: dict[str, JSON]) -> str:
         body = {"key": key, "chat_id": address.chat_id, "thread_id": address.thread_id, **content}
         body |= {"answers": answers.message_id if answers else None, "last": answers.last if answers else True}
         headers = {"Idempotency-Key": key, **({"Authorization": f"Bearer {self._key}"} if self._key else {})}

@@ -55,7 +55,7 @@ class CallLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCall:
+class AnsweredCall:
     """One answered call."""
 
     finish_reason: str | None
@@ -76,7 +76,7 @@ class RecordedConversation:
     tools: list[dict[str, JSON]]
     server: ChatServer
     messages: list[Message] = field(default_factory=list)
-    calls: list[RecordedCall] = field(default_factory=list)
+    calls: list[AnsweredCall] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     _functions: dict[str, FunctionCall] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class RecordedConversation:
             said["tool_calls"] = [call.model_dump() for call in calls]
         self.messages = [*messages, said]
         self.calls.append(
-            RecordedCall(
+            AnsweredCall(
                 completion.choices[0].finish_reason,
                 usage.prompt_tokens if usage else 0,
                 usage.completion_tokens if usage else 0,
@@ -161,7 +161,7 @@ class Conversations:
         sampling: Mapping[str, JSON] | None = None,
         limits: CallLimits | None = None,
         admit: Callable[[], None] | None = None,
-        answered: Callable[[RecordedConversation, RecordedCall], None] | None = None,
+        answered: Callable[[RecordedConversation, AnsweredCall], None] | None = None,
         check_engine: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.server = server

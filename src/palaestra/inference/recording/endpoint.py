@@ -61,7 +61,7 @@ _COUNT_PATH = "v1/messages/count_tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class RolloutAddress:
     """Where the agent of one rollout finds its model: `url` for clients of Anthropic's API, `openai_url` for those of
     OpenAI's, and the `key` for both."""
 
@@ -74,10 +74,10 @@ class Address:
         """The base URL of OpenAI's clients."""
         return f"{self.url}/v1"
 
-    def at(self, origin: str) -> Address:
+    def at(self, origin: str) -> RolloutAddress:
         """The address as programs see it that reach this server at another origin, such as `http://127.0.0.1:8000`."""
         path = self.url.split("/", 3)[3]
-        return Address(f"{origin}/{path}", self.key, self.conversations)
+        return RolloutAddress(f"{origin}/{path}", self.key, self.conversations)
 
 
 class RecordingEndpoint:
@@ -85,7 +85,7 @@ class RecordingEndpoint:
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._host, self._port = host, port
-        self._rollouts: dict[str, Address] = {}
+        self._rollouts: dict[str, RolloutAddress] = {}
         self._numbers = itertools.count(1)
         # Compared for unknown rollouts, so that they cannot be told from wrong keys by the time that it takes.
         self._nobody = secrets.token_urlsafe(32)
@@ -110,10 +110,10 @@ class RecordingEndpoint:
         await self._listening.__aexit__(None, None, None)
 
     @contextmanager
-    def open(self, conversations: Conversations) -> Iterator[Address]:
+    def open(self, conversations: Conversations) -> Iterator[RolloutAddress]:
         """Serve a rollout's conversations during the block."""
         name = secrets.token_hex(8)
-        address = Address(f"{self.origin}/rollouts/{name}", secrets.token_urlsafe(32), conversations)
+        address = RolloutAddress(f"{self.origin}/rollouts/{name}", secrets.token_urlsafe(32), conversations)
         self._rollouts[name] = address
         try:
             yield address
@@ -145,7 +145,7 @@ class RecordingEndpoint:
         except Refusal as refusal:
             return _json(dialect.error(refusal), refusal.status, _error_headers(refusal))
 
-    def _address(self, root: str, name: str, headers: Mapping[str, str]) -> Address:
+    def _address(self, root: str, name: str, headers: Mapping[str, str]) -> RolloutAddress:
         """The rollout of a path, if the caller has its key. Raises `Refusal`."""
         scheme, _, token = headers.get("Authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

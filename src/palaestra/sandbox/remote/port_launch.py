@@ -31,7 +31,7 @@ HEAD_S, BODY_S = 10.0, 60.0
 MAX_HEAD, MAX_BODY, MAX_CONNECTIONS = 64 << 10, 64 << 20, 64
 
 
-class Connection:
+class DeadlineConnection:
     """A connection that ends at a deadline, however slowly its other side sends."""
 
     def __init__(self, stream: socket.socket) -> None:
@@ -50,13 +50,13 @@ class Connection:
     def reply(self, status: str, text: str) -> None:
         """Answer, and wait until the other side has closed: a reset would take the answer away."""
         head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
-        self._stream.sendall(f"{head}Connection: close\r\n\r\n{text}".encode())
+        self._stream.sendall(f"{head}DeadlineConnection: close\r\n\r\n{text}".encode())
         self._stream.shutdown(socket.SHUT_WR)
         while self.receive(MAX_HEAD):
             pass
 
 
-def receive_head(connection: Connection) -> tuple[str, dict[str, str], bytes]:
+def receive_head(connection: DeadlineConnection) -> tuple[str, dict[str, str], bytes]:
     """The first line, the headers, and what has come of the body. Raises ValueError for what is not a request."""
     data = b""
     while b"\r\n\r\n" not in data:
@@ -70,7 +70,7 @@ def receive_head(connection: Connection) -> tuple[str, dict[str, str], bytes]:
     return first, headers, body
 
 
-def receive_body(connection: Connection, headers: dict[str, str], begun: bytes) -> bytes:
+def receive_body(connection: DeadlineConnection, headers: dict[str, str], begun: bytes) -> bytes:
     """The whole body. Raises ValueError for one that is too large or not whole."""
     size = int(headers.get("content-length", "0"))
     if not 0 <= size <= MAX_BODY:
@@ -97,7 +97,7 @@ def unpack(archive: bytes) -> str:
     return folder
 
 
-def answer(connection: Connection, token: str, arrived: Callable[[str], None]) -> None:
+def answer(connection: DeadlineConnection, token: str, arrived: Callable[[str], None]) -> None:
     """Answer one request. If it brings the files, `arrived` gets their folder before the answer is sent."""
     first, headers, begun = receive_head(connection)
     status, text = "503 Service Unavailable", '{"status": "waiting"}'
@@ -126,7 +126,7 @@ def serve(listener: socket.socket, token: str) -> str:
     def one(stream: socket.socket) -> None:
         try:
             with stream:
-                answer(Connection(stream), token, arrived)
+                answer(DeadlineConnection(stream), token, arrived)
         except (OSError, ValueError, EOFError, tarfile.TarError, zlib.error) as error:
             sys.stderr.write(f"a request failed: {error}\n")
         finally:

@@ -71,7 +71,7 @@ SCHEMA = ToolSchema(
 )
 
 
-class Pane:
+class RolloutPane:
     """A rollout's one terminal. Calls run one after the other."""
 
     def __init__(self) -> None:
@@ -86,17 +86,17 @@ class Pane:
         return self.terminal
 
 
-_Action = Callable[[Pane, Mapping[str, JSON], ToolRun], Awaitable[ToolReply]]
+_Action = Callable[[RolloutPane, Mapping[str, JSON], ToolRun], Awaitable[ToolReply]]
 
 
 async def run_tmux(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Do `action` with the rollout's terminal."""
-    pane = run.state(Pane)
+    pane = run.state(RolloutPane)
     async with pane.turn:
         return await _ACTIONS[arguments["action"]](pane, arguments, run)
 
 
-async def _start(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _start(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     if pane.terminal is not None and not arguments.get("reset"):
         raise ToolMistake("A terminal is open already; use it, or start with reset")
     slot = await run.slot()
@@ -108,7 +108,7 @@ async def _start(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> Too
     return _shown(await pane.terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=DEFAULT_MAX_WAIT_S))
 
 
-async def _send_keys(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _send_keys(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     terminal, keys = pane.open(), arguments.get("keys")
     if not keys:
         raise ToolMistake("keys is needed for send_keys")
@@ -135,7 +135,7 @@ async def _send_keys(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) ->
     return {**_shown(shot), **late}
 
 
-async def _capture(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _capture(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     terminal = pane.open()
     shot = await terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=1.0)
     if not arguments.get("capture_entire"):
@@ -144,7 +144,7 @@ async def _capture(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> T
     return {**_shown(shot), "output": kept.text, "dropped_bytes": kept.start}
 
 
-async def _stream(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _stream(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     terminal, most = pane.open(), arguments.get("max_bytes", DEFAULT_STREAM_BYTES)
     status = await terminal.process.status()
     start = 0 if arguments.get("reset") else pane.cursor
@@ -154,7 +154,7 @@ async def _stream(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> To
     return {**reply, "lost_bytes": new.lost} if new.lost else reply
 
 
-async def _stop(pane: Pane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _stop(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     terminal, pane.terminal = pane.terminal, None
     if terminal is not None:
         await terminal.aclose()

@@ -56,7 +56,7 @@ class Checkpoint(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointPath:
     """Where a checkpoint belongs: the parts of `tinker://RUN/KIND/NAME`."""
 
     run: str
@@ -64,7 +64,7 @@ class Place:
     name: str
 
     @classmethod
-    def read(cls, path: str) -> Place:
+    def read(cls, path: str) -> CheckpointPath:
         """Raises `UserError` for anything but a path of this server."""
         parts = path.removeprefix("tinker://").split("/")
         well_formed = path.startswith("tinker://") and len(parts) == 3 and parts[1] in ("weights", "sampler_weights")
@@ -88,7 +88,7 @@ class CheckpointFolder:
     def save(
         self,
         model: TrainedModel,
-        place: Place,
+        place: CheckpointPath,
         *,
         optimizer: bool,
         overwrite: bool = False,
@@ -132,7 +132,7 @@ class CheckpointFolder:
 
     def find(self, path: str) -> Checkpoint:
         """The checkpoint at a `tinker://` path. Raises `UserError` if there is none."""
-        found = self._read(self._file(Place.read(path)))
+        found = self._read(self._file(CheckpointPath.read(path)))
         if found is None:
             raise UserError(f"There is no checkpoint {path}: it was never saved here, or it expired or was deleted.")
         return found
@@ -145,7 +145,7 @@ class CheckpointFolder:
                 f"The checkpoint {checkpoint.path} was trained from '{checkpoint.base_model}' with other weights than "
                 f"those of '{base.name}', which this server has."
             )
-        folder = self._file(Place(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
+        folder = self._file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
         if optimizer and checkpoint.kind != "weights":
             raise UserError(f"{checkpoint.path} has sampler weights only, without the state of the optimizer.")
         model = TrainedModel(base, checkpoint.lora)
@@ -165,12 +165,12 @@ class CheckpointFolder:
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
         """The folder with the tensors."""
-        return self._file(Place(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
+        return self._file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
 
     def delete(self, path: str) -> None:
         """Raises `UserError` if there is no such checkpoint."""
         found = self.find(path)
-        file = self._file(Place.read(path))
+        file = self._file(CheckpointPath.read(path))
         with writing(file):
             file.unlink()
             _sync(file.parent)
@@ -179,7 +179,7 @@ class CheckpointFolder:
     def set_expiry(self, path: str, ttl_s: float | None) -> None:
         found = self.find(path)
         found.expires_s = None if ttl_s is None else time.time() + ttl_s
-        with writing(self.folder), replaced(self._file(Place.read(path))) as out:
+        with writing(self.folder), replaced(self._file(CheckpointPath.read(path))) as out:
             out.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
 
     def all(self) -> list[Checkpoint]:
@@ -202,7 +202,7 @@ class CheckpointFolder:
             if folder not in kept and re.fullmatch(r".+\.[0-9a-f]{8}", folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _file(self, place: Place) -> Path:
+    def _file(self, place: CheckpointPath) -> Path:
         return self.folder / place.run / place.kind / f"{checked_name(place.name)}.json"
 
     def _read(self, file: Path, *, expired: bool = False) -> Checkpoint | None:

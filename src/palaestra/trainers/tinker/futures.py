@@ -31,29 +31,29 @@ class Busy(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FutureAnswer:
     body: bytes
     protobuf: bool = False
 
     @classmethod
-    def of(cls, value: dict[str, JSON]) -> Answer:
+    def of(cls, value: dict[str, JSON]) -> FutureAnswer:
         return cls(msgspec.json.encode(value))
 
     @classmethod
-    def failure(cls, message: str, category: Literal["user", "server"]) -> Answer:
+    def failure(cls, message: str, category: Literal["user", "server"]) -> FutureAnswer:
         """The SDK raises `RequestFailedError` with this message, and does not ask again."""
         return cls.of({"error": message, "category": category})
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingRequest:
     """One request. `sequences` are the ids of the sequences that a sampling request will have."""
 
     request_id: str
     session_id: str
     sequences: list[str] | None = None
     cancel: Callable[[], object] | None = None
-    answer: Answer | None = None
+    answer: FutureAnswer | None = None
     done_s: float = 0.0
     fetched_s: float | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,14 +64,14 @@ class Futures:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._all: dict[str, Pending] = {}
+        self._all: dict[str, PendingRequest] = {}
         self._bytes = 0
         self._waiting = 0
 
-    def find(self, request_id: str) -> Pending | None:
+    def find(self, request_id: str) -> PendingRequest | None:
         return self._all.get(request_id)
 
-    def add(self, request_id: str, session_id: str) -> Pending:
+    def add(self, request_id: str, session_id: str) -> PendingRequest:
         """Raises `Busy` beyond the bounds."""
         if self._waiting >= MOST_WAITING:
             raise Busy(f"{self._waiting} requests are waiting")
@@ -79,11 +79,11 @@ class Futures:
             self._drop(lambda pending: pending.fetched_s is not None)
             if self._bytes >= MOST_BYTES:
                 raise Busy(f"{self._bytes >> 20} MiB of results have not been fetched")
-        pending = self._all[request_id] = Pending(request_id, session_id)
+        pending = self._all[request_id] = PendingRequest(request_id, session_id)
         self._waiting += 1
         return pending
 
-    def finish(self, pending: Pending, answer: Answer) -> None:
+    def finish(self, pending: PendingRequest, answer: FutureAnswer) -> None:
         """Set the answer. Later ones are ignored."""
         if pending.answer is None:
             pending.answer, pending.cancel, pending.done_s = answer, None, self._clock.monotonic()
@@ -91,7 +91,7 @@ class Futures:
             self._waiting -= 1
             pending.done.set()
 
-    def fetched(self, pending: Pending) -> None:
+    def fetched(self, pending: PendingRequest) -> None:
         pending.fetched_s = self._clock.monotonic()
 
     def sweep(self) -> None:
@@ -110,13 +110,13 @@ class Futures:
         for pending in self._of(session_id):
             if pending.cancel is not None:
                 pending.cancel()
-            self.finish(pending, Answer.failure("The session has ended.", "user"))
+            self.finish(pending, FutureAnswer.failure("The session has ended.", "user"))
         self._drop(lambda pending: pending.session_id == session_id)
 
-    def _of(self, session_id: str) -> Iterator[Pending]:
+    def _of(self, session_id: str) -> Iterator[PendingRequest]:
         yield from [pending for pending in self._all.values() if pending.session_id == session_id]
 
-    def _drop(self, old: Callable[[Pending], bool]) -> None:
+    def _drop(self, old: Callable[[PendingRequest], bool]) -> None:
         for pending in list(self._all.values()):
             if pending.answer is not None and old(pending):
                 del self._all[pending.request_id]

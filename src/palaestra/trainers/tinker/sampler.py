@@ -51,7 +51,7 @@ class Scoring:
 
 
 @dataclass(slots=True)
-class Scored:
+class ScoredTokens:
     """Log-probabilities `[prompt]`, NaN before `first`; the top ones as (ids, log-probabilities) of `[prompt, k]` and
     `[sampled, k]`; those of the targets `[prompt - 1, K]`; alternatives as (ids, log-probabilities)."""
 
@@ -81,7 +81,7 @@ class Sampler:
         self.module = module
         self.in_use = 0
         self._batcher: Batcher | None = None
-        self._waiting: list[tuple[Scoring, asyncio.Future[Scored]]] = []
+        self._waiting: list[tuple[Scoring, asyncio.Future[ScoredTokens]]] = []
         self._scoring: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-scores")
 
@@ -111,9 +111,9 @@ class Sampler:
             for answer in answers:
                 answer.cancel()
 
-    async def score(self, scoring: Scoring) -> Scored:
+    async def score(self, scoring: Scoring) -> ScoredTokens:
         """Scores of given tokens, computed together with those of other callers."""
-        answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ScoredTokens] = asyncio.get_running_loop().create_future()
         self._waiting.append((scoring, answer))
         if self._scoring is None or self._scoring.done():
             self._scoring = asyncio.ensure_future(self._score_waiting())
@@ -134,10 +134,10 @@ class Sampler:
                 if not answer.done():
                     answer.set_result(scored)
 
-    def _scores(self, batch: Sequence[Scoring]) -> list[Scored]:
+    def _scores(self, batch: Sequence[Scoring]) -> list[ScoredTokens]:
         import torch
 
-        found: list[Scored | None] = [None] * len(batch)
+        found: list[ScoredTokens | None] = [None] * len(batch)
         with torch.inference_mode():
             for chosen in passes([len(scoring.ids) for scoring in batch], self.base.vocabulary):
                 with self.base.turns.turn():
@@ -153,7 +153,7 @@ class Sampler:
         self._thread.shutdown(wait=False)
 
 
-def _scored(logits_tv: torch.Tensor, scoring: Scoring) -> Scored:
+def _scored(logits_tv: torch.Tensor, scoring: Scoring) -> ScoredTokens:
     """Position t of a sequence is scored by the logits at t - 1."""
     import torch
 
@@ -165,7 +165,7 @@ def _scored(logits_tv: torch.Tensor, scoring: Scoring) -> Scored:
     if last > scoring.first:
         rows = slice(scoring.first - 1, last - 1)
         own[scoring.first : last] = logprobs_tv[rows].gather(1, ids[scoring.first : last, None]).squeeze(1).cpu()
-    scored = Scored(own)
+    scored = ScoredTokens(own)
     before = logprobs_tv[: scoring.prompt - 1]
     if scoring.top_prompt:
         scored.top_prompt = _top(before, scoring.top_prompt, scoring.first)

@@ -1,4 +1,4 @@
-"""The routes of the Tinker API (SDK 0.38) over one `Service`.
+"""The routes of the Tinker API (SDK 0.38) over one `TinkerService`.
 
 Source of the wire: the SDK itself (PyPI `tinker`), whose requests and responses are used as they are. Invariant: no
 answer makes the SDK repeat a request without end. A wrong request gets a status that the SDK raises immediately, or
@@ -26,9 +26,9 @@ from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.io.http_server import Handler, guard, listening, require_token
 from palaestra.core.types import JSON
 from palaestra.trainers.tinker.checkpoints import Checkpoint, CheckpointFolder, runs
-from palaestra.trainers.tinker.futures import Busy, Pending
+from palaestra.trainers.tinker.futures import Busy, PendingRequest
 from palaestra.trainers.tinker.model import BaseModel, UserError
-from palaestra.trainers.tinker.service import NotFound, Service
+from palaestra.trainers.tinker.service import NotFound, TinkerService
 from palaestra.trainers.tinker.wire import read_batch
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class TinkerServer:
     """The routes. `app` is the web application. Callers must send `token` as their API key; without one, every program
     may call, but no web page."""
 
-    def __init__(self, service: Service, *, token: str | None = None) -> None:
+    def __init__(self, service: TinkerService, *, token: str | None = None) -> None:
         self.service = service
         self.app = web.Application(
             client_max_size=MOST_REQUEST_BYTES, middlewares=[_errors, guard(token, key_header="X-API-Key")]
@@ -211,7 +211,7 @@ class TinkerServer:
         return _accepted(self.service.refuse(asked.model_id, asked.seq_id or 0, reason))
 
     async def _queued(
-        self, request: web.Request, kind: type[_Model], submit: Callable[[_Model], Pending]
+        self, request: web.Request, kind: type[_Model], submit: Callable[[_Model], PendingRequest]
     ) -> web.Response:
         """Queue a request of a model. A body that is not the message still consumes the number that it has."""
         try:
@@ -380,7 +380,7 @@ async def _json(request: web.Request) -> dict[str, JSON]:
     return body
 
 
-def _accepted(pending: Pending, model_id: str | None = None) -> web.Response:
+def _accepted(pending: PendingRequest, model_id: str | None = None) -> web.Response:
     body: dict[str, JSON] = {"request_id": pending.request_id}
     if model_id is not None:
         body["model_id"] = model_id
@@ -425,14 +425,14 @@ def _cursor(start: int, count: int, total: int) -> dict[str, JSON]:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class RunningServer:
     """A running server: its address, and what clients call its model."""
 
     url: str
     name: str
 
 
-async def _sweeping(service: Service) -> None:
+async def _sweeping(service: TinkerService) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
         await service.sweep()
@@ -453,7 +453,7 @@ async def serving(
     most_samplers: int = 16,
     seed: int | None = None,
     clock: Clock | None = None,
-) -> AsyncIterator[Serving]:
+) -> AsyncIterator[RunningServer]:
     """A running server of one base model. Port 0 takes a free one.
 
     Raises `ConfigError` for a model that cannot be loaded, a folder that cannot be written, a token without the prefix
@@ -469,13 +469,13 @@ async def serving(
     except OSError as error:
         raise ConfigError(f"cannot keep checkpoints in {folder}: {error.strerror}; choose another folder") from None
     base = await asyncio.to_thread(lambda: BaseModel(model, name=name, device=device, dtype=dtype))
-    service = Service(
+    service = TinkerService(
         base, checkpoints, clock or SystemClock(), most_models=most_models, most_samplers=most_samplers, seed=seed
     )
     sweeper = asyncio.ensure_future(_sweeping(service))
     try:
         async with listening(TinkerServer(service, token=token).app, host, port, token=token) as url:
-            yield Serving(url, base.name)
+            yield RunningServer(url, base.name)
     finally:
         sweeper.cancel()
         await service.aclose()

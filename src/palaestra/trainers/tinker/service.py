@@ -26,12 +26,12 @@ from palaestra.core.errors import DiskError, EngineError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
-from palaestra.trainers.tinker.checkpoints import Checkpoint, CheckpointFolder, Place, checked_name
-from palaestra.trainers.tinker.futures import Answer, Busy, Futures, Pending
+from palaestra.trainers.tinker.checkpoints import Checkpoint, CheckpointFolder, CheckpointPath, checked_name
+from palaestra.trainers.tinker.futures import Busy, FutureAnswer, Futures, PendingRequest
 from palaestra.trainers.tinker.model import Adam, BaseModel, LoraSettings, TrainedModel, UserError
 from palaestra.trainers.tinker.sampler import Sampler
 from palaestra.trainers.tinker.wire import (
-    Batch,
+    DatumBatch,
     Recorded,
     SamplingCall,
     batch_output,
@@ -66,7 +66,7 @@ class NotFound(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class ClientSession:
     session_id: str
     heard_s: float
     user_metadata: dict[str, JSON] | None = None
@@ -77,12 +77,12 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    pending: Pending
-    run: Callable[[TrainedModel], Answer]
+    pending: PendingRequest
+    run: Callable[[TrainedModel], FutureAnswer]
 
 
 @dataclass(slots=True, eq=False)
-class Training:
+class ModelTraining:
     """One model and the queue of its requests. `failed` says that a batch since the last step was refused."""
 
     model_id: str
@@ -101,17 +101,17 @@ class Training:
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """A client's name for one set of weights. `key` is of `Service._samplers`; `path` loads it again."""
+    """A client's name for one set of weights. `key` is of `TinkerService._samplers`; `path` loads it again."""
 
     sampler_id: str
     session_id: str
     key: str
     path: str | None = None
-    training: Training | None = None
+    training: ModelTraining | None = None
     clients: int = 0
 
 
-class Service:
+class TinkerService:
     """Everything but HTTP. Used by one event loop. `most_models` and `most_samplers` bound the weights in memory."""
 
     def __init__(
@@ -127,8 +127,8 @@ class Service:
         self.base = base
         self.checkpoints = checkpoints
         self.futures = Futures(clock)
-        self.sessions: dict[str, Session] = {}
-        self.trainings: dict[str, Training] = {}
+        self.sessions: dict[str, ClientSession] = {}
+        self.trainings: dict[str, ModelTraining] = {}
         self.sampling: dict[str, SamplingSession] = {}
         self._clock = clock
         self._most_models, self._most_samplers = most_models, most_samplers
@@ -165,12 +165,12 @@ class Service:
 
     # Sessions
 
-    def create_session(self, user_metadata: dict[str, JSON] | None, display_name: str | None) -> Session:
-        session = Session(str(uuid.uuid4()), self._clock.monotonic(), user_metadata, display_name)
+    def create_session(self, user_metadata: dict[str, JSON] | None, display_name: str | None) -> ClientSession:
+        session = ClientSession(str(uuid.uuid4()), self._clock.monotonic(), user_metadata, display_name)
         self.sessions[session.session_id] = session
         return session
 
-    def session(self, session_id: str) -> Session:
+    def session(self, session_id: str) -> ClientSession:
         """Also counts as a heartbeat. Raises `NotFound`."""
         found = self.sessions.get(session_id)
         if found is None:
@@ -207,9 +207,9 @@ class Service:
             self._forget(sequence_id)
         await self._evict(0)
 
-    # Training
+    # ModelTraining
 
-    def create_model(self, request: types.CreateModelRequest) -> Pending:
+    def create_model(self, request: types.CreateModelRequest) -> PendingRequest:
         model_id = f"{self.session(request.session_id).session_id}:train:{request.model_seq_id}"
         return self._create(
             model_id, request.session_id, request.user_metadata, "create_model", lambda: self._new(request)
@@ -226,7 +226,7 @@ class Service:
             lora = LoraSettings(asked.rank, asked.seed, asked.train_mlp, asked.train_attn, asked.train_unembed)
         return TrainedModel(self.base, lora), None
 
-    def create_from_checkpoint(self, request: types.LoadWeightsRequest) -> Pending:
+    def create_from_checkpoint(self, request: types.LoadWeightsRequest) -> PendingRequest:
         assert request.session_id is not None
         model_id = f"{self.session(request.session_id).session_id}:train:{request.model_seq_id}"
 
@@ -247,7 +247,7 @@ class Service:
         user_metadata: dict[str, JSON] | None,
         kind: str,
         make: Callable[[], tuple[TrainedModel, str | None]],
-    ) -> Pending:
+    ) -> PendingRequest:
         repeated = self.futures.find(f"{model_id}:0")
         if repeated is not None:
             return repeated
@@ -262,7 +262,7 @@ class Service:
         user_metadata: dict[str, JSON] | None,
         kind: str,
         make: Callable[[], tuple[TrainedModel, str | None]],
-        pending: Pending,
+        pending: PendingRequest,
     ) -> None:
         self._creating += 1
         try:
@@ -273,11 +273,11 @@ class Service:
                 )
             model, path = await self._in_thread(make)
             if session_id in self.sessions:
-                training = Training(model_id, session_id, model, self._clock.wall(), user_metadata)
+                training = ModelTraining(model_id, session_id, model, self._clock.wall(), user_metadata)
                 training.worker = self._start(self._work(training))
                 self.trainings[model_id] = training
                 self.sessions[session_id].models.append(model_id)
-            answer = Answer.of({"type": kind, "model_id": model_id, **({} if path is None else {"path": path})})
+            answer = FutureAnswer.of({"type": kind, "model_id": model_id, **({} if path is None else {"path": path})})
         except Exception as error:
             answer = _failure(error)
         finally:
@@ -288,7 +288,7 @@ class Service:
         if not self.base.known_as(name):
             raise UserError(f"This server does not have the model '{name}'; it has '{self.base.name}'.")
 
-    def training(self, model_id: str) -> Training:
+    def training(self, model_id: str) -> ModelTraining:
         """Raises `NotFound`."""
         found = self.trainings.get(model_id)
         if found is None:
@@ -299,7 +299,9 @@ class Service:
         self.session(found.session_id)
         return found
 
-    def submit(self, model_id: str, sequence: int | None, run: Callable[[TrainedModel], Answer]) -> Pending:
+    def submit(
+        self, model_id: str, sequence: int | None, run: Callable[[TrainedModel], FutureAnswer]
+    ) -> PendingRequest:
         """Queue a request under its number. A repeated number gets the first one's future. Raises `NotFound`, `Busy`,
         and `UserError` for a number that is over."""
         training = self.training(model_id)
@@ -315,7 +317,7 @@ class Service:
         training.arrived.set()
         return pending
 
-    async def _work(self, training: Training) -> None:
+    async def _work(self, training: ModelTraining) -> None:
         while True:
             job = await self._next_job(training)
             try:
@@ -324,7 +326,7 @@ class Service:
                 answer = _failure(error)
             self.futures.finish(job.pending, answer)
 
-    async def _next_job(self, training: Training) -> _Job:
+    async def _next_job(self, training: ModelTraining) -> _Job:
         """The job with the next number. If it does not arrive, those after it fail."""
         while True:
             job = training.waiting.pop(training.expected, None)
@@ -339,20 +341,20 @@ class Service:
                 message = f"Request {training.expected} of model {training.model_id} did not arrive within {GAP_S:g} s."
                 last = max(training.waiting)
                 for late in training.waiting.values():
-                    self.futures.finish(late.pending, Answer.failure(message, "user"))
+                    self.futures.finish(late.pending, FutureAnswer.failure(message, "user"))
                 training.waiting.clear()
                 training.expected, training.failed = last + 1, True
 
-    def refuse(self, model_id: str, sequence: int, reason: str) -> Pending:
+    def refuse(self, model_id: str, sequence: int, reason: str) -> PendingRequest:
         """Let a request fail in its turn, so that those after it are not waited for."""
 
-        def run(model: TrainedModel) -> Answer:
+        def run(model: TrainedModel) -> FutureAnswer:
             raise UserError(reason)
 
         return self.submit(model_id, sequence, run)
 
-    def batch(self, batch: Batch) -> Pending:
-        def run(model: TrainedModel) -> Answer:
+    def batch(self, batch: DatumBatch) -> PendingRequest:
+        def run(model: TrainedModel) -> FutureAnswer:
             training = self.trainings.get(batch.model_id)
             try:
                 session_id = training.session_id if training else ""
@@ -362,52 +364,52 @@ class Service:
                 if training is not None and not batch.forward_only:
                     training.failed = True
                 raise
-            return Answer(batch_output(result), protobuf=True)
+            return FutureAnswer(batch_output(result), protobuf=True)
 
         return self.submit(batch.model_id, batch.sequence, run)
 
-    def optim_step(self, request: types.OptimStepRequest) -> Pending:
-        def run(model: TrainedModel) -> Answer:
+    def optim_step(self, request: types.OptimStepRequest) -> PendingRequest:
+        def run(model: TrainedModel) -> FutureAnswer:
             training = self.trainings.get(request.model_id)
             if training is not None and training.failed:
                 training.failed = False
                 model.drop_gradients()
                 raise UserError("A forward_backward since the last step failed: the step was not taken.")
-            return Answer.of({"metrics": dict(model.step(_adam(request.optim_params)))})
+            return FutureAnswer.of({"metrics": dict(model.step(_adam(request.optim_params)))})
 
         return self.submit(request.model_id, request.seq_id, run)
 
-    def unload(self, model_id: str) -> Pending:
+    def unload(self, model_id: str) -> PendingRequest:
         """End a training after the requests that have arrived."""
 
-        def run(model: TrainedModel) -> Answer:
+        def run(model: TrainedModel) -> FutureAnswer:
             self.trainings.pop(model_id, None)
-            return Answer.of({"type": "unload_model", "model_id": model_id})
+            return FutureAnswer.of({"type": "unload_model", "model_id": model_id})
 
         return self.submit(model_id, None, run)
 
-    def save(self, request: types.SaveWeightsRequest) -> Pending:
-        def run(model: TrainedModel) -> Answer:
+    def save(self, request: types.SaveWeightsRequest) -> PendingRequest:
+        def run(model: TrainedModel) -> FutureAnswer:
             name = request.path or f"step-{model.steps:06d}"
             saved = self.checkpoints.save(
                 model,
-                Place(request.model_id, "weights", checked_name(name)),
+                CheckpointPath(request.model_id, "weights", checked_name(name)),
                 optimizer=True,
                 overwrite=request.overwrite,
                 ttl_s=request.ttl_seconds,
                 user_metadata=request.user_metadata,
             )
-            return Answer.of({"type": "save_weights", "path": saved.path})
+            return FutureAnswer.of({"type": "save_weights", "path": saved.path})
 
         return self.submit(request.model_id, request.seq_id, run)
 
-    def load(self, request: types.LoadWeightsRequest) -> Pending:
+    def load(self, request: types.LoadWeightsRequest) -> PendingRequest:
         """Also creates a model from a checkpoint, for a request with a session instead of a model."""
         if request.session_id is not None:
             return self.create_from_checkpoint(request)
         model_id = request.model_id or ""
 
-        def run(model: TrainedModel) -> Answer:
+        def run(model: TrainedModel) -> FutureAnswer:
             found = self.checkpoints.find(request.path)
             if (found.lora is None) != (model.lora is None) or (found.lora and model.lora != found.lora):
                 raise UserError(
@@ -418,25 +420,25 @@ class Service:
             self.checkpoints.restore(
                 model, self.checkpoints.folder_of(found), optimizer=request.optimizer, steps=found.steps
             )
-            return Answer.of({"type": "load_weights", "path": found.path, "model_id": model_id})
+            return FutureAnswer.of({"type": "load_weights", "path": found.path, "model_id": model_id})
 
         return self.submit(model_id, request.seq_id, run)
 
-    def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> Pending:
+    def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> PendingRequest:
         training = self.training(request.model_id)
         loop = asyncio.get_running_loop()
 
-        def run(model: TrainedModel) -> Answer:
+        def run(model: TrainedModel) -> FutureAnswer:
             if request.path is not None:
                 saved = self.checkpoints.save(
                     model,
-                    Place(request.model_id, "sampler_weights", checked_name(request.path)),
+                    CheckpointPath(request.model_id, "sampler_weights", checked_name(request.path)),
                     optimizer=False,
                     overwrite=True,
                     ttl_s=request.ttl_seconds,
                     user_metadata=request.user_metadata,
                 )
-                return Answer.of({"type": "save_weights_for_sampler", "path": saved.path})
+                return FutureAnswer.of({"type": "save_weights_for_sampler", "path": saved.path})
             module = model.snapshot()
             number = request.seq_id if request.sampling_session_seq_id is None else request.sampling_session_seq_id
             sampler_id = f"{training.session_id}:sample:{number}"
@@ -444,12 +446,12 @@ class Service:
                 self._add_snapshot(training, sampler_id, module, inflight=request.kind == "inflight"), loop
             )
             added.result()
-            return Answer.of({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
+            return FutureAnswer.of({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
         return self.submit(request.model_id, request.seq_id, run)
 
     async def _add_snapshot(
-        self, training: Training, sampler_id: str, module: PreTrainedModel, *, inflight: bool
+        self, training: ModelTraining, sampler_id: str, module: PreTrainedModel, *, inflight: bool
     ) -> None:
         if training.session_id not in self.sessions:
             return
@@ -494,7 +496,7 @@ class Service:
         self.session(found.session_id)
         return found
 
-    def sample(self, request: types.SampleRequest) -> Pending:
+    def sample(self, request: types.SampleRequest) -> PendingRequest:
         """Raises `NotFound` and `Busy`; a request that cannot work fails through its future."""
         if request.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling client first.")
@@ -515,7 +517,7 @@ class Service:
         return pending
 
     async def _sample(
-        self, sampling: SamplingSession, request: types.SampleRequest, pending: Pending, count: int
+        self, sampling: SamplingSession, request: types.SampleRequest, pending: PendingRequest, count: int
     ) -> None:
         try:
             call = read_sampling(request, self.base, self.base.stop_ids(), self._seeds.getrandbits(63))
@@ -526,7 +528,7 @@ class Service:
             finally:
                 sampler.in_use -= 1
         except asyncio.CancelledError:
-            self.futures.finish(pending, Answer.failure("The request was cancelled.", "user"))
+            self.futures.finish(pending, FutureAnswer.failure("The request was cancelled.", "user"))
             raise
         except Exception as error:
             answer = _failure(error)
@@ -535,8 +537,8 @@ class Service:
         self.futures.finish(pending, answer)
 
     async def _sampled(
-        self, sampler: Sampler, call: SamplingCall, request: types.SampleRequest, pending: Pending
-    ) -> Answer:
+        self, sampler: Sampler, call: SamplingCall, request: types.SampleRequest, pending: PendingRequest
+    ) -> FutureAnswer:
         sampling = asyncio.ensure_future(sampler.sample(call.request, self._load_tokenizer))
         try:
             prompt = await sampler.score(call.scoring(call.request.prompt)) if call.scores_prompt else None
@@ -550,7 +552,7 @@ class Service:
         if request.record_stability_info:
             for sequence_id, each in zip(pending.sequences or [], sampled, strict=True):
                 self._record(sequence_id, pending.session_id, Recorded(call.request.prompt, each.ids, each.logprobs))
-        return Answer(sample_output(call, sampled, prompt, scored), protobuf=True)
+        return FutureAnswer(sample_output(call, sampled, prompt, scored), protobuf=True)
 
     def cancel(self, request_id: str) -> None:
         """Stop sampling for a request. Other requests, and those that are done, are left alone."""
@@ -623,14 +625,14 @@ class Service:
         return recorded
 
 
-def _failure(error: Exception) -> Answer:
+def _failure(error: Exception) -> FutureAnswer:
     """What the SDK shows for a request that was accepted and failed; it does not send it again."""
     if isinstance(error, UserError):
-        return Answer.failure(str(error), "user")
+        return FutureAnswer.failure(str(error), "user")
     if isinstance(error, DiskError | EngineError):
-        return Answer.failure(str(error), "server")
+        return FutureAnswer.failure(str(error), "server")
     log.error("a request failed", exc_info=error)
-    return Answer.failure(f"{type(error).__name__}: {error}", "server")
+    return FutureAnswer.failure(f"{type(error).__name__}: {error}", "server")
 
 
 def _check_optimizer(config: Any) -> None:

@@ -21,7 +21,7 @@ from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.sampling import Sampling
 from palaestra.trainers.tinker.losses import LOSSES
 from palaestra.trainers.tinker.model import BaseModel, BatchResult, Row, UserError
-from palaestra.trainers.tinker.sampler import SampleRequest, Scored, Scoring
+from palaestra.trainers.tinker.sampler import SampleRequest, ScoredTokens, Scoring
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -46,7 +46,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DatumBatch:
     """A `forward` or `forward_backward` request, not yet checked against a model."""
 
     model_id: str
@@ -57,7 +57,7 @@ class Batch:
     data: Sequence[Any] = field(repr=False)
 
 
-def read_batch(body: bytes) -> Batch:
+def read_batch(body: bytes) -> DatumBatch:
     """Raises `UserError` for bytes that are not the message."""
     message = pb.ForwardBackwardRequest()
     try:
@@ -70,10 +70,10 @@ def read_batch(body: bytes) -> Batch:
             config[name] = value.number
         elif name not in config:
             config[name] = math.nan  # a text, which no loss takes: `rows` says so
-    return Batch(message.model_id, message.seq_id, message.loss_fn, config, message.forward_only, message.data)
+    return DatumBatch(message.model_id, message.seq_id, message.loss_fn, config, message.forward_only, message.data)
 
 
-def rows(batch: Batch, base: BaseModel, recorded: Callable[[str], Recorded]) -> list[Row]:
+def rows(batch: DatumBatch, base: BaseModel, recorded: Callable[[str], Recorded]) -> list[Row]:
     """The checked rows of a batch. `recorded` gives the sequence of an id, or raises `UserError`. Raises `UserError`
     with the datum and the input at fault."""
     kind = LOSSES.get(batch.loss)
@@ -336,7 +336,7 @@ def _prompt_targets(sent: types.SampleRequest, length: int, base: BaseModel) -> 
 
 
 def sample_output(
-    call: SamplingCall, sampled: Sequence[Sampled], prompt: Scored | None, scored: Sequence[Scored]
+    call: SamplingCall, sampled: Sequence[Sampled], prompt: ScoredTokens | None, scored: Sequence[ScoredTokens]
 ) -> bytes:
     """The result of a sampling request. `prompt` has the scores of the prompt, `scored` those of each reply."""
     message = pb.SampleResponse()

@@ -27,7 +27,7 @@ from toy import Sums, changed, services
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.middleware import Conversation
+from palaestra.rollouts.middleware import MiddlewareServer
 from palaestra.rollouts.observe.tracing.exporter import traced, traces_url
 from palaestra.rollouts.observe.tracing.otel import Spans, messages_text
 from palaestra.rollouts.rollout import Rollout
@@ -179,7 +179,7 @@ def test_a_server_that_answers_in_another_shape_is_traced_all_the_same() -> None
     kept, tracers = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(kept))
     tracing = Spans(tracers.get_tracer("t"), env="e", model="m", provider="p", run_id="r")
-    server = Conversation(Own(), [tracing.chat("x/0")])
+    server = MiddlewareServer(Own(), [tracing.chat("x/0")])
     assert asyncio.run(server.chat_completion(messages=[]))["choices"]  # type: ignore[index]
     assert [span.name for span in kept.get_finished_spans()] == ["chat m"]
 
