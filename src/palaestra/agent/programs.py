@@ -32,7 +32,7 @@ MODEL = "policy"
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramTask:
+class AgentAssignment:
     """The task of a program and its model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's."""
 
     prompt: str
@@ -59,10 +59,10 @@ class AgentProgram(Protocol):
     async def install(self) -> Sequence[Mount]:
         """Install it on this machine, if it is not, and return the folders that slots need. Raises `ConfigError`."""
 
-    def launch(self, assignment: ProgramTask) -> Launch: ...
+    def launch(self, assignment: AgentAssignment) -> Launch: ...
 
 
-def model_variables(assignment: ProgramTask) -> dict[str, str]:
+def model_variables(assignment: AgentAssignment) -> dict[str, str]:
     """The variables under which SDKs look for a model."""
     return {
         "HOME": HOME,
@@ -89,11 +89,11 @@ class CommandProgram:
     async def install(self) -> Sequence[Mount]:
         return ()
 
-    def launch(self, assignment: ProgramTask) -> Launch:
+    def launch(self, assignment: AgentAssignment) -> Launch:
         return Launch(f"{self.command} < {PROMPT_FILE}", env=model_variables(assignment))
 
 
-Settings = Callable[[ProgramTask], Mapping[str, str]]
+Settings = Callable[[AgentAssignment], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class NpmProgram:
         if npm.returncode or not self.binary.exists():
             raise ConfigError(f"npm cannot install {target}: {output.decode(errors='replace')[-1500:].strip()}")
 
-    def launch(self, assignment: ProgramTask) -> Launch:
+    def launch(self, assignment: AgentAssignment) -> Launch:
         arguments = [each.replace("{prompt}", assignment.prompt) for each in self.arguments]
         node = Path(shutil.which("node") or "node").resolve().parent
         path = f"{node}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -170,7 +170,7 @@ class NpmProgram:
         )
 
 
-def _codex(assignment: ProgramTask) -> Mapping[str, str]:
+def _codex(assignment: AgentAssignment) -> Mapping[str, str]:
     return {
         f"{HOME}/.codex/config.toml": f"""\
 model = "{MODEL}"
@@ -189,7 +189,7 @@ enabled = false
     }
 
 
-def _opencode(assignment: ProgramTask) -> Mapping[str, str]:
+def _opencode(assignment: AgentAssignment) -> Mapping[str, str]:
     options = {"baseURL": assignment.openai_url, "apiKey": assignment.key}
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "palaestra", "options": options, "models": {MODEL: {}}}
     settings: JSON = {
@@ -204,7 +204,7 @@ def _opencode(assignment: ProgramTask) -> Mapping[str, str]:
     return {f"{HOME}/.config/opencode/opencode.json": json.dumps(settings)}
 
 
-def _pi(assignment: ProgramTask) -> Mapping[str, str]:
+def _pi(assignment: AgentAssignment) -> Mapping[str, str]:
     provider = {
         "baseUrl": assignment.openai_url,
         "apiKey": assignment.key,

@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 
 from palaestra.agent.budget import Used, WallClock
-from palaestra.agent.programs import HOME, PROMPT_FILE, AgentProgram, ProgramTask
+from palaestra.agent.programs import HOME, PROMPT_FILE, AgentAssignment, AgentProgram
 from palaestra.agent.result import AgentResult, Subagent, Turn
 from palaestra.core.clock import SystemClock
 from palaestra.core.errors import InfraError, SandboxError, TaskError, ToolUnavailable
@@ -165,7 +165,7 @@ class _Play:
         async with forwarded_port(slot, host, int(port)) as slot_port:
             here = address.at(f"http://127.0.0.1:{slot_port}")
             prompt = _prompt(self._messages)
-            launch = self._agent.program.launch(ProgramTask(prompt, here.url, here.openai_url, here.key))
+            launch = self._agent.program.launch(AgentAssignment(prompt, here.url, here.openai_url, here.key))
             await slot.make_dir(HOME)
             for path, text in {PROMPT_FILE: prompt, **launch.files}.items():
                 await slot.write_text(path, text)

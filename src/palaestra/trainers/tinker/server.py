@@ -425,7 +425,7 @@ def _cursor(start: int, count: int, total: int) -> dict[str, JSON]:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningServer:
+class ServedModel:
     """A running server: its address, and what clients call its model."""
 
     url: str
@@ -453,7 +453,7 @@ async def serving(
     most_samplers: int = 16,
     seed: int | None = None,
     clock: Clock | None = None,
-) -> AsyncIterator[RunningServer]:
+) -> AsyncIterator[ServedModel]:
     """A running server of one base model. Port 0 takes a free one.
 
     Raises `ConfigError` for a model that cannot be loaded, a folder that cannot be written, a token without the prefix
@@ -475,7 +475,7 @@ async def serving(
     sweeper = asyncio.ensure_future(_sweeping(service))
     try:
         async with listening(TinkerServer(service, token=token).app, host, port, token=token) as url:
-            yield RunningServer(url, base.name)
+            yield ServedModel(url, base.name)
     finally:
         sweeper.cancel()
         await service.aclose()
