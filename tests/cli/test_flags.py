@@ -62,11 +62,14 @@ def command_of(path: Sequence[str]) -> click.Command:
     return command
 
 
-RUNS = [("run",), ("eval",), ("feed",), ("resume",), ("batch",)]
+RUNS = [("run",), ("eval",), ("feed",), ("resume",), ("batch",), ("train",), ("chat",)]
 """Their flags are those of the environment's command line."""
 
+OTHER_FORMS = [("completion",), ("gateway", "example"), ("acp",)]
+"""They print a script, a configuration, or a protocol of their own."""
 
-@pytest.mark.parametrize("path", [each for each in leaves(cli) if each not in (*RUNS, ("completion",))], ids=" ".join)
+
+@pytest.mark.parametrize("path", [each for each in leaves(cli) if each not in (*RUNS, *OTHER_FORMS)], ids=" ".join)
 def test_every_command_prints_its_result_as_json(path: tuple[str, ...]) -> None:
     flags = {flag for each in command_of(path).params for flag in each.opts}
     assert "--json" in flags

@@ -229,7 +229,7 @@ def test_the_command_and_its_exit_codes(unused_url: str, capsys: pytest.CaptureF
     assert doctor(unused_url) == 4
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("failed          reachable: ")
-    assert shown[1].strip().startswith("way out: ")
+    assert shown[1].strip().startswith("fix: ")
 
 
 @pytest.fixture

@@ -107,19 +107,23 @@ def example() -> None:
 
 @command.command("pair", context_settings=_CONTEXT, help="Allow the person to whom the gateway sent CODE.")
 @click.argument("code")
+@click.option("--json", "as_json", is_flag=True, help="The person as a JSON object.")
 @click.pass_obj
-def pair(home: Path, code: str) -> None:
+def pair(home: Path, code: str, as_json: bool) -> None:
     platform, user_id, name = _with_mailbox(home, lambda mailbox: mailbox.pair(code, time.time()))
-    click.echo(f"{platform} {user_id} {name}".strip())
+    click.echo(_person(platform, user_id, name) if as_json else f"{platform} {user_id} {name}".strip())
 
 
 @command.command("unpair", context_settings=_CONTEXT, help="Allow a person no longer whom `pair` allowed.")
 @click.argument("platform")
 @click.argument("user_id")
+@click.option("--json", "as_json", is_flag=True, help="The person as a JSON object.")
 @click.pass_obj
-def unpair(home: Path, platform: str, user_id: str) -> None:
+def unpair(home: Path, platform: str, user_id: str, as_json: bool) -> None:
     if not _with_mailbox(home, lambda mailbox: mailbox.unpair(platform, user_id)):
         raise ConfigError(f"user {user_id} of {platform} is not paired; `palaestra gateway users` lists who is")
+    if as_json:
+        click.echo(_person(platform, user_id))
 
 
 @command.command("users", context_settings=_CONTEXT, help="List the people whom `pair` allowed.")
@@ -127,19 +131,24 @@ def unpair(home: Path, platform: str, user_id: str) -> None:
 @click.pass_obj
 def users(home: Path, as_json: bool) -> None:
     for platform, user_id, name in _with_mailbox(home, lambda mailbox: mailbox.users()):
-        if as_json:
-            click.echo(json.dumps({"platform": platform, "user_id": user_id, "name": name}))
-        else:
-            click.echo(f"{platform}\t{user_id}\t{name}")
+        click.echo(_person(platform, user_id, name) if as_json else f"{platform}\t{user_id}\t{name}")
 
 
 @command.command("refused", context_settings=_CONTEXT, help="List messages that a platform refused, with the reason.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per message.")
 @click.pass_obj
-def refused(home: Path) -> None:
+def refused(home: Path, as_json: bool) -> None:
     for message, reason in _with_mailbox(home, lambda mailbox: mailbox.refused()):
         text = message.text or (message.file.name if message.file else "")
         place = {"platform": message.address.platform, "chat_id": message.address.chat_id}
-        click.echo(json.dumps({**place, "text": text, "reason": reason}, ensure_ascii=False))
+        if as_json:
+            click.echo(json.dumps({**place, "text": text, "reason": reason}, ensure_ascii=False))
+        else:
+            click.echo("\t".join([*place.values(), " ".join(text.split())[:80], reason]))
+
+
+def _person(platform: str, user_id: str, name: str = "") -> str:
+    return json.dumps({"platform": platform, "user_id": user_id, "name": name}, ensure_ascii=False)
 
 
 def _with_mailbox(home: Path, work: Callable[[Mailbox], Awaitable[T]]) -> T:

@@ -116,7 +116,7 @@ def test_a_rollout_at_its_step_limit_is_scored_and_one_that_lost_its_server_is_n
     assert len(group["messages"][0]) == 2 + 2 * 4
 
     code, _, _ = asyncio.run(over_chat(tmp_path, [completion(CALL), completion("x", "error")]))
-    assert code == 3
+    assert code == 4
     (journal,) = [path for path in tmp_path.glob("runs/*/*/*journal*") if "api_error" in path.read_text()]
     ended = [event["trajectory"] for event in lines(journal) if "trajectory" in event][-1]
     assert ended.get("reward") is None

@@ -260,11 +260,11 @@ def _quota(fake: FakeModal) -> None:
 
 
 def _refuse(fake: FakeModal) -> None:
-    fake.fail("SandboxCreateV2", Fault(Status.PERMISSION_DENIED, "not allowed"))
+    fake.fail("SandboxCreateV2", Fault(Status.PERMISSION_DENIED, "not allowed", times=2))
 
 
 def _exec_fails(fake: FakeModal) -> None:
-    fake.fail("TaskExecStart", Fault(Status.FAILED_PRECONDITION, "no worker"))
+    fake.fail("TaskExecStart", Fault(Status.FAILED_PRECONDITION, "no worker", times=2))
 
 
 OTHER = SlotSpec(image="debian:12")  # so that the slot needs a sandbox of its own
