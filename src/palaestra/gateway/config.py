@@ -20,7 +20,7 @@ CONFIG_NAME = "gateway.yaml"
 
 
 class HomeChannel(Settings):
-    """The chat that gets notices: failures, missed jobs, messages that could not be sent."""
+    """The chat that gets notices: failures, and messages that could not be sent."""
 
     platform: str = setting("", "The platform's name; empty for the platform that the channel stands under.")
     chat_id: str = Field(description="The chat's id on the platform.")

@@ -53,9 +53,6 @@ create table codes (code text primary key, platform text not null, user_id text 
   made_at real not null);
 create table sessions (
   key text primary key, conversation text not null, address text not null, last_used real not null);
-create table jobs (
-  id text primary key, body blob not null);
-create table job_runs (job_id text not null, due real not null, state text not null, primary key (job_id, due));
 """
 
 Decision: TypeAlias = Literal["taken", "duplicate", "limited", "full"]
