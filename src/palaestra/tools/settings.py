@@ -89,6 +89,12 @@ class ToolSettings(Settings):
     vision_max_tokens: int = Field(default=1024, ge=1, description="Tokens that an answer about an image may have.")
     vision_max_image_bytes: int = Field(default=10 << 20, ge=1, description="Larger images are refused.")
 
+    skills_dir: str | None = Field(
+        default=None,
+        description="A folder of skills for skills_list, skill_view and skill_manage; None: none, so that rollouts do "
+        "not learn from each other.",
+    )
+
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def lane(self) -> asyncio.Semaphore:

@@ -53,7 +53,7 @@ _BUILTIN: Mapping[str, tuple[str, ...]] = {
     "image_gen": ("registry.unavailable:IMAGE_GEN",),
     "tts": ("registry.unavailable:TTS",),
     "moa": ("registry.unavailable:MOA",),
-    "skills": ("registry.unavailable:SKILLS",),
+    "skills": ("builtin.skills:skills_tools",),
     "cronjob": ("registry.unavailable:CRONJOB",),
     "messaging": ("registry.unavailable:MESSAGING",),
     "homeassistant": ("registry.unavailable:HOME_ASSISTANT",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from palaestra.core.types import JSON
-from palaestra.tools.parameters import flag, integer, text
+from palaestra.tools.parameters import integer, text
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 EXTERNAL = frozenset({"web", "vision", "image_gen", "tts", "moa"})
@@ -33,34 +33,12 @@ def _texts(description: str) -> dict[str, JSON]:
     return {"type": "array", "items": {"type": "string"}, "description": description}
 
 
-_SKILL_ACTIONS = ["create", "patch", "edit", "delete", "write_file", "remove_file"]
-_SKILL_FILE = text("A file of the skill, relative to it.")
 _JOB_ACTIONS = ["create", "list", "update", "pause", "resume", "remove", "run"]
 _ENTITY = text("The entity's id, such as light.kitchen.")
 _DOMAIN = text("A kind of entity, such as light, switch or climate.")
 _RUN = {"run_id": text("The training run's id.")}
 
 # fmt: off
-SKILLS = unavailable("skills", "this version keeps no skills", {
-    "skills_list": (
-        "List the skills there are: documents on how something is done.",
-        {"category": text("Only skills of this category.")}, ()),
-    "skill_view": (
-        "Read a skill, or a file that belongs to it.",
-        {"name": text("The skill's name."), "file_path": _SKILL_FILE}, ("name",)),
-    "skill_manage": ("Write a skill, change it or remove it.", {
-        "action": text("What to do.", enum=_SKILL_ACTIONS),
-        "name": text("The skill's name."),
-        "content": text("The whole document, for create and edit."),
-        "old_string": text("The text to replace, for patch."),
-        "new_string": text("What replaces it, for patch."),
-        "replace_all": flag("Replace every place and not only a single one, for patch."),
-        "category": text("The category of a new skill."),
-        "file_path": _SKILL_FILE,
-        "file_content": text("What to write into that file."),
-    }, ("action", "name")),
-})
-
 CRONJOB = unavailable("cronjob", "this version runs nothing at set times", {
     "cronjob": ("Schedule prompts to be run later or again and again, and look after those that are scheduled.", {
         "action": text("What to do.", enum=_JOB_ACTIONS),

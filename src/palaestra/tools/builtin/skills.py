@@ -1,0 +1,304 @@
+"""The tools `skills_list`, `skill_view` and `skill_manage`, over a folder of skills that the settings name.
+
+A skill is a folder with a `SKILL.md`: YAML between two lines `---` with `name` and `description`, then Markdown
+(https://agentskills.io/specification). It lies in the folder of skills, or one level below it in a category. Rollouts
+must not learn from each other, so there are no skills unless `skills_dir` is set.
+
+Invariants: no path leaves the folder of its skill, and no link is followed; a file is replaced whole; changes by
+several processes follow each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import yaml
+
+from palaestra.core.io.durable_files import replaced
+from palaestra.core.types import JSON
+from palaestra.tools import parameters
+from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+DOCUMENT = "SKILL.md"
+MAX_BYTES = 256 << 10
+"""Of one file of a skill."""
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_MAX_NAME, _MAX_DESCRIPTION = 64, 1024
+_FRONT = re.compile(r"---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_FILE = parameters.text("A file of the skill, relative to it.")
+
+LIST = ToolSchema(
+    name="skills_list",
+    description=(
+        "List the available skills: documents on how to do something here. Read one with skill_view before you do "
+        "what it is about."
+    ),
+    parameters={"category": parameters.text("Only skills of this category.")},
+    required=(),
+)
+VIEW = ToolSchema(
+    name="skill_view",
+    description="Read a skill, or one of its files. The reply lists the files of the skill.",
+    parameters={"name": parameters.text("The skill's name."), "file_path": _FILE},
+    required=("name",),
+)
+MANAGE = ToolSchema(
+    name="skill_manage",
+    description=(
+        "Create a skill from something that worked, change it or delete it. A skill is Markdown after a header with "
+        "its name and description:\n---\nname: run-the-tests\ndescription: How the tests of this project run\n---"
+    ),
+    parameters={
+        "action": parameters.choice("What to do.", ["create", "patch", "edit", "delete", "write_file", "remove_file"]),
+        "name": parameters.text("The skill's name: small letters, digits and hyphens."),
+        "content": parameters.text("The whole document with its header, for create and edit."),
+        "old_string": parameters.text("The text to replace, for patch; it must occur once unless replace_all."),
+        "new_string": parameters.text("Its replacement, for patch."),
+        "replace_all": parameters.flag("Replace every occurrence, for patch."),
+        "category": parameters.text("The category of a new skill."),
+        "file_path": _FILE,
+        "file_content": parameters.text("The content of that file, for write_file."),
+    },
+    required=("action", "name"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Skill:
+    """One skill: its folder, and what its header says."""
+
+    name: str
+    description: str
+    category: str
+    folder: Path
+
+
+class Skills:
+    """The skills of one folder. Methods block for as long as small files take. They raise `OSError`, and `ToolMistake`
+    for anything that a model can correct."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def all(self) -> list[Skill]:
+        """The skills with a usable header, by category and name. Of two with one name, the first counts."""
+        found: dict[str, Skill] = {}
+        for document in sorted([*self.folder.glob(f"*/{DOCUMENT}"), *self.folder.glob(f"*/*/{DOCUMENT}")]):
+            folder = document.parent
+            category = "" if folder.parent == self.folder else folder.parent.name
+            with contextlib.suppress(ToolMistake, OSError):
+                name, description = read_header(_read(folder, DOCUMENT))
+                if name == folder.name:
+                    found.setdefault(name, Skill(name, description, category, folder))
+        return sorted(found.values(), key=lambda skill: (skill.category, skill.name))
+
+    def find(self, name: str) -> Skill:
+        """The skill of this name. Raises `ToolMistake` with the names there are."""
+        skills = self.all()
+        for skill in skills:
+            if skill.name == name:
+                return skill
+        raise ToolMistake(f"There is no skill {name!r}", skills=[skill.name for skill in skills])
+
+    def view(self, name: str, file_path: str = DOCUMENT) -> dict[str, JSON]:
+        """The text of a file of the skill, and the files of the skill."""
+        skill = self.find(name)
+        text = _read(skill.folder, file_path)
+        return {"name": name, "file_path": file_path, "content": text, "files": _files(skill.folder)}
+
+    def create(self, name: str, content: str, category: str = "") -> None:
+        """Write a new skill."""
+        for what, value in (("name", name), ("category", category)):
+            if (value or what == "name") and not (_NAME.fullmatch(value) and len(value) <= _MAX_NAME):
+                raise ToolMistake(f"The {what} {value!r} must be small letters, digits and single hyphens, at most 64")
+        _check(name, content)
+        with self._changing():
+            if any(skill.name == name for skill in self.all()):
+                raise ToolMistake(f"There is a skill {name!r} already; change it with edit or patch")
+            _write(self.folder / category / name, DOCUMENT, content)
+
+    def edit(self, name: str, content: str) -> None:
+        """Replace the document."""
+        _check(name, content)
+        with self._changing():
+            _write(self.find(name).folder, DOCUMENT, content)
+
+    def patch(self, name: str, old: str, new: str, file_path: str = DOCUMENT, *, everywhere: bool = False) -> None:
+        """Replace a text in the document or another file."""
+        with self._changing():
+            folder = self.find(name).folder
+            text = _read(folder, file_path)
+            count = text.count(old)
+            if count == 0 or (count > 1 and not everywhere):
+                raise ToolMistake(
+                    f"old_string occurs {count} times in {file_path}, and must occur once; nothing was changed"
+                )
+            text = text.replace(old, new)
+            if file_path == DOCUMENT:
+                _check(name, text)
+            _write(folder, file_path, text)
+
+    def delete(self, name: str) -> None:
+        """Remove a skill with its files."""
+        with self._changing():
+            shutil.rmtree(self.find(name).folder)
+
+    def write_file(self, name: str, file_path: str, content: str) -> None:
+        """Write a file next to the document."""
+        if file_path == DOCUMENT:
+            raise ToolMistake(f"{DOCUMENT} is changed with edit or patch")
+        with self._changing():
+            _write(self.find(name).folder, file_path, content)
+
+    def remove_file(self, name: str, file_path: str) -> None:
+        """Remove a file next to the document."""
+        if file_path == DOCUMENT:
+            raise ToolMistake(f"A skill needs its {DOCUMENT}; remove the whole skill with delete")
+        with self._changing():
+            path = _inside(self.find(name).folder, file_path)
+            if not path.is_file():
+                raise ToolMistake(f"The skill has no file {file_path!r}")
+            path.unlink()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def read_header(text: str) -> tuple[str, str]:
+    """Name and description of a document. Raises `ToolMistake` if its header lacks them."""
+    match = _FRONT.match(text)
+    try:
+        header = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError as error:
+        raise ToolMistake(f"The header is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(header, dict):
+        raise ToolMistake("The document must begin with a header: ---, then name and description, then ---")
+    name, description = header.get("name"), header.get("description")
+    if not isinstance(name, str) or not isinstance(description, str) or not description.strip():
+        raise ToolMistake("The header must have a name and a description, both text")
+    return name, " ".join(description.split())[:_MAX_DESCRIPTION]
+
+
+def skills_tools(settings: ToolSettings) -> tuple[Tool, ...]:
+    """The three tools with these settings."""
+    return tuple(
+        FunctionTool(
+            schema,
+            partial(run, settings),
+            toolset="skills",
+            missing=partial(_lack, settings),
+            touches_world=True,
+            world_session="skills",
+        )
+        for schema, run in ((LIST, _list), (VIEW, _view), (MANAGE, _manage))
+    )
+
+
+def _lack(settings: ToolSettings) -> str | None:
+    if settings.skills_dir is None:
+        return "no folder of skills is set: set skills_dir (--env.skills_dir FOLDER)"
+    return None
+
+
+def _skills(settings: ToolSettings) -> Skills:
+    if (reason := _lack(settings)) is not None or settings.skills_dir is None:
+        raise ToolMistake(f"This tool cannot be used here: {reason}")
+    return Skills(Path(settings.skills_dir).expanduser())
+
+
+async def _list(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    wanted = arguments.get("category")
+    skills = [skill for skill in await asyncio.to_thread(_skills(settings).all) if wanted in (None, "", skill.category)]
+    shown = [{"name": each.name, "description": each.description, "category": each.category} for each in skills]
+    return {"success": True, "skills": shown}
+
+
+async def _view(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    path = arguments.get("file_path") or DOCUMENT
+    return {"success": True, **await asyncio.to_thread(_skills(settings).view, arguments["name"], path)}
+
+
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "create": ("content",),
+    "edit": ("content",),
+    "patch": ("old_string", "new_string"),
+    "delete": (),
+    "write_file": ("file_path", "file_content"),
+    "remove_file": ("file_path",),
+}
+
+
+async def _manage(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    action, name = str(arguments["action"]), str(arguments["name"])
+    for needed in _NEEDED[action]:
+        if needed not in arguments or (needed != "new_string" and not arguments[needed]):
+            raise ToolMistake(f"{needed} is needed for {action}; nothing was changed")
+    values = [str(arguments[needed]) for needed in _NEEDED[action]]
+    work = partial(getattr(_skills(settings), action), name, *values)
+    if action == "create":
+        work = partial(work, category=str(arguments.get("category") or ""))
+    elif action == "patch":
+        work = partial(work, arguments.get("file_path") or DOCUMENT, everywhere=bool(arguments.get("replace_all")))
+    await asyncio.to_thread(work)
+    return {"success": True, "action": action, "name": name}
+
+
+def _check(name: str, content: str) -> None:
+    if read_header(content)[0] != name:
+        raise ToolMistake(f"The header's name must be {name!r}, as the skill is called")
+
+
+def _inside(folder: Path, file_path: str) -> Path:
+    """The path of a file of the skill. Raises `ToolMistake` for one that could be elsewhere."""
+    parts = PurePosixPath(file_path).parts
+    if not parts or file_path.startswith("/") or "\0" in file_path or any(part.startswith(".") for part in parts):
+        raise ToolMistake(f"{file_path!r} is not a file of the skill: give a path relative to it, without hidden names")
+    path = folder
+    for part in parts:
+        path = path / part
+        if path.is_symlink():
+            raise ToolMistake(f"{file_path!r} leads over a link, which is not followed")
+    return path
+
+
+def _read(folder: Path, file_path: str) -> str:
+    path = _inside(folder, file_path)
+    if not path.is_file():
+        raise ToolMistake(f"The skill has no file {file_path!r}", files=_files(folder))
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ToolMistake(f"{file_path} has more than {MAX_BYTES} bytes")
+    return data.decode("utf-8", "replace")
+
+
+def _write(folder: Path, file_path: str, text: str) -> None:
+    data = text.encode()
+    if len(data) > MAX_BYTES:
+        raise ToolMistake(f"{file_path} would have {len(data)} bytes, more than {MAX_BYTES}; nothing was changed")
+    path = _inside(folder, file_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as file:
+        file.write(data)
+
+
+def _files(folder: Path) -> list[str]:
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [str((Path(place) / name).relative_to(folder)) for name in names if not name.startswith(".")]
+    return sorted(found)
