@@ -89,6 +89,19 @@ class ToolSettings(Settings):
     vision_max_tokens: int = Field(default=1024, ge=1, description="Tokens that an answer about an image may have.")
     vision_max_image_bytes: int = Field(default=10 << 20, ge=1, description="Larger images are refused.")
 
+    moa_base_url: str | None = Field(
+        default=None, description="The server of the models that mixture_of_agents asks; None: none."
+    )
+    moa_models: list[str] = Field(default_factory=list, description="The names of these models at their server.")
+    moa_aggregator: str | None = Field(
+        default=None, description="The model that makes one answer of theirs; None: the first of moa_models."
+    )
+    moa_api_key: str | None = Field(default=None, description="The key of their server, sent as a bearer token.")
+    moa_timeout_s: float = Field(
+        default=180, gt=0, description="Seconds that one answer may take, before it is asked again."
+    )
+    moa_max_tokens: int = Field(default=4096, ge=1, description="Tokens that one answer may have.")
+
     skills_dir: str | None = Field(
         default=None,
         description="A folder of skills for skills_list, skill_view and skill_manage; None: none, so that rollouts do "

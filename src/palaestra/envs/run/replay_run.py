@@ -62,7 +62,8 @@ HOST_SETTINGS = frozenset({
 """Settings that act on this machine or reach other ones. No recording decides them."""
 
 REACHING_SETTINGS = frozenset({
-    "agent", "mcp_servers", "tool_server_url", "tool_server_token", "vision_base_url", "web_urls", "web_allow",
+    "agent", "mcp_servers", "tool_server_url", "tool_server_token", "vision_base_url", "moa_base_url",
+    "web_urls", "web_allow",
     "web_provider", "web_extract_provider", "browser_allow", "browser_block", "extra_body", "tokenizer_name",
     "dataset_name", "max_cost", "prompt_price", "completion_price", "tracker_project", "wandb_name",
 })  # fmt: skip

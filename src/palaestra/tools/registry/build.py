@@ -52,7 +52,7 @@ _BUILTIN: Mapping[str, tuple[str, ...]] = {
     "vision": ("builtin.vision:vision_tool",),
     "image_gen": ("registry.unavailable:IMAGE_GEN",),
     "tts": ("registry.unavailable:TTS",),
-    "moa": ("registry.unavailable:MOA",),
+    "moa": ("builtin.mixture_of_agents:mixture_tool",),
     "skills": ("builtin.skills:skills_tools",),
     "cronjob": ("registry.unavailable:CRONJOB",),
     "messaging": ("registry.unavailable:MESSAGING",),

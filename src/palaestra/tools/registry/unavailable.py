@@ -89,12 +89,6 @@ TTS = unavailable("tts", "this version cannot make speech", {
         {"text": text("What to say."), "output_path": text("Where to write the audio file.")}, ("text",)),
 })
 
-MOA = unavailable("moa", "this version cannot ask several models at once", {
-    "mixture_of_agents": (
-        "Put a hard question to several models and get one answer made of theirs.",
-        {"user_prompt": text("The question, complete in itself.")}, ("user_prompt",)),
-})
-
 TRAINING = unavailable("rl", "this version starts no trainings from inside an agent", {
     "rl_list_environments": ("List the environments that can be trained on.", {}, ()),
     "rl_select_environment": ("Choose the environment to train on.", {"name": text("Its name.")}, ("name",)),

@@ -1,0 +1,101 @@
+"""The `mixture_of_agents` tool: several models answer a question, and one of them makes one answer of theirs.
+
+One layer of "Mixture-of-Agents Enhances Large Language Model Capabilities" (Wang et al. 2024, arXiv 2406.04692): the
+models answer independently, then the aggregator sees the question and all answers. The settings choose the models,
+never the calling model; all are asked at one server with chat completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+
+from palaestra.core.errors import ToolUnavailable
+from palaestra.core.types import JSON
+from palaestra.tools import parameters
+from palaestra.tools.net.json_client import JsonServer
+from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+
+SCHEMA = ToolSchema(
+    name="mixture_of_agents",
+    description=(
+        "Ask several models a hard question and get one answer made from theirs. They see only the question, so it "
+        "must contain everything they need."
+    ),
+    parameters={"user_prompt": parameters.text("The question, complete in itself.", {"minLength": 1})},
+    required=("user_prompt",),
+)
+
+_AGGREGATE = (
+    "Several models have answered the question below, independently of each other. Write the best single answer to it. "
+    "Judge the answers critically: some may be wrong, and agreement does not make them right. Do not mention them."
+)
+
+
+def mixture_tool(settings: ToolSettings) -> Tool:
+    """The tool with these settings."""
+    return FunctionTool(
+        SCHEMA,
+        partial(_run, settings),
+        toolset="moa",
+        parallel_safe=True,
+        missing=lambda: mixture_problem(settings),
+        touches_world=True,
+    )
+
+
+def mixture_problem(settings: ToolSettings) -> str | None:
+    """Why no models can be asked, with the remedy, or None."""
+    if settings.moa_base_url is None or not settings.moa_models:
+        return "no models to ask are configured: set moa_base_url (--env.moa_base_url http://HOST/v1) and moa_models"
+    return None
+
+
+async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    if (reason := mixture_problem(settings)) is not None:
+        raise ToolMistake(reason)
+    question = arguments["user_prompt"]
+    asked = [_ask(settings, model, [{"role": "user", "content": question}]) for model in settings.moa_models]
+    replies = await asyncio.gather(*asked, return_exceptions=True)
+    answers: list[str] = []
+    failed: dict[str, str] = {}
+    for model, reply in zip(settings.moa_models, replies, strict=True):
+        if isinstance(reply, (ToolUnavailable, ToolMistake)):
+            failed[model] = str(reply)
+        elif isinstance(reply, BaseException):
+            raise reply
+        else:
+            answers.append(reply)
+    if not answers:
+        raise ToolUnavailable(f"no model of mixture_of_agents answered: {next(iter(failed.values()))}")
+    numbered = "\n\n".join(f"Answer {number}:\n{answer}" for number, answer in enumerate(answers, 1))
+    messages = [
+        {"role": "system", "content": _AGGREGATE},
+        {"role": "user", "content": f"Question:\n{question}\n\n{numbered}"},
+    ]
+    response = await _ask(settings, settings.moa_aggregator or settings.moa_models[0], messages)
+    return {"success": True, "response": response, "answers": len(answers), **({"failed": failed} if failed else {})}
+
+
+async def _ask(settings: ToolSettings, model: str, messages: list[JSON]) -> str:
+    """The text that a model answers. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+    base_url = (settings.moa_base_url or "").rstrip("/")
+    server = JsonServer(
+        f"the model {model}",
+        base_url if base_url.endswith("/v1") else f"{base_url}/v1",
+        "moa_api_key",
+        {"Authorization": f"Bearer {settings.moa_api_key}"} if settings.moa_api_key else {},
+        settings.lane(),
+        try_timeout_s=settings.moa_timeout_s,
+    )
+    request = {"model": model, "messages": messages, "max_tokens": settings.moa_max_tokens}
+    reply = await server.post("chat/completions", request)
+    try:
+        text = reply["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        raise server.malformed(reply) from None
+    if not isinstance(text, str) or not text.strip():
+        raise ToolUnavailable(f"the model {model} said nothing")
+    return text
