@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -87,8 +88,8 @@ def test_one_transcript_is_the_same_through_chat_batch_and_rl(tmp_path: Path) ->
             prompts = tmp_path / "prompts.jsonl"
             prompts.write_text(json.dumps({"prompt": TRANSCRIPT}))
             process = await asyncio.create_subprocess_exec(
-                "palaestra", "batch", prompts, "--base-url", server.url, "--model", "echo", "--toolsets", "terminal",
-                "--run-name", "b", cwd=tmp_path,
+                *(sys.executable, "-m", "palaestra", "batch", prompts, "--base-url", server.url, "--model", "echo"),
+                *("--toolsets", "terminal", "--run-name", "b"), cwd=tmp_path,
             )  # fmt: skip
             assert await process.wait() == 0
             batch = palaestra.open_run(tmp_path / "data" / "b")
