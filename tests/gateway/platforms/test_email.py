@@ -247,3 +247,26 @@ class TestEmail(PlatformConformance):
 def test_what_is_missing_is_named():
     with pytest.raises(ConfigError, match=r"extra\.imap_host, extra\.smtp_host, token"):
         Email("email", PlatformConfig(extra={"address": BOT}))
+
+
+@pytest.mark.parametrize(
+    ("sender", "results", "taken"),
+    [
+        (ANNA, "mx.example.org; spf=pass smtp.mailfrom=x.org; dmarc=pass (p=none) header.from=example.org", True),
+        (f"Anna <{ANNA}>", "mx.example.org; dmarc=pass", True),
+        (ANNA, "mx.example.org; spf=pass smtp.mailfrom=dmarc=pass@evil.org; dmarc=fail header.from=example.org", False),
+        (ANNA, 'mx.example.org; spf=pass smtp.mailfrom="; dmarc=pass "@evil.org; dmarc=none', False),
+        (ANNA, "mx.example.org; spf=pass (dmarc=pass; dmarc=pass) smtp.helo=x; dmarc=fail", False),
+        (ANNA, "mx.example.org; spf=pass smtp.mailfrom=a; dmarc=pass @evil.org; dmarc=fail", False),
+        (ANNA, "mx.example.org; dmarc=pass header.from=evil.org", False),
+        (f"{ANNA} <mallory@evil.org>", "mx.example.org; dmarc=pass header.from=evil.org", False),
+        (f"{ANNA} <mallory@example.org>", "mx.example.org; dmarc=pass header.from=example.org", False),
+        (f"{ANNA}, mallory@example.org", "mx.example.org; dmarc=pass header.from=example.org", False),
+    ],
+)
+def test_what_senders_write_does_not_make_them_somebody_else(sender, results, taken):
+    extra = {"address": BOT, "imap_host": "x", "smtp_host": "x", "authserv_id": "mx.example.org"}
+    platform = Email("email", PlatformConfig(token="secret", extra=extra))
+    content = f"Authentication-Results: {results}\nFrom: {sender}\nMessage-ID: <1@x>\n\nhello".encode()
+    message = platform._incoming(content, "1")
+    assert (message is not None and message.user_id == ANNA) is taken

@@ -20,8 +20,9 @@ import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from email import message_from_bytes, policy
+from email.errors import InvalidHeaderDefect
 from email.message import EmailMessage, Message
-from email.utils import formatdate, parseaddr
+from email.utils import formatdate
 
 import aioimaplib
 import aiosmtplib
@@ -36,6 +37,7 @@ _TIMEOUT_S = 30.0
 _MOST_BYTES = 40 << 20
 _SUBJECTS = 1000
 _QUOTE_HEAD = re.compile(r"^(On\b.*\bwrote:|Am\b.*\bschrieb\b.*:|-{2,}\s*Original Message\s*-{2,})\s*$")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\((?:[^()\\]|\\.)*\)')
 _TAG = re.compile(r"<(script|style)\b.*?</\1>|<[^>]+>", re.DOTALL | re.IGNORECASE)
 
 
@@ -131,7 +133,11 @@ class Email:
             content = next((bytes(line) for line in fetched.lines if isinstance(line, bytearray)), None)
             if content is None:
                 continue  # it was deleted meanwhile
-            message = self._incoming(content, number)
+            try:
+                message = self._incoming(content, number)
+            except Exception:  # one that the parser does not survive must not keep the others waiting
+                logger.exception("%s: the e-mail with the uid %s cannot be read, and is passed over", self.name, number)
+                message = None
             if message is not None:
                 await deliver(message)
             stored = await client.uid("store", number, "+FLAGS", "(\\Seen)")
@@ -141,13 +147,12 @@ class Email:
     def _incoming(self, content: bytes, uid: str) -> Incoming | None:
         """The message of an e-mail; None for one that is not of a person."""
         mail = message_from_bytes(content, policy=policy.default)
-        sender = parseaddr(str(mail.get("From", "")))
-        user_id = sender[1].lower()
+        name, user_id = _sender(mail)
         automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
         bulk = str(mail.get("Precedence", "")).lower() in ("bulk", "junk", "list")
         if automatic or bulk or not user_id or user_id in (self._address.lower(), "mailer-daemon"):
             return None
-        if self._authserv_id and not self._is_checked(mail):
+        if self._authserv_id and not self._is_checked(mail, user_id):
             logger.warning("%s: a message in the name of %s was not checked, and is passed over", self.name, user_id)
             return None
         message_id = str(mail.get("Message-ID") or f"<uid-{uid}@{self._address}>").strip()
@@ -158,18 +163,28 @@ class Email:
             self._subjects.popitem(last=False)
         address = ChatAddress(self.name, user_id, "dm", root)
         if len(content) > _MOST_BYTES:
-            return Incoming(address, message_id, user_id, user_name=sender[0], problem="The e-mail is too large.")
+            return Incoming(address, message_id, user_id, user_name=name, problem="The e-mail is too large.")
         files = tuple(
             Attachment(part.get_filename() or "file", part.get_content_type(), _payload(part))
             for part in mail.iter_attachments()
         )
-        return Incoming(address, message_id, user_id, _text(mail), files, sender[0])
+        return Incoming(address, message_id, user_id, _text(mail), files, name)
 
-    def _is_checked(self, mail: EmailMessage) -> bool:
-        """Whether the first `Authentication-Results`, which our server wrote, says that the sender is the sender."""
+    def _is_checked(self, mail: EmailMessage, user_id: str) -> bool:
+        """Whether the first `Authentication-Results`, which our server wrote, says that the sender is the sender.
+
+        Senders choose parts of that header, such as the envelope's address: quoted text and comments do not count, and
+        a second result of DMARC makes it invalid.
+        """
         results = mail.get_all("Authentication-Results") or [""]
-        host, _, checks = str(results[0]).partition(";")
-        return host.split()[:1] == [self._authserv_id] and re.search(r"\bdmarc=pass\b", checks) is not None
+        host, _, checks = _QUOTED.sub(" ", str(results[0])).partition(";")
+        found = [check for check in checks.lower().split(";") if check.split("=")[0].strip() == "dmarc"]
+        if host.split()[:1] != [self._authserv_id] or len(found) != 1:
+            return False
+        if not re.match(r"\s*dmarc\s*=\s*pass\b", found[0]):
+            return False
+        checked = re.search(r"\sheader\.from\s*=\s*(\S+)", found[0])
+        return checked is None or checked[1].rpartition("@")[2] == user_id.rpartition("@")[2]
 
     # Messages that go out
 
@@ -247,6 +262,15 @@ class Email:
             if isinstance(error, PlatformError):
                 raise
             raise PlatformUnavailable(f"{self.name}: {host}:{port} does not answer: {error!r:.200}") from error
+
+
+def _sender(mail: EmailMessage) -> tuple[str, str]:
+    """Name and address of the sender; empty for a mail whose sender two programs may read differently."""
+    heads = mail.get_all("From") or []
+    addresses = [address for head in heads for address in head.addresses]
+    if len(addresses) != 1 or any(isinstance(each, InvalidHeaderDefect) for each in heads[0].defects):
+        return "", ""
+    return addresses[0].display_name, addresses[0].addr_spec.lower()
 
 
 def _text(mail: EmailMessage) -> str:
