@@ -3,10 +3,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from aiohttp import web
 
 from gateway.conftest import until
 from gateway.slack_api import APP_TOKEN, TOKEN, SlackAPI
 from palaestra.core.errors import ConfigError, PlatformUnavailable
+from palaestra.core.io.http_server import listening
 from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra.gateway.platforms.slack import Slack
@@ -72,6 +74,33 @@ def test_the_bot_answers_in_the_thread_of_a_mention_and_passes_over_what_is_not_
             (message,) = arrived
             assert message.text == "a <b>"
             assert message.address == ChatAddress("slack", "C1", "group", "5.5")
+            await platform.stop()
+
+    asyncio.run(main())
+
+
+def test_a_file_from_elsewhere_does_not_get_the_token():
+    async def main():
+        api, arrived, asked = SlackAPI(), list[Incoming](), list[str | None]()
+
+        async def deliver(message):
+            arrived.append(message)
+
+        async def elsewhere(request):
+            asked.append(request.headers.get("Authorization"))
+            return web.Response(body=b"data")
+
+        app = web.Application()
+        app.router.add_get("/file", elsewhere)
+        async with api.serving(), listening(app, "127.0.0.1", 0) as url:
+            platform = slack(api.url)
+            await platform.start(deliver)
+            shared = {"name": "a.txt", "size": 4, "is_external": True, "url_private": f"{url}/file"}
+            await api.write(text="look", subtype="file_share", files=[shared])
+            await until(lambda: bool(arrived))
+            assert not asked
+            assert not arrived[0].attachments
+            assert "a.txt" in arrived[0].problem
             await platform.stop()
 
     asyncio.run(main())

@@ -25,6 +25,7 @@ from slack_sdk.socket_mode.async_client import AsyncBaseSocketModeClient
 from slack_sdk.socket_mode.request import SocketModeRequest
 from slack_sdk.socket_mode.response import SocketModeResponse
 from slack_sdk.web.async_client import AsyncWebClient
+from yarl import URL
 
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
@@ -98,12 +99,20 @@ class Slack:
         for file in event.get("files") or ():
             if int(file.get("size") or 0) > _MOST_BYTES:
                 problem = f"{file.get('name')} is too large; at most {_MOST_BYTES >> 20} MB are taken."
+            elif not self._is_slack(url := str(file.get("url_private_download") or file.get("url_private"))):
+                problem = f"{file.get('name')} is not stored in Slack; only files that are can be read."
             else:
-                files.append(await self._download(file))
+                files.append(await self._download(file, url))
         return Incoming(address, ts, user, text, tuple(files), user, problem)
 
-    async def _download(self, file: dict[str, Any]) -> Attachment:
-        url = str(file.get("url_private_download") or file.get("url_private"))
+    def _is_slack(self, url: str) -> bool:
+        """Whether an address may get the bot's token: the addresses of files from elsewhere are chosen by people."""
+        asked, api = URL(url), URL(self._url)
+        host = asked.host or ""
+        own = asked.origin() == api.origin() if asked.absolute else False
+        return own or (asked.scheme == "https" and (host == "slack.com" or host.endswith(".slack.com")))
+
+    async def _download(self, file: dict[str, Any], url: str) -> Attachment:
         headers = {"Authorization": f"Bearer {self._token}"}
         async with self._failures(), aiohttp.ClientSession(headers=headers) as client, client.get(url) as reply:
             if reply.status != 200:
