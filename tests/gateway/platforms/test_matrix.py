@@ -5,10 +5,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from gateway.conftest import a_gateway, until
 from gateway.synapse import Account, needed, synapse
 from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
+from palaestra.core.io.http_server import listening
 from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra.gateway.platforms.matrix import ENCRYPTED, Matrix
@@ -94,6 +96,68 @@ def test_an_unreachable_homeserver_is_tried_again():
 def test_the_homeserver_and_the_token_are_required():
     with pytest.raises(ConfigError, match=r"extra\.homeserver"):
         Matrix("matrix", PlatformConfig(token="t"))
+
+
+def test_events_that_anybody_may_send_hold_up_nobody_and_read_nothing_else():
+    large = b"x" * (22 << 20)
+    asked: list[str] = []
+    contents: list[Any] = [
+        {"msgtype": "m.text", "body": "odd", "m.relates_to": "odd"},
+        {"msgtype": "m.file", "body": "odd", "url": "mxc://hs/1", "info": "odd"},
+        {"msgtype": "m.file", "body": "bad", "url": "mxc://hs/../../../../client/v3/sync"},
+        {"msgtype": "m.file", "body": "bad", "url": "mxc://["},
+        {"msgtype": "m.file", "body": "large", "url": "mxc://hs/large", "info": {"size": 1}},
+        {"msgtype": "m.text", "body": "after all of them"},
+    ]
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if request.path.endswith("/whoami"):
+            return web.json_response({"user_id": "@bot:hs", "device_id": "D"})
+        if "/account_data/" in request.path:
+            return web.json_response({}, status=404 if request.method == "GET" else 200)
+        if request.path.endswith("/media/download/hs/large"):
+            return web.Response(body=large)
+        if not request.path.endswith("/sync"):
+            return web.json_response({}, status=404)
+        if request.query.get("since") == "s2":
+            await asyncio.sleep(30)
+        events = [
+            {"type": "m.room.message", "event_id": f"${n}", "sender": "@m:hs", "origin_server_ts": n, "content": each}
+            for n, each in enumerate(contents)
+        ]
+        first = "since" not in request.query
+        timeline = {"events": [] if first else events, "limited": False, "prev_batch": "p"}
+        room = {
+            "timeline": timeline, "state": {"events": []}, "ephemeral": {"events": []}, "account_data": {"events": []},
+        }  # fmt: skip
+        return web.json_response(
+            {
+                "next_batch": "s1" if first else "s2", "rooms": {"join": {"!r:hs": room}, "invite": {}, "leave": {}},
+                "device_one_time_keys_count": {}, "device_lists": {"changed": [], "left": []},
+                "to_device": {"events": []}, "presence": {"events": []},
+            }
+        )  # fmt: skip
+
+    async def main() -> None:
+        arrived: list[Incoming] = []
+
+        async def deliver(message: Incoming) -> None:
+            arrived.append(message)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
+            platform = Matrix("matrix", config(url, "token"))
+            await platform.start(deliver)
+            await until(lambda: any(message.text for message in arrived))
+            await platform.stop()
+        assert [message.text for message in arrived if message.text] == ["after all of them"]
+        assert sum(bool(message.problem) for message in arrived) == 3
+        assert not any(message.attachments for message in arrived)
+        assert {path.rpartition("/")[2] for path in asked} == {"whoami", "palaestra.synced", "sync", "large"}
+
+    asyncio.run(main())
 
 
 def test_an_encrypted_room_is_refused_clearly(homeserver):

@@ -17,8 +17,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import aiohttp
 from nio import (
@@ -54,6 +55,7 @@ _LONG_POLL_MS = 30_000
 _TYPING_MS = 8_000
 _REQUEST_S = 30.0
 _FOR_LATER = frozenset({"M_LIMIT_EXCEEDED", "M_UNKNOWN", "M_RESOURCE_LIMIT_EXCEEDED"})
+_FILE = re.compile(r"mxc://([A-Za-z0-9\[][A-Za-z0-9.:\[\]-]*)/([A-Za-z0-9_-]+)")
 _MEDIA_TYPES = {"m.image": "image/png", "m.audio": "audio/ogg", "m.video": "video/mp4"}
 
 
@@ -156,7 +158,13 @@ class Matrix:
         for room_id, info in response.rooms.join.items():
             room = client.rooms[room_id]
             for event in info.timeline.events:
-                message = await self._incoming(client, room, event)
+                try:
+                    message = await self._incoming(client, room, event)
+                except PlatformUnavailable:
+                    raise
+                except Exception:  # anybody may send what the protocol does not have; it must not hold up the others
+                    logger.exception("%s: the event %s cannot be read, and is passed over", self.name, event.event_id)
+                    continue
                 if message is not None:
                     found = True
                     await deliver(message)
@@ -195,9 +203,13 @@ class Matrix:
         size = stated if isinstance(stated, int) else 0
         if size > self._largest:
             return None, f"{name} has {size >> 20} MB, and at most {self._largest >> 20} MB are taken."
-        where = urlsplit(event.url)
-        path = f"/_matrix/client/v1/media/download/{quote(where.netloc)}/{quote(where.path.strip('/'))}"
-        status, data = await self._request("GET", path)
+        place = _FILE.fullmatch(event.url)
+        if place is None:  # the bot's token would go along to whatever path this is
+            return None, f"{name} has no address of a file."
+        try:
+            status, data = await self._request("GET", f"/_matrix/client/v1/media/download/{place[1]}/{place[2]}")
+        except PlatformRefused:
+            return None, f"{name} is larger than it says; at most {self._largest >> 20} MB are taken."
         if status != 200:
             return None, f"{name} could not be read from the homeserver (HTTP {status}); send it again."
         media_type = str(info.get("mimetype") or _MEDIA_TYPES.get(content.get("msgtype"), "application/octet-stream"))
