@@ -52,9 +52,9 @@ async def forwarded_port(slot: Slot, host: str, port: int, *, most: int = MOST_C
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        await forward.aclose()
         with contextlib.suppress(ProcessLookupError, SandboxError):
-            await process.forget()
+            await process.forget()  # first: a write to a relay that does not read ends with the relay
+        await forward.aclose()
 
 
 class _Forward:
@@ -127,7 +127,8 @@ class _Forward:
             async with asyncio.timeout(_WRITE_S):
                 await writer.drain()
         except (OSError, TimeoutError):
-            self._tasks[number].cancel()
+            if (task := self._tasks.get(number)) is not None:  # it ends by itself when the host closes
+                task.cancel()
 
     async def _copy(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
