@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
@@ -19,6 +20,9 @@ from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
+from palaestra.inference.recording.dialects.messages import MessagesDialect
+from palaestra.inference.recording.dialects.responses import ResponsesDialect
+from palaestra.inference.recording.request import Dialect
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import ToyEngine
 
@@ -198,6 +202,17 @@ def test_what_an_agent_sends_cannot_add_tokens_that_were_not_sampled() -> None:
     ]
     assert [text.removesuffix("<|im_end|>") for text in texts] == ["one", "two"]
     assert mine.ignored == {"token_ids": 1}
+
+
+@pytest.mark.parametrize("dialect", [ResponsesDialect(), MessagesDialect()])
+def test_a_reply_of_many_pieces_is_read_in_time(dialect: Dialect) -> None:
+    texts = ["x" * (8 << 20), *["y"] * 5000]
+    items = [{"role": "assistant", "content": text} for text in texts]
+    blocks = [{"role": "assistant", "content": [{"type": "text", "text": text} for text in texts]}]
+    started = time.perf_counter()
+    request = dialect.read({"model": "m", "input": items, "messages": blocks}, frozenset())
+    assert time.perf_counter() - started < 2
+    assert request.messages == [{"role": "assistant", "content": "".join(texts)}]
 
 
 JSONS = st.recursive(

@@ -132,10 +132,11 @@ class _MessageReader:
 
     def _assistant(self, blocks: Collection[Mapping[str, JSON]], param: str) -> None:
         said: Message = {"role": "assistant", "content": ""}
+        texts: list[str] = []
         for number, block in enumerate(blocks):
             kind, place = block.get("type"), f"{param}.content[{number}]"
             if kind == "text":
-                said["content"] += text_field(block, "text", place)
+                texts.append(text_field(block, "text", place))
             elif kind == "thinking":
                 said["reasoning_content"] = text_field(block, "thinking", place)
             elif kind == "redacted_thinking":
@@ -146,6 +147,7 @@ class _MessageReader:
                 said.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
             else:
                 raise unsupported(place, f"Content of type {kind!r} is not supported by this endpoint.")
+        said["content"] = "".join(texts)
         self._request.messages.append(said)
 
     def _user(self, role: str, blocks: Collection[Mapping[str, JSON]], param: str) -> None:

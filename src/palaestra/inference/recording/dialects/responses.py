@@ -54,6 +54,7 @@ class ResponsesDialect:
         reader = _InputReader(messages, features)
         for number, item in enumerate(items):
             reader.take(item, f"input[{number}]")
+        reader.finish()
         limit = body.get("max_output_tokens")
         settings = sampling(
             {**{name: body.get(name) for name in _USED}, **({} if limit is None else {"max_tokens": limit})}
@@ -111,6 +112,7 @@ class _InputReader:
 
     def __init__(self, messages: list[Message], features: Collection[str]) -> None:
         self._messages, self._features = messages, features
+        self._texts: dict[int, list[str]] = {}  # of the messages of the assistant, by their places
         self.ignored: list[str] = []
 
     def take(self, item: Mapping[str, JSON], param: str) -> None:
@@ -128,12 +130,17 @@ class _InputReader:
         else:
             raise unsupported(param, f"Input items of type {kind!r} are not supported by this endpoint.")
 
+    def finish(self) -> None:
+        """Write the texts of the assistant. They are joined once: an agent may send a million of them."""
+        for place, texts in self._texts.items():
+            self._messages[place]["content"] = "".join(texts)
+
     def _message(self, item: Mapping[str, JSON], param: str) -> None:
         role = item.get("role")
         content = content_parts(item.get("content"), f"{param}.content", self._features, _image)
         if role == "assistant":
-            said = self._assistant()
-            said["content"] = f"{said['content']}{content}"
+            self._assistant()
+            self._texts.setdefault(len(self._messages) - 1, []).append(str(content))
         elif role in ("user", "system", "developer"):
             self._messages.append({"role": "user" if role == "user" else "system", "content": content})
         else:
