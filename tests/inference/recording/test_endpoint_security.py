@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import palaestra.inference.recording.endpoint as endpoint_module
 from inference.recording.generated_client import FORMAT, TOKENIZER
+from palaestra.core.errors import ContextExceeded
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion
@@ -202,6 +203,34 @@ def test_what_an_agent_sends_cannot_add_tokens_that_were_not_sampled() -> None:
     ]
     assert [text.removesuffix("<|im_end|>") for text in texts] == ["one", "two"]
     assert mine.ignored == {"token_ids": 1}
+
+
+def test_refused_requests_leave_nothing_behind() -> None:
+    class Full(ChatServer):
+        async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
+            if messages[-1]["content"] == "short":
+                return ChatCompletion(choices=[ChatChoice(message=AssistantMessage(content="hi"))])
+            raise ContextExceeded("too long")
+
+    full = Conversations(Full())
+
+    async def main() -> None:
+        async with RecordingEndpoint() as endpoint, aiohttp.ClientSession() as session:
+            with endpoint.open(full) as here:
+                url = f"{here.openai_url}/chat/completions"
+                for number in range(20):
+                    long = [{"role": "system", "content": str(number)}, {"role": "user", "content": "long"}]
+                    odd = {f"{number}-{each}" + "x" * 1000: 1 for each in range(100)}
+                    body = {**CHAT, **odd, "messages": long}
+                    assert await status(session, url, bearer(here.key), body) == 400
+                short = [{"role": "system", "content": "7"}, {"role": "user", "content": "short"}]
+                assert await status(session, url, bearer(here.key), {**CHAT, "messages": short}) == 200
+
+    asyncio.run(main())
+    assert [line.system for line in full.recorded().every] == ["7"]
+    assert len(full._lines) <= 2
+    assert len(full.ignored) <= 1000
+    assert max(map(len, full.ignored)) <= 200
 
 
 @pytest.mark.parametrize("dialect", [ResponsesDialect(), MessagesDialect()])

@@ -12,6 +12,7 @@ conversation is trained alone.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -43,6 +44,9 @@ from palaestra.inference.recording.request import (
 KEPT_REPLIES = 256
 """How many replies can be continued by their id (`previous_response_id`)."""
 
+MOST_IGNORED, NAME_CHARS = 1000, 200
+"""How many names of ignored fields are counted, and how much of each is kept: agents choose them."""
+
 DeltaHook = Callable[[JSON], None]
 
 
@@ -69,7 +73,7 @@ class AnsweredCall:
 @dataclass(slots=True)
 class RecordedConversation:
     """One conversation: the `messages` of its latest call with the reply, all its `calls`, and the ledger's `segments`
-    with their tokens."""
+    with their tokens. `asking` counts the calls under way."""
 
     number: int
     system: str
@@ -78,6 +82,7 @@ class RecordedConversation:
     messages: list[Message] = field(default_factory=list)
     calls: list[AnsweredCall] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
+    asking: int = 0
     _functions: dict[str, FunctionCall] = field(default_factory=dict)
 
     def take(self, messages: Sequence[Message], completion: ChatCompletion, seconds: float) -> None:
@@ -173,6 +178,7 @@ class Conversations:
         self._sampling = dict(sampling or {})
         self._admit, self._answered, self._check_engine = admit, answered, check_engine
         self._lines: dict[tuple[str, bool], RecordedConversation] = {}
+        self._numbers = itertools.count()
         self._replies: dict[str, list[Message]] = {}
         self._under_way: set[asyncio.Task[object]] = set()
 
@@ -189,7 +195,9 @@ class Conversations:
 
     async def answer(self, request: ModelRequest, reply_id: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
         """The reply to one request. Raises `Refusal`."""
-        self.ignored.update(request.ignored)
+        for name in (each[:NAME_CHARS] for each in request.ignored):
+            if name in self.ignored or len(self.ignored) < MOST_IGNORED:
+                self.ignored[name] += 1
         if self.ended:
             raise Refusal(401, "This rollout has ended.", code="invalid_api_key")
         if len(self._under_way) >= self.limits.concurrent:
@@ -247,10 +255,16 @@ class Conversations:
             asked["tools"] = request.tools
         if on_delta is not None and request.n == 1:
             asked["on_delta"] = on_delta
-        if request.n == 1:
-            completion = await self._reply(line, asked)
-        else:
-            completion = await self._replies_to(line, asked, request.n)
+        line.asking += 1
+        try:
+            if request.n == 1:
+                completion = await self._reply(line, asked)
+            else:
+                completion = await self._replies_to(line, asked, request.n)
+        finally:
+            line.asking -= 1
+            if line.number and not line.calls and not line.asking:  # an agent may be refused without end
+                del self._lines[line.system, bool(line.tools)]
         self._keep(reply_id, line.messages if request.instructions is None else line.messages[1:])
         return completion
 
@@ -305,7 +319,7 @@ class Conversations:
         system = str(messages[0]["content"]) if messages and messages[0]["role"] == "system" else ""
         key = system, bool(tools)
         if (known := self._lines.get(key)) is None:
-            number = len(self._lines)
+            number = next(self._numbers)
             server = self.server if not number else self.server.child(number)
             known = self._lines[key] = RecordedConversation(number, system, tools, server)
         return known
