@@ -142,10 +142,13 @@ def test_tokens_of_a_conversation_with_a_secret_stay_out(tmp_path: Path) -> None
     tokenizer = toy_tokenizer(["fine"])
 
     async def go() -> None:
-        async with TokenLoopback(ToyEngine(tokenizer, iter(["fine", "fine"])), tokenizer, kind="sglang") as server:
+        async with TokenLoopback(ToyEngine(tokenizer, iter(["fine"] * 4)), tokenizer, kind="sglang") as server:
             config = APIServerConfig(base_url=server.url, model_name="toy", server_type="sglang")
             async with ChatService(SGLangEngine(config, tokenizer=tokenizer), store, replace(SETTINGS)) as service:
                 await talk(service, f"my key is {KEY}")
+                taken_back = await talk(service, f"my key is {KEY}")
+                await taken_back.undo()
+                assert [event async for event in taken_back.send("hello")]
                 await talk(service, "nothing secret")
 
     with ConversationStore(tmp_path / "c.sqlite") as store:
@@ -153,5 +156,5 @@ def test_tokens_of_a_conversation_with_a_secret_stay_out(tmp_path: Path) -> None
         store.set_consent("", True)
         left_out: Counter[str] = Counter()
         groups = list(session_groups(store, [], left_out, tokens=True))
-        assert left_out[SECRET] == 1
+        assert left_out[SECRET] == 2
         assert ["nothing secret" in str(group.trajectories[0].messages) for group in groups] == [True]

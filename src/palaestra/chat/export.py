@@ -77,7 +77,8 @@ def _trajectories(
     )
     if not tokens:
         return [trajectory]
-    if clean != whole:
+    said = store.said(record.id)  # the tokens spell what was taken back or summarized, too
+    if clean != whole or redact(said) != said:
         left_out[SECRET] += 1
         return []
     found = []

@@ -324,6 +324,14 @@ class ConversationStore:
                 messages += (message for _, message in self.messages_of(turn))
         return messages
 
+    def said(self, conversation: str) -> list[Message]:
+        """All stored messages, also those that `history` leaves out: of undone turns, and before a compaction."""
+        rows = self._db.execute(
+            "SELECT m.body FROM messages m JOIN turns t ON t.id = m.turn WHERE t.conversation = ? ORDER BY m.id",
+            (conversation,),
+        )
+        return [msgspec.json.decode(body) for (body,) in rows]
+
     def fork(self, conversation: str, turn: int | None = None, *, title: str = "") -> ConversationRecord:
         """A new conversation with the history up to a turn (None: all ended ones). Raises `ConfigError`."""
         record = self.get(conversation)
