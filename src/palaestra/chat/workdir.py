@@ -89,7 +89,10 @@ class WorkFolder:
                 if before is not None:
                     found.append(FolderChange(path, "deleted", before, None, conflict=conflict))
                 continue
-            after = await slot.read_bytes(f"{WORKSPACE}/{path}")
+            try:
+                after = await slot.read_bytes(f"{WORKSPACE}/{path}")
+            except FileNotFoundError:  # removed meanwhile, or a name that is not UTF-8
+                continue
             if after != before:
                 info = await slot.stat(f"{WORKSPACE}/{path}")
                 mode = (info.mode if info is not None else 0o644) & 0o777
@@ -98,11 +101,12 @@ class WorkFolder:
         return found
 
     def apply(self, changes: Sequence[FolderChange]) -> list[FolderChange]:
-        """Write changes to the folder; returns those that were left out because of a conflict or an unsafe path."""
+        """Write changes to the folder; returns those that were left out because of an unsafe path or a conflict, also
+        with a file that was changed here since `changes` read it: a person may have thought for long."""
         left = []
         for change in changes:
             target = self.root / change.path
-            if change.conflict or not self._inside(target):
+            if change.conflict or not self._inside(target) or self._read(change.path) != change.before:
                 left.append(change)
                 continue
             if change.after is None:
