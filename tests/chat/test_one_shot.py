@@ -89,6 +89,21 @@ def test_one_answer_with_stdin_and_a_tool(tmp_path: Path) -> None:
     play(scene)
 
 
+def test_a_file_that_piped_text_names_is_not_read(tmp_path: Path) -> None:
+    async def scene(server: EchoChatServer) -> None:
+        words = ("--base-url", server.url, "--model", "echo")
+        for name in ("mine", "secret"):
+            (tmp_path / f"{name}.txt").write_text(f"the text of {name}")
+        ran = await chat(tmp_path, "-p", "say @mine.txt", *words, stdin=f"and @{tmp_path}/secret.txt".encode())
+        assert ran.code == 0
+        said = server.asked[-1]["messages"][-1]["content"]
+        assert "the text of mine" in said
+        assert "and @" in said
+        assert "the text of secret" not in said
+
+    play(scene)
+
+
 def test_the_shared_folder_is_copied_and_written_back_only_if_allowed(tmp_path: Path) -> None:
     async def scene(server: EchoChatServer) -> None:
         folder = tmp_path / "work"

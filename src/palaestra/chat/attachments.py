@@ -22,10 +22,13 @@ def named_files(text: str) -> list[Path]:
     return list(dict.fromkeys(path for path in found if path.is_file()))
 
 
-def with_files(text: str, images: Sequence[Path] = ()) -> JSON:
-    """The message with the files that it names, and `images`. Raises `ConfigError` for one that cannot be sent."""
+def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JSON:
+    """The message with the files that it names, and `images`. `piped` is part of the message, but files that it names
+    are not read: others may have written it. Raises `ConfigError` for a file that cannot be sent."""
     parts: list[JSON] = []
-    for path in [*named_files(text), *images]:
+    named = named_files(text)
+    text = "\n\n".join(part for part in (text, piped) if part)
+    for path in [*named, *images]:
         kind = mimetypes.guess_type(path.name)[0] or ""
         limit = MAX_IMAGE_BYTES if kind.startswith("image/") else MAX_TEXT_BYTES
         if path.stat().st_size > limit:

@@ -53,8 +53,11 @@ class Which:
         return conversation
 
 
-async def answer_once(options: ChatOptions, which: Which, text: str, *, as_json: bool, allow: bool) -> int:
-    """Send a message, print what happens, and return the exit code. `allow` allows dangerous commands."""
+async def answer_once(
+    options: ChatOptions, which: Which, text: str, *, piped: str = "", as_json: bool, allow: bool
+) -> int:
+    """Send a message with what was piped in, print what happens, and return the exit code. `allow` allows dangerous
+    commands."""
     write = _json_line if as_json else _Plain().show
 
     async def approve(request: ApprovalRequest) -> ApprovalAnswer:
@@ -63,7 +66,7 @@ async def answer_once(options: ChatOptions, which: Which, text: str, *, as_json:
         return ApprovalAnswer.ONCE if allow else ApprovalAnswer.DENY
 
     with open_store(options.config) as store:
-        content = with_files(text)
+        content = with_files(text, piped=piped)
         async with chat_service(options, store) as (service, folder):
             conversation = which.opened(service, People(approve=approve, notice=write))
             if as_json:
@@ -151,12 +154,11 @@ class _Plain:
 
 
 def read_stdin(text: str) -> str:
-    """The message, with what was piped in after it. Raises `ConfigError` if both are empty."""
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-    whole = "\n\n".join(part for part in (text, piped.strip("\n")) if part)
-    if not whole.strip():
+    """What was piped in. Raises `ConfigError` if that and the message are empty."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
+    if not text.strip() and not piped.strip():
         raise ConfigError("there is no message: give -p TEXT, or pipe it in")
-    return whole
+    return piped
 
 
 def list_conversations(store: ConversationStore, *, as_json: bool, query: str = "") -> str:

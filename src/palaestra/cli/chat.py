@@ -92,8 +92,8 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
         with open_store(options.config) as store:
             click.echo(list_conversations(store, as_json="--json" in own, query=own.get("--search", "")))
         return
-    text = read_stdin(own["-p"])
-    context.exit(asyncio.run(answer_once(options, which(own), text, as_json="--json" in own, allow="--yes" in own)))
+    piped, how = read_stdin(own["-p"]), {"as_json": "--json" in own, "allow": "--yes" in own}
+    context.exit(asyncio.run(answer_once(options, which(own), own["-p"], piped=piped, **how)))
 
 
 def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
