@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.chat.config import ChatConfig, prompt
 from palaestra.chat.workdir import WorkFolder
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec
@@ -53,3 +54,14 @@ def test_a_name_that_is_not_text_keeps_no_other_file_back(tmp_path: Path) -> Non
         assert (tmp_path / "a.txt").read_text() == "agent\n"
 
     with_slot(tmp_path, body)
+
+
+def test_instructions_are_read_from_the_folder_alone(tmp_path: Path) -> None:
+    secret, folder = tmp_path / "secret", tmp_path / "folder"
+    secret.write_text("a secret")
+    folder.mkdir()
+    (folder / "AGENTS.md").symlink_to(secret)
+    assert "a secret" not in str(prompt(ChatConfig(), WorkFolder(folder)))
+    (folder / "rules.md").write_text("the rules")
+    (folder / "CLAUDE.md").symlink_to("rules.md")
+    assert "the rules" in str(prompt(ChatConfig(), WorkFolder(folder)))

@@ -114,11 +114,15 @@ async def chat_service(
 
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
-    """The system prompt, with the instructions of the shared folder, or else of the current one."""
-    where = folder.root if folder is not None else Path.cwd()
+    """The system prompt, with the instructions of the shared folder, or else of the current one. A link out of the
+    folder is not followed: whoever wrote the folder could have other files sent to the model."""
+    where = (folder.root if folder is not None else Path.cwd()).resolve()
     for name in AGENTS_FILES:
+        file_path = (where / name).resolve()
+        if not file_path.is_relative_to(where) or not file_path.is_file():
+            continue
         try:
-            with open(where / name, "rb") as file:
+            with open(file_path, "rb") as file:
                 text = file.read(MAX_AGENTS_BYTES).decode(errors="replace")
         except OSError:
             continue
