@@ -8,7 +8,7 @@ from gateway.conftest import a_gateway, until
 from gateway.telegram_api import CHAT, TOKEN, TelegramAPI
 from palaestra.core.errors import ConfigError, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Attachment, ChatAddress, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra.gateway.platforms.telegram import Telegram
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -49,6 +49,27 @@ class TestTelegram(PlatformConformance):
 
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         return ChatAddress(address.platform, "999")
+
+
+def test_a_file_that_cannot_be_read_keeps_no_message_waiting():
+    async def main():
+        api, arrived = TelegramAPI(), list[Incoming]()
+
+        async def deliver(message):
+            arrived.append(message)
+
+        async with api.serving():
+            platform = telegram(api.url)
+            await platform.start(deliver)
+            api.write(document={"file_id": "gone", "file_unique_id": "gone", "file_name": "a.txt"})
+            api.write(text="after it")
+            await until(lambda: len(arrived) > 1)
+            await platform.stop()
+        assert "a.txt" in arrived[0].problem
+        assert not arrived[0].attachments
+        assert arrived[1].text == "after it"
+
+    asyncio.run(main())
 
 
 def test_a_rate_limit_says_when_to_try_again():

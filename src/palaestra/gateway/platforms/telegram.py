@@ -17,6 +17,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 from aiogram import Bot
 from aiogram.client.session.aiohttp import AiohttpSession
 from aiogram.client.telegram import TelegramAPIServer
@@ -123,10 +124,17 @@ class Telegram:
                 problem = f"{name} has {sent.file_size >> 20} MB; Telegram gives bots at most {_MOST_BYTES >> 20} MB."
             else:
                 media_type = getattr(sent, "mime_type", None) or ("image/jpeg" if message.photo else "")
-                async with self._failures():
-                    data = await bot.download(sent.file_id, timeout=120)
-                content = b"" if data is None else data.read()
-                files.append(Attachment(name, media_type or "application/octet-stream", content))
+                try:
+                    async with self._failures():
+                        data = await bot.download(sent.file_id, timeout=120)
+                except (
+                    PlatformRefused,
+                    aiohttp.ClientResponseError,
+                ) as error:  # a later try would keep the messages after this one waiting
+                    problem = f"{name} could not be read: {error}"
+                else:
+                    content = b"" if data is None else data.read()
+                    files.append(Attachment(name, media_type or "application/octet-stream", content))
         elif not text:
             problem = "Messages of this kind are not supported; text, images and files are."
         user = message.from_user
