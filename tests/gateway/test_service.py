@@ -372,3 +372,23 @@ def test_a_failing_model_server_is_an_answer_and_the_next_message_is_taken(tmp_p
 def test_two_platforms_of_one_name_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="name"):
         Gateway(GatewayConfig(), [Loopback(), Loopback()], None, None)
+
+
+def test_a_message_that_a_platform_cannot_send_ends_nothing_else(tmp_path):
+    class Odd(Loopback):
+        async def send_text(self, address, text, *, key, answers=None):
+            if address.chat_id == "odd":
+                raise ValueError("a header may not contain a line end")
+            return await super().send_text(address, text, key=key, answers=answers)
+
+    async def main():
+        async with a_gateway(tmp_path, platform=Odd()) as scene:
+            await scene.platform.say("say hello", chat_id="odd", user_id="odd")
+            for _ in range(500):
+                if refused := await scene.gateway.mailbox.refused():
+                    break
+                await asyncio.sleep(0.01)
+            assert [message.address.chat_id for message, _ in refused] == ["odd"]
+            assert await scene.ask("hi") == "echo 1: hi"
+
+    asyncio.run(main())

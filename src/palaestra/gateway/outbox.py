@@ -93,13 +93,19 @@ class Outbox:
         message, limits = unsent.message, platform.limits
         if not limits.idempotent and not unsent.started:
             await self._mailbox.begin_send(unsent.id)
-        if message.file is not None:
-            await platform.send_file(message.address, message.file, key=message.key, answers=message.answers)
-        else:
-            text = message.text
-            if unsent.started and not limits.idempotent and size(SENT_AGAIN + text, limits) <= limits.max_text:
-                text = SENT_AGAIN + text
-            await platform.send_text(message.address, text, key=message.key, answers=message.answers)
+        try:
+            if message.file is not None:
+                await platform.send_file(message.address, message.file, key=message.key, answers=message.answers)
+            else:
+                text = message.text
+                if unsent.started and not limits.idempotent and size(SENT_AGAIN + text, limits) <= limits.max_text:
+                    text = SENT_AGAIN + text
+                await platform.send_text(message.address, text, key=message.key, answers=message.answers)
+        except (PlatformUnavailable, PlatformRefused):
+            raise
+        except Exception as error:  # one message that the client library cannot send must not end the gateway
+            logger.exception("%s: a message cannot be sent", message.address.platform)
+            raise PlatformRefused(f"{message.address.platform}: {type(error).__name__}: {error}") from None
         return await self._mailbox.end_send(unsent, "sent")
 
     async def _wait(self, address: ChatAddress, failures: int, error: PlatformUnavailable) -> None:
