@@ -17,7 +17,7 @@ from palaestra.trainers.atropos import batch_trainer
 from palaestra.trainers.atropos.batch_trainer import BatchTrainer, scored_batch
 from palaestra.trainers.atropos.connection import TrajectoryClient
 from palaestra.trainers.atropos.trajectory_server import serving
-from palaestra.trainers.atropos.wire import ScoredData
+from palaestra.trainers.atropos.wire import RequestRefusal, ScoredData, read_scored
 from palaestra.trainers.checkpoints import read_steps
 from palaestra.trainers.trainer import TrainedRow
 
@@ -152,3 +152,20 @@ def test_the_advantages_of_an_environment_count(tmp_path: Path) -> None:
     lengths = [len(each) for each in given["tokens"]]
     with pytest.raises(ConfigError, match="advantage"):
         scored_batch([ScoredData(**{**given, "advantages": [[float(at) for at in range(n)] for n in lengths]})])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scores", ["nan", 1]),
+        ("advantages", [["inf"], [1]]),
+        ("inference_logprobs", [["-inf", 0], [0, 0]]),
+        ("tokens", [[1, 1 << 40], [1, 2]]),
+    ],
+)
+def test_numbers_that_would_spoil_the_weights_are_refused(field: str, value: Any) -> None:
+    whole = {"tokens": [[1, 2], [1, 2]], "masks": [[-100, 2], [-100, 2]], "scores": [0, 1]}
+    read_scored(json.dumps(whole).encode())
+    with pytest.raises(RequestRefusal) as refused:
+        read_scored(json.dumps({**whole, field: value}).encode())
+    assert str(refused.value.field).startswith(field)

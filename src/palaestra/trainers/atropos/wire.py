@@ -1,7 +1,7 @@
 """The shapes of the trajectory API, and the checks that make a group fit to train on. No I/O.
 
-Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-probability rows as token rows, and each
-row is as long as its tokens.
+Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-probability rows as token rows, each row
+is as long as its tokens, and all its numbers are finite.
 
 Source of the wire: the routes and models of atroposlib 0.4, which checks no lengths. `delivery_id` is ours: groups with
 the same one are the same group.
@@ -9,6 +9,7 @@ the same one are the same group.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Annotated, TypeAlias, TypeVar
@@ -95,7 +96,7 @@ class EnvStatus(msgspec.Struct, kw_only=True):
     env_weight: float
 
 
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class ScoredData(msgspec.Struct, kw_only=True):
@@ -155,12 +156,15 @@ def checked(group: ScoredData) -> ScoredData:
     if not group.tokens:
         raise RequestRefusal(422, "tokens: a group needs at least one sequence", field="tokens")
     _same_count(group, "scores", group.scores)
+    _finite("scores", group.scores)
     _same_lengths(group, "masks", group.masks)
     for name, rows in (("inference_logprobs", group.inference_logprobs), ("ref_logprobs", group.ref_logprobs)):
         if rows:
             _same_lengths(group, name, rows)
+            _finite(name, *rows)
     if group.advantages:
         _same_lengths(group, "advantages", group.advantages, or_one=True)
+        _finite("advantages", *group.advantages)
     for name, values in (("messages", group.messages), ("overrides", group.overrides)):
         if values:
             _same_count(group, name, values)
@@ -169,6 +173,12 @@ def checked(group: ScoredData) -> ScoredData:
             field = f"messages[{number}]"
             raise RequestRefusal(422, f"{field}: every message needs the keys role and content", field=field)
     return group
+
+
+def _finite(name: str, *rows: Sequence[float]) -> None:
+    """Numbers may be text, and so not a number: JSON has no others, and weights would be spoilt by one."""
+    if not all(math.isfinite(sum(row)) for row in rows):
+        raise RequestRefusal(422, f"{name}: a value is not a finite number", field=name)
 
 
 def _same_count(group: ScoredData, name: str, values: Sequence[object]) -> None:
