@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "palaestra.tinker_checkpoint/1"
 
+MOST_TTL_S = 100 * 365 * 86_400.0
+
 Kind: TypeAlias = Literal["weights", "sampler_weights"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -100,7 +102,7 @@ class CheckpointFolder:
         former = self._read(file)
         if former is not None and not overwrite:
             raise UserError(f"The checkpoint {former.path} exists: choose another name, or pass overwrite=True.")
-        now_s = time.time()
+        now_s, expires_s = time.time(), _expiry(ttl_s)
         data = file.with_name(f"{place.name}.{secrets.token_hex(4)}")
         with writing(file):
             data.mkdir(parents=True)
@@ -117,7 +119,7 @@ class CheckpointFolder:
                     folder=data.name,
                     size_bytes=size,
                     created_s=now_s,
-                    expires_s=None if ttl_s is None else now_s + ttl_s,
+                    expires_s=expires_s,
                     user_metadata=user_metadata,
                 )
                 with replaced(file) as out:
@@ -178,7 +180,7 @@ class CheckpointFolder:
 
     def set_expiry(self, path: str, ttl_s: float | None) -> None:
         found = self.find(path)
-        found.expires_s = None if ttl_s is None else time.time() + ttl_s
+        found.expires_s = _expiry(ttl_s)
         with writing(self.folder), replaced(self._file(CheckpointPath.read(path))) as out:
             out.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
 
@@ -263,6 +265,13 @@ def _own_names(saved: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> 
         return dict(saved)
     ending = re.compile(r"\.(lora_[A-Za-z_]+)\.")
     return {ending.sub(r".\1.default.", name.removeprefix("base_model.model.")): saved[name] for name in saved}
+
+
+def _expiry(ttl_s: float | None) -> float | None:
+    """When a checkpoint expires. Raises `UserError` for a time that no calendar has."""
+    if ttl_s is not None and ttl_s > MOST_TTL_S:
+        raise UserError(f"ttl_seconds is {ttl_s:g}; it must be {MOST_TTL_S:g} at most, or null.")
+    return None if ttl_s is None else time.time() + ttl_s
 
 
 def _sync(path: Path) -> None:
