@@ -122,9 +122,10 @@ class NpmProgram:
         if node is None:
             raise ConfigError(f"agent {self.name} needs Node.js 20 or newer on this machine, and node is not installed")
         mounts = [Mount(str(self.folder), str(self.folder))]
-        node_root = Path(node).resolve().parents[1]
-        if node_root not in (Path("/usr"), Path("/usr/local")):
-            mounts.append(Mount(str(node_root), str(node_root)))
+        node_bin = Path(node).resolve().parent
+        if node_bin.parent not in (Path("/"), Path("/usr"), Path("/usr/local")):
+            needed = (node_bin, node_bin.with_name("lib"))  # not the folder above: it may be somebody's home
+            mounts += [Mount(str(each), str(each)) for each in needed if each.is_dir()]
         if not self.binary.exists():
             await self._install()
         return mounts
