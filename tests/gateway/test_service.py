@@ -249,6 +249,16 @@ def test_files_go_both_ways(tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.slots
+def test_a_file_with_a_long_name_in_another_script_is_taken(tmp_path):
+    async def main():
+        async with a_gateway(tmp_path) as scene:
+            await scene.ask("look", attachments=[Attachment(f"{'字' * 120}.txt", "text/plain", b"data")])
+            assert "字.txt (text/plain, 4 bytes)" in scene.model.requests[-1]["messages"][-1]["content"]
+
+    asyncio.run(main())
+
+
 def test_nothing_is_lost_while_the_platform_does_not_answer(tmp_path):
     async def main():
         async with a_gateway(tmp_path) as scene:

@@ -21,7 +21,7 @@ INSTRUCTIONS = (
 FOLDER = "uploads"
 _MEDIA = re.compile(r"^[ \t]*MEDIA:[ \t]*(\S[^\n]*?)[ \t]*$\n?", re.MULTILINE)
 _UNSAFE = re.compile(r"[^\w.+-]+")
-_LONGEST_NAME = 100
+_LONGEST_NAME, _MOST_NAME_BYTES = 100, 200  # of the 255 bytes that file systems allow
 
 
 async def put_uploads(slot: Slot, message: Incoming) -> list[str]:
@@ -71,7 +71,7 @@ async def take_media(text: str, slot: Slot | None, max_bytes: int) -> tuple[str,
 
 def _safe_name(name: str) -> str:
     plain = _UNSAFE.sub("_", PurePosixPath(name.replace("\\", "/")).name).lstrip(".") or "file"
-    return plain[-_LONGEST_NAME:]
+    return plain[-_LONGEST_NAME:].encode()[-_MOST_NAME_BYTES:].decode(errors="ignore")
 
 
 async def _free_path(slot: Slot, name: str) -> str:
