@@ -130,6 +130,31 @@ def test_the_turn_limit_ends_the_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_concurrent_calls_and_several_replies_stay_within_the_turn_limit(tmp_path: Path) -> None:
+    greedy = (
+        AGENT
+        + """
+import threading
+def more(n):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    body = {"model": "m", "n": n, "messages": [{"role": "user", "content": "hi"}]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+    except OSError:
+        pass
+more(1)
+more(16)
+threads = [threading.Thread(target=more, args=(2,)) for _ in range(20)]
+[each.start() for each in threads]; [each.join() for each in threads]
+"""
+    )
+    trajectory, _ = played(tmp_path, python(greedy), max_agent_turns=4)
+    assert trajectory.reward == 0.0
+    assert 1 <= len(trajectory.turns) <= 4
+
+
+@pytest.mark.long
 def test_a_failing_engine_is_not_the_agents_fault(tmp_path: Path) -> None:
     class Gone(Fixer):
         async def generate(self, input_ids: JSON, sampling: JSON) -> JSON:

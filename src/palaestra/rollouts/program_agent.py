@@ -29,7 +29,7 @@ from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.recording.conversations import AnsweredCall, RecordedConversation
-from palaestra.inference.recording.request import Refusal
+from palaestra.inference.recording.request import Refusal, invalid
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import MiddlewareServer
 from palaestra.rollouts.resume.recorded_turns import Mismatch
@@ -196,8 +196,9 @@ class _Play:
                 task.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
 
-    def _admit(self) -> None:
-        """Refuse a call that the rollout's limits forbid, and end the program."""
+    def _admit(self, replies: int) -> None:
+        """Refuse a call that the rollout's limits forbid, and end the program. One that only exceeds them together with
+        those under way may come again."""
         rollout, settings = self._rollout, self._rollout.settings
         if self._limit is None and self._calls >= settings.max_turns:
             self._limit = Outcome.MAX_TURNS, ""
@@ -211,6 +212,11 @@ class _Play:
         if self._limit is not None or self._cut is not None:
             self._stop.set()
             raise Refusal(403, "This rollout has reached its limit; no further call is answered.", code="limit_reached")
+        left = settings.max_turns - self._calls
+        if replies > left:
+            raise invalid("n", f"n is {replies}, and this rollout has {left} replies left.")
+        if replies + self._conversations.replies_under_way > left:
+            raise Refusal(429, f"This rollout has {left} replies left.", code="rate_limit_exceeded")
 
     def _answered(self, conversation: RecordedConversation, call: AnsweredCall) -> None:
         self._calls += 1

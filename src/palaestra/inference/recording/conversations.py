@@ -153,8 +153,9 @@ class Conversations:
     """Answers the calls of one rollout with `server`, which is the rollout's own session of an engine.
 
     `sampling` replaces settings of the requests: the run's, which training assumes. `admit` is called before each call
-    and may raise `Refusal` (a budget); `answered` after each one, with its conversation. `check_engine` makes a plain
-    request and raises `EngineError` if the engine refuses that too: then a refusal was not the agent's doing.
+    with the number of replies that it asks for, and may raise `Refusal` (a budget); `answered` after each one, with its
+    conversation. `check_engine` makes a plain request and raises `EngineError` if the engine refuses that too: then a
+    refusal was not the agent's doing.
 
     `failure` is the failure of the engine that ends the rollout; `failed` is set with it.
     """
@@ -165,7 +166,7 @@ class Conversations:
         *,
         sampling: Mapping[str, JSON] | None = None,
         limits: CallLimits | None = None,
-        admit: Callable[[], None] | None = None,
+        admit: Callable[[int], None] | None = None,
         answered: Callable[[RecordedConversation, AnsweredCall], None] | None = None,
         check_engine: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -174,6 +175,7 @@ class Conversations:
         self.failure: EngineError | TaskError | None = None
         self.failed = asyncio.Event()
         self.ended = False
+        self.replies_under_way = 0
         self.ignored: Counter[str] = Counter()
         self._sampling = dict(sampling or {})
         self._admit, self._answered, self._check_engine = admit, answered, check_engine
@@ -205,10 +207,11 @@ class Conversations:
                 429, f"At most {self.limits.concurrent} calls at a time are answered.", code="rate_limit_exceeded"
             )
         if self._admit is not None:
-            self._admit()
+            self._admit(request.n)
         task = asyncio.current_task()
         assert task is not None
         self._under_way.add(task)
+        self.replies_under_way += request.n
         try:
             return await self._ask(request, reply_id, on_delta)
         except ContextExceeded as error:
@@ -223,6 +226,7 @@ class Conversations:
             raise Refusal(400, str(error), code="invalid_request") from None
         finally:
             self._under_way.discard(task)
+            self.replies_under_way -= request.n
 
     def _fail(self, error: EngineError | TaskError) -> None:
         self.failure = self.failure or error
