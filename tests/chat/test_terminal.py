@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from chat.chat_process import environment
 from palaestra.chat.store import ConversationStore
+from palaestra.chat.terminal import Screen
 from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import JSON
 from palaestra.testing.echo_chat_server import EchoChatServer
@@ -191,6 +193,14 @@ def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) 
         seen(child, "wrote 1 files")
         finish(child)
     assert (work / "a.txt").read_text() == "new\n"
+
+
+def test_a_diff_says_what_it_does_not_show() -> None:
+    shown = io.StringIO()
+    Screen(shown).diff("".join(f"+{number}\n" for number in range(205)))
+    assert "+199" in shown.getvalue()
+    assert "+200" not in shown.getvalue()
+    assert "5 more lines of this change are not shown" in shown.getvalue()
 
 
 def test_a_command_that_was_cut_off_is_reported_and_not_repeated(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ COMMANDS = {
     "/search": "WORDS  find earlier conversations",
     "/exit": "end (also Ctrl-D)",
 }
-SHOWN_LINES = 8
-"""How many lines of a command's output are shown."""
+SHOWN_LINES, MOST_DIFF_LINES = 8, 200
+"""How many lines of a command's output, and of a change of the shared folder, are shown."""
 
 BOLD, DIM, RED, GREEN, YELLOW, CYAN, PLAIN = (f"\x1b[{code}m" for code in ("1", "2", "31", "32", "33", "36", "0"))
 _PROMPT = "› "
@@ -536,9 +536,12 @@ class Screen:
     def diff(self, text: str) -> None:
         """A unified diff in colour."""
         self._leave()
-        for line in text.splitlines()[:200]:
+        lines = text.splitlines()
+        for line in lines[:MOST_DIFF_LINES]:
             colour = BOLD if line.startswith(("+++", "---")) else {"+": GREEN, "-": RED, "@": CYAN}.get(line[:1], "")
             self.write(f"{colour}{_clean(line)}{PLAIN}\n")
+        if (hidden := len(lines) - MOST_DIFF_LINES) > 0:
+            self.write(f"{YELLOW}{hidden} more lines of this change are not shown{PLAIN}\n")
 
     def show(self, event: Event) -> None:
         """One event of a turn."""
