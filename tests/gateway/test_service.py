@@ -106,6 +106,11 @@ def test_a_dangerous_command_waits_for_the_approval_of_its_chat(tmp_path):
             await scene.ask(command)
             assert await scene.ask("/deny") == "Not allowed."
             assert "did not allow" in (await scene.platform.receive()).text
+            assert "not shown" not in question
+            question = await scene.ask(f"run echo {'x' * 3000}; rm -rf a")
+            assert "more characters of it are not shown" in question
+            await scene.ask("/deny")
+            await scene.platform.receive()
             await scene.ask(command)
             assert await scene.ask("/stop") == "Stopping."
             assert (await scene.platform.receive()).text == "Stopped."

@@ -48,6 +48,8 @@ LONGEST_RECONNECT_S = 60.0
 MOST_UNSENT = 500
 """Messages for one chat that may wait to be sent; further turns of the chat wait for that."""
 STOP_PATIENCE_S = 10.0
+MOST_SHOWN = 2000
+"""Characters of a command that a chat is shown before it is asked to approve it."""
 
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 
@@ -536,8 +538,10 @@ class Gateway:
 
     async def _ask_approval(self, session: _Session, request: ApprovalRequest) -> ApprovalAnswer:
         """Ask the chat whether a command may run; no answer in time means no."""
+        shown, hidden = request.command[:MOST_SHOWN], len(request.command) - MOST_SHOWN
+        more = f"({hidden} more characters of it are not shown.)\n" if hidden > 0 else ""
         text = (
-            f"May this command run? It {', '.join(request.dangers)}:\n```\n{request.command[:2000]}\n```\n"
+            f"May this command run? It {', '.join(request.dangers)}:\n```\n{shown}\n```\n{more}"
             "/approve, /approve session, /approve always or /deny; without an answer in "
             f"{self.config.approval_timeout_s / 60:g} min it does not run."
         )
