@@ -148,6 +148,7 @@ def test_a_stranger_gets_a_code_and_may_write_once_it_is_confirmed(tmp_path):
             await scene.platform.say("hello", chat_id="g", user_id="mallory", chat_type="group")
             with pytest.raises(ConfigError, match="AAAAAAAA"):
                 await scene.gateway.mailbox.pair("AAAAAAAA", 0.0)
+            assert len(scene.gateway._sessions) == 1  # those of strangers would never end
             assert await scene.gateway.mailbox.pair(code.lower(), 0.0) == ("loopback", "eve", "eve")
             assert await scene.ask("hello", "eve") == "echo 1: hello"
             assert len(scene.model.requests) == 2

@@ -182,11 +182,11 @@ class Gateway:
     async def receive(self, message: Incoming) -> None:
         """Take a message from a platform; returns when it is on the disk. Raises `DiskError`."""
         key = session_key(message, per_user=self.config.group_sessions_per_user)
-        session = self._session(key, message.address)
         now = self._clock.wall()
         if not await self._is_allowed(message):
             await self._turn_away(message, key, now)
             return
+        session = self._session(key, message.address)
         if refusal := self._unusable(message):
             await self._answer_now(message, key, refusal)
             return
