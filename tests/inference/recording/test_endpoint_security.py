@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -138,6 +139,17 @@ def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         deep = "[" * 500 + "]" * 400
         async with session.post(url, data=deep, headers=bearer(here.key)) as response:
             assert response.status == 400
+
+    attack(run, "hi")
+
+
+def test_text_is_bounded_closer_than_images() -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        url = f"{here.openai_url}/chat/completions"
+        long = io.BytesIO(json.dumps({**CHAT, "messages": [{"role": "user", "content": "x" * (9 << 20)}]}).encode())
+        async with session.post(url, data=long, headers=bearer(here.key)) as response:
+            assert response.status == 413
+        assert await status(session, url, bearer(here.key)) == 200
 
     attack(run, "hi")
 

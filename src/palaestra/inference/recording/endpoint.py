@@ -37,8 +37,9 @@ from palaestra.inference.recording.dialects.messages import MessagesDialect
 from palaestra.inference.recording.dialects.responses import ResponsesDialect
 from palaestra.inference.recording.request import Dialect, ModelRequest, Refusal, ReplyStream
 
-MAX_BODY_BYTES = 64 << 20
-"""The longest request that is read; a conversation of a million tokens has 5 MB."""
+MAX_BODY_BYTES, MAX_TEXT_BYTES = 64 << 20, 8 << 20
+"""The longest request that is read, for a model with images and for one without. A conversation of a million tokens has
+5 MB; more would keep the run waiting, which splits text into tokens between other work."""
 
 PING_S, WRITE_S = 10.0, 60.0
 """Seconds between signs of life of a streamed reply, and until a client must have taken what was written."""
@@ -136,7 +137,8 @@ class RecordingEndpoint:
                 raise Refusal(404, f"There is nothing at {printable(request.method)} /{printable(rest[:200])}.")
             if request.method != "POST":
                 raise Refusal(405, f"/{rest} takes POST.")
-            body = await _body(request)
+            images = "images" in address.conversations.features
+            body = await _body(request, MAX_BODY_BYTES if images else min(MAX_TEXT_BYTES, MAX_BODY_BYTES))
             asked = dialect.read(body, address.conversations.features)
             if rest == _COUNT_PATH:
                 return _json({"input_tokens": address.conversations.prompt_tokens(asked)})
@@ -262,15 +264,15 @@ def _written(writer: ReplyStream, delta: JSON) -> bytes:
     return reasoning + (writer.text(delta.content) if delta.content else b"")
 
 
-async def _body(request: web.Request) -> dict[str, JSON]:
+async def _body(request: web.Request, most_bytes: int) -> dict[str, JSON]:
     """The body as a JSON object, within its bounds. Raises `Refusal`."""
     try:
         async with asyncio.timeout(BODY_S):
-            raw = await request.read()
+            raw = await request.clone(client_max_size=most_bytes).read()
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
     except web.HTTPRequestEntityTooLarge:
-        raise Refusal(413, f"The body is longer than {MAX_BODY_BYTES} bytes.") from None
+        raise Refusal(413, f"The body is longer than {most_bytes} bytes.") from None
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
