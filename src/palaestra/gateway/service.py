@@ -569,15 +569,20 @@ class Gateway:
 
     # Notices
 
-    async def notify(self, text: str, address: ChatAddress | None = None) -> None:
-        """Send a notice to a chat, or to the home channel; without one, to the log."""
+    async def notify(self, text: str, address: ChatAddress | None = None, *, answers: str | None = None) -> None:
+        """Send a notice to a chat, or to the home channel; without one, to the log. `answers` is the id of the message
+        that the text answers, if it answers one."""
         to = address or self.config.home_channel()
         platform = None if to is None else self.platforms.get(to.platform)
         if to is None or platform is None:
             logger.warning("a notice, and there is no home channel for it: %s", text)
             return
         stem = uuid.uuid4().hex[:24]
-        pieces = [Outgoing(f"{stem}-{n}", to, piece) for n, piece in enumerate(split_reply(text, platform.limits))]
+        texts = split_reply(text, platform.limits)
+        pieces = [
+            Outgoing(f"{stem}-{n}", to, each, answers=Answers(answers, last=n == len(texts) - 1) if answers else None)
+            for n, each in enumerate(texts)
+        ]
         await self.mailbox.post(pieces, self._clock.wall())
         self._outbox.wake(to)
 
@@ -588,8 +593,8 @@ class Gateway:
             await self.notify(text, address)
 
     async def _say(self, message: Incoming, text: str) -> None:
-        """Send a text to the chat of a message."""
-        await self.notify(text, message.address)
+        """Answer a message without a turn."""
+        await self.notify(text, message.address, answers=message.message_id)
 
     async def _on_refused(self, message: Outgoing, reason: str) -> None:
         home = self.config.home_channel()

@@ -97,6 +97,28 @@ def test_an_image_reaches_the_sandbox(tmp_path):
     asyncio.run(main())
 
 
+def test_commands_and_refusals_are_answers(tmp_path):
+    async def main():
+        platform = server()
+        config = {**OPEN, "limits": {"messages_per_hour": 3}}
+        async with a_gateway(tmp_path, config, others=[platform]), client(platform) as program:
+
+            async def ask(text, **options):
+                reply = await program.chat.completions.create(
+                    model="m", messages=said(text), extra_headers={SESSION: "s"}, timeout=10, **options
+                )
+                if not options:
+                    return reply.choices[0].message.content
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in reply])
+
+            assert "/approve" in await ask("/help")
+            assert "No turn runs" in await ask("/status", stream=True)
+            assert await ask("hi") == "echo 1: hi"
+            assert "limit" in await ask("more")
+
+    asyncio.run(main())
+
+
 def test_a_program_that_disconnects_leaves_the_session_usable(tmp_path):
     async def main():
         platform = server()
