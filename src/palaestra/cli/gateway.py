@@ -32,7 +32,7 @@ default_reset_policy: {mode: both, at_hour: 4, idle_minutes: 1440}
 limits: {messages_per_hour: 120}
 platforms:
   openai:                         # http://127.0.0.1:8643/v1 for any chat program
-    token_file: ~/.palaestra/gateway/openai.token
+    token_file: ~/.palaestra/gateway/openai.token     # openssl rand -hex 32 > FILE
   # matrix:
   #   token_file: ~/.palaestra/gateway/matrix.token
   #   extra: {homeserver: https://matrix.example.org}
@@ -48,7 +48,9 @@ platforms:
     help="""Serve conversations on chat platforms, e-mail and HTTP: one service, a session per chat.
 
     \b
+      mkdir -p ~/.palaestra/gateway
       palaestra gateway example > ~/.palaestra/gateway/gateway.yaml    # then edit it
+      openssl rand -hex 32 > ~/.palaestra/gateway/openai.token         # the key for chat programs
       palaestra gateway                                                # serve until Ctrl-C
       palaestra gateway pair K7QX2MPA                                  # allow the person with this code
       palaestra gateway users

@@ -56,7 +56,10 @@ class PlatformConfig(Settings):
         try:
             return sent_secret(path.read_text(encoding="utf-8"), f"platforms.{name}.token_file")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"platforms.{name}.token_file: cannot read {path}: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(
+                f"platforms.{name}.token_file: cannot read {path} ({why}); write the token to that file"
+            ) from None
 
 
 class ModelPrices(Settings):
@@ -134,7 +137,9 @@ def read_config(path: Path) -> GatewayConfig:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no configuration {path}; write one: palaestra gateway example > {path}") from None
+        raise ConfigError(
+            f"there is no configuration {path}; write one: mkdir -p {path.parent} && palaestra gateway example > {path}"
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if values is not None and not isinstance(values, dict):
