@@ -1,3 +1,4 @@
+import asyncio
 import re
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import yaml
 
 from palaestra.cli.gateway import EXAMPLE
 from palaestra.core.errors import ConfigError
+from palaestra.gateway.assembly import assembled
 from palaestra.gateway.config import GatewayConfig, PlatformConfig, read_config
 from palaestra.gateway.platforms.registry import PLATFORMS, make_platform
 
@@ -48,4 +50,18 @@ def test_an_unusable_file_is_refused(tmp_path, text):
 def test_an_unknown_platform_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match="matrix"):
         make_platform("matrx", PlatformConfig())
+    with pytest.raises(ConfigError, match=r"prot .*platforms\.openai\.extra.*port"):
+        make_platform("openai", PlatformConfig(extra={"prot": 8000}))
     assert make_platform("webhook-2", PlatformConfig(extra={"reply_url": "http://x"})).name == "webhook-2"
+
+
+def test_an_unknown_toolset_ends_the_start(tmp_path):
+    async def main():
+        server = {"base_url": "http://127.0.0.1:9/v1", "model_name": "m"}
+        platforms = {"openai": {"extra": {"port": 0}}}
+        config = GatewayConfig.from_dict({"server": server, "toolsets": ["termnal"], "platforms": platforms})
+        with pytest.raises(ConfigError, match="termnal"):
+            async with assembled(config, tmp_path):
+                pass
+
+    asyncio.run(main())

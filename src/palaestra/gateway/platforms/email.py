@@ -44,6 +44,17 @@ _TAG = re.compile(r"<(script|style)\b.*?</\1>|<[^>]+>", re.DOTALL | re.IGNORECAS
 class Email:
     """One mailbox."""
 
+    extra_settings = (
+        "address",
+        "imap_host",
+        "smtp_host",
+        "user",
+        "imap_port",
+        "smtp_port",
+        "security",
+        "poll_s",
+        "authserv_id",
+    )
     limits = PlatformLimits(max_text=100_000, max_file_bytes=20 << 20)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:

@@ -62,6 +62,7 @@ _MEDIA_TYPES = {"m.image": "image/png", "m.audio": "audio/ogg", "m.video": "vide
 class Matrix:
     """One account."""
 
+    extra_settings = ("homeserver",)
     limits = PlatformLimits(
         max_text=30_000, unit="utf8", max_file_bytes=20 << 20, edits=True, typing=True, idempotent=True
     )

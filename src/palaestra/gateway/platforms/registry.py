@@ -19,7 +19,8 @@ PLATFORMS: Mapping[str, str] = {
     "email": "palaestra.gateway.platforms.email:Email",
     "matrix": "palaestra.gateway.platforms.matrix:Matrix",
 }
-"""Where the class of each platform is. It is called with the platform's name and its `PlatformConfig`."""
+"""Where the class of each platform is. It is called with the platform's name and its `PlatformConfig`; its
+`extra_settings` are the names that `extra` may have."""
 
 
 def make_platform(name: str, config: PlatformConfig) -> Platform:
@@ -35,5 +36,9 @@ def make_platform(name: str, config: PlatformConfig) -> Platform:
         found = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise ConfigError(f"platform {name} needs {error.name}: {install_command('gateway')}") from None
+    for setting in config.extra:
+        if setting not in found.extra_settings:
+            known = f"{nearest(setting, found.extra_settings)} The settings are {', '.join(found.extra_settings)}."
+            raise ConfigError(f"unknown setting {setting} of platforms.{name}.extra.{known}")
     platform: Platform = found(name, config)
     return platform

@@ -40,6 +40,7 @@ _FOR_LATER = frozenset({"ratelimited", "rate_limited", "internal_error", "fatal_
 class Slack:
     """One app in one workspace."""
 
+    extra_settings = ("api_url",)
     limits = PlatformLimits(max_text=3500, max_file_bytes=_MOST_BYTES, edits=True)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:

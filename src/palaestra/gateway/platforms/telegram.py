@@ -46,6 +46,7 @@ _CHATS: dict[str, ChatType] = {"private": "dm", "group": "group", "supergroup": 
 class Telegram:
     """One bot."""
 
+    extra_settings = ("api_url",)
     limits = PlatformLimits(max_text=4096, unit="utf16", max_file_bytes=50 << 20, edits=True, typing=True)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:

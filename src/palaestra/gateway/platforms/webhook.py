@@ -61,6 +61,7 @@ class _Message(msgspec.Struct):
 class Webhook:
     """One server. `url` is its address while it runs."""
 
+    extra_settings = ("reply_url", "host", "port")
     limits = PlatformLimits(max_text=1 << 20, max_file_bytes=32 << 20, idempotent=True)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
