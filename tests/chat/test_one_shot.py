@@ -134,6 +134,18 @@ def test_the_shared_folder_is_copied_and_written_back_only_if_allowed(tmp_path: 
     play(scene)
 
 
+def test_the_list_has_one_line_for_each_conversation(tmp_path: Path) -> None:
+    async def scene(server: EchoChatServer) -> None:
+        await chat(tmp_path, "-p", "say a", "--base-url", server.url, "--model", "echo", stdin=b"line 1\nline 2\n")
+        listed = (await chat(tmp_path, "--list")).out.splitlines()
+        assert len(listed) == 1
+        assert listed[0].endswith("1 turn   say a line 1 line 2")
+        assert len((await chat(tmp_path, "--search", "line")).out.splitlines()) == 1
+        assert (await chat(tmp_path, "--search", "nowhere")).out == "nothing found\n"
+
+    play(scene)
+
+
 def test_failures_have_exit_codes_and_say_what_to_do(tmp_path: Path) -> None:
     async def scene(server: EchoChatServer) -> None:
         ran = await chat(tmp_path, "-p", "hi", "--base-url", "http://127.0.0.1:9", "--model", "m")

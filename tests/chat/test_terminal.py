@@ -100,7 +100,7 @@ def test_text_and_a_tool_call_stream_into_the_scrollback(tmp_path: Path) -> None
 def test_approval_no_then_yes(tmp_path: Path) -> None:
     with echo_server() as server, terminal(tmp_path, server) as child:
         seen(child, PROMPT)
-        for answer, result in (("n", "did not allow"), ("y", "exit_code")):
+        for answer, result in (("n", "did not allow"), ("y", "no output")):
             child.send(f"{terminal_call('rm -rf nothing')}\r")
             seen(child, "deletes whole directories")
             seen(child, "Run it")
@@ -155,7 +155,8 @@ def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
         seen(child, PROMPT)
         for typed, shown in (
             ("/cost", "1 model calls"), ("/tools", "terminal"), ("/save boats", "named"), ("/model", "echo"),
-            ("/fork", "with 1 turns"), ("/undo", "undone"), ("/nonsense", "no command"), ("/help", "/background"),
+            ("/fork", "with 1 turn\\b"), ("/resume boats", "is this conversation"), ("/background", "no background"),
+            ("/undo", "undone"), ("/nonsense", "no command"), ("/help", "/background"),
         ):  # fmt: skip
             child.send(f"{typed}\r")
             seen(child, shown)

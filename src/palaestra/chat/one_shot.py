@@ -122,7 +122,7 @@ def _exit_code(conversation: Conversation, ended: TurnEnded) -> int:
     if ended.outcome == INTERRUPTED:
         return EXIT_INTERRUPTED
     if ended.error:
-        click.echo(f"palaestra chat: {ended.error}", err=True)
+        click.echo(f"error: {conversation.failure or ended.error}", err=True)
     return FAILED if conversation.failure is None else conversation.failure.exit_code
 
 
@@ -162,12 +162,13 @@ def read_stdin(text: str) -> str:
 
 
 def list_conversations(store: ConversationStore, *, as_json: bool, query: str = "") -> str:
-    """The stored conversations, or those that contain words of `query`, as text or JSON."""
+    """The stored conversations, or those that contain words of `query`: one line each, or JSON."""
     if query:
         found = [(match.session.session_id, match.excerpts) for match in store.search(query, limit=20)]
         if as_json:
             return json.dumps([{"id": each, "excerpts": excerpts} for each, excerpts in found])
-        return "\n".join(f"{each}  {excerpts[0]['text'] if excerpts else ''}" for each, excerpts in found)
+        lines = [f"{each}  {_line(excerpts[0]['text']) if excerpts else ''}" for each, excerpts in found]
+        return "\n".join(lines) or "nothing found"
     rows = []
     for record in store.conversations():
         turns = store.turns(record.id)
@@ -175,4 +176,11 @@ def list_conversations(store: ConversationStore, *, as_json: bool, query: str = 
         rows.append({"id": record.id, "title": title, "turns": len(turns), "updated_at": record.updated_at})
     if as_json:
         return json.dumps(rows)
-    return "\n".join(f"{row['id']}  {row['turns']:>3} turns  {row['title']}" for row in rows) or "no conversations yet"
+    lines = [
+        f"{row['id']}  {row['turns']:>3} turn{' ' if row['turns'] == 1 else 's'}  {_line(row['title'])}" for row in rows
+    ]
+    return "\n".join(lines) or "no conversations yet"
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -170,6 +170,7 @@ class ChatTerminal:
         """Show the end of a resumed conversation, and continue a turn that was cut off."""
         talk = self._conversation
         turns = talk.turns()
+        self._screen.line(f"{DIM}continues {talk.id}, {len(turns)} turn{'' if len(turns) == 1 else 's'}{PLAIN}")
         for turn in turns[-2:]:
             from palaestra.tools.builtin.session_search import message_text
 
@@ -299,6 +300,7 @@ class ChatTerminal:
                 self._screen.diff(change.diff())
             answer = await self._line(f"Write to {self._folder.root}: {names}{more}? y: yes, n: not now [n] ")
             if answer.lower() not in ("y", "yes"):
+                self._screen.line(f"{DIM}not written; /sandbox write does it later{PLAIN}")
                 return
         self._write_back(changes)
 
@@ -387,6 +389,7 @@ class ChatTerminal:
             return
         record = self._store.find(rest)
         if record.id == self._conversation.id:
+            self._screen.line(f"{DIM}{record.id} is this conversation{PLAIN}")
             return
         other = Conversation.open(self._service, record.id, self._people())
         await self._conversation.close()
@@ -397,7 +400,8 @@ class ChatTerminal:
         other = await self._conversation.fork(_number(rest) if rest else None)
         await self._conversation.close()
         self._talk = other
-        self._screen.line(f"{DIM}forked as {other.id}, with {len(other.turns())} turns{PLAIN}")
+        turns = len(other.turns())
+        self._screen.line(f"{DIM}forked as {other.id}, with {turns} turn{'' if turns == 1 else 's'}{PLAIN}")
 
     async def _do_undo(self, rest: str) -> None:
         undone = await self._conversation.undo()
@@ -454,7 +458,10 @@ class ChatTerminal:
         processes, task = self._service.processes, self._conversation.id
         action, _, more = rest.partition(" ")
         if not rest:
-            for each in await processes.list_sessions(task):
+            sessions = await processes.list_sessions(task)
+            if not sessions:
+                self._screen.line("no background processes")
+            for each in sessions:
                 self._screen.line(_clean(f"{each['session_id']}  {each['status']}  {each['command']}"))
             return
         if action == "kill":
@@ -501,7 +508,7 @@ class ChatTerminal:
     async def _do_search(self, rest: str) -> None:
         from palaestra.chat.one_shot import list_conversations
 
-        self._screen.line(_clean(list_conversations(self._store, as_json=False, query=rest)) or "nothing found")
+        self._screen.line(_clean(list_conversations(self._store, as_json=False, query=rest)))
 
 
 class Screen:
@@ -606,6 +613,8 @@ class Screen:
             self.diff(str(reply["diff"]))
         elif event.call_id not in self._shown:
             shown = str(reply.get("output") or reply.get("content") or event.text)
+            if reply.get("output") == "":
+                shown = "(no output)"
             for line in shown.splitlines()[:3]:
                 self.write(f"{DIM}  │ {_clean(line)[:300]}{PLAIN}\n")
         code = reply.get("exit_code")
