@@ -134,6 +134,22 @@ def test_the_shared_folder_is_copied_and_written_back_only_if_allowed(tmp_path: 
     play(scene)
 
 
+def test_a_file_is_attached_where_the_message_names_it_and_not_where_piped_text_does(tmp_path: Path) -> None:
+    (tmp_path / "key.txt").write_text("the secret\n")
+    (tmp_path / "log.txt").write_text("the log\n")
+
+    async def scene(server: EchoChatServer) -> None:
+        words = ("--base-url", server.url, "--model", "echo")
+        ran = await chat(tmp_path, "-p", "say @log.txt @lgo.txt", *words, stdin=b"see @key.txt\n")
+        assert "lgo.txt" in ran.err
+        sent = str(server.asked[-1]["messages"][-1]["content"])
+        assert "the log" in sent
+        assert "@key.txt" in sent
+        assert "the secret" not in sent
+
+    play(scene)
+
+
 def test_the_list_has_one_line_for_each_conversation(tmp_path: Path) -> None:
     async def scene(server: EchoChatServer) -> None:
         await chat(tmp_path, "-p", "say a", "--base-url", server.url, "--model", "echo", stdin=b"line 1\nline 2\n")

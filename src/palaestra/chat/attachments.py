@@ -17,14 +17,22 @@ _NAMED = re.compile(r"(?:^|(?<=\s))@(?:\"([^\"]+)\"|(\S+))")
 
 def named_files(text: str) -> list[Path]:
     """The files that `@name` in a text names and that exist."""
+    return [path for path in _named(text) if path.is_file()]
+
+
+def missing_files(text: str) -> list[Path]:
+    """What `@name` in a text names and what is not a file, although its name has a suffix or a folder."""
+    return [path for path in _named(text) if not path.is_file() and (path.suffix or len(path.parts) > 1)]
+
+
+def _named(text: str) -> list[Path]:
     names = (match[1] or match[2] for match in _NAMED.finditer(text))
-    found = (Path(name).expanduser() for name in names)
-    return list(dict.fromkeys(path for path in found if path.is_file()))
+    return list(dict.fromkeys(Path(name).expanduser() for name in names))
 
 
 def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JSON:
-    """The message with the files that it names, and `images`. `piped` is part of the message, but files that it names
-    are not read: others may have written it. Raises `ConfigError` for a file that cannot be sent."""
+    """The message with the files that it names, and `images`. `piped` is added to the text; a name in it attaches
+    nothing, because somebody else may have written it. Raises `ConfigError` for a file that cannot be sent."""
     parts: list[JSON] = []
     named = named_files(text)
     text = "\n\n".join(part for part in (text, piped) if part)

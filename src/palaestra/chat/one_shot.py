@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import click
 
-from palaestra.chat.attachments import with_files
+from palaestra.chat.attachments import missing_files, with_files
 from palaestra.chat.config import ChatOptions, chat_service, open_store
 from palaestra.chat.conversation import Conversation, People
 from palaestra.chat.events import INTERRUPTED, NATURAL, Event, Notice, TextDelta, ToolBegun, TurnEnded, encode_event
@@ -56,7 +56,7 @@ class Which:
 async def answer_once(
     options: ChatOptions, which: Which, text: str, *, piped: str = "", as_json: bool, allow: bool
 ) -> int:
-    """Send a message with what was piped in, print what happens, and return the exit code. `allow` allows dangerous
+    """Send a message, to which `piped` is added, print what happens, and return the exit code. `allow` allows dangerous
     commands."""
     write = _json_line if as_json else _Plain().show
 
@@ -67,6 +67,8 @@ async def answer_once(
 
     with open_store(options.config) as store:
         content = with_files(text, piped=piped)
+        for path in missing_files(text):
+            click.echo(f"note: there is no file {path}; its name is sent as text", err=True)
         async with chat_service(options, store) as (service, folder):
             conversation = which.opened(service, People(approve=approve, notice=write))
             if as_json:
@@ -154,7 +156,7 @@ class _Plain:
 
 
 def read_stdin(text: str) -> str:
-    """What was piped in. Raises `ConfigError` if that and the message are empty."""
+    """What was piped in to be added to the message. Raises `ConfigError` if both are empty."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
     if not text.strip() and not piped.strip():
         raise ConfigError("there is no message: give -p TEXT, or pipe it in")

@@ -265,8 +265,10 @@ class ChatTerminal:
                 return
             if "/" not in word[1:]:
                 raise ConfigError(f"there is no command {word}; /help lists them")
-        from palaestra.chat.attachments import with_files
+        from palaestra.chat.attachments import missing_files, with_files
 
+        for path in missing_files(text):
+            self._screen.line(f"{YELLOW}note: there is no file {_clean(str(path))}; its name is sent as text{PLAIN}")
         await self._show_turn(self._conversation.send(with_files(text)))
 
     async def _show_turn(self, events: AsyncGenerator[Event, None]) -> None:
