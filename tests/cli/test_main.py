@@ -37,6 +37,21 @@ def test_every_help_fits_a_screen(command: list[str], capsys: pytest.CaptureFixt
         assert "palaestra " in text
 
 
+def test_a_training_needs_its_model_before_the_environment_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("one_env.py").write_text(
+        "from palaestra import Task, environment\n\n\n"
+        "@environment\ndef one():\n    yield Task(id='a', prompt='x')\n\n\n"
+        "@one.score\nasync def score(task):\n    return 1\n"
+    )
+    assert run("train", "one_env.py") == 2
+    shown = capsys.readouterr().err
+    assert "--model" in shown
+    assert "checking" not in shown
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert __version__ in capsys.readouterr().out

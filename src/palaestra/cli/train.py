@@ -124,9 +124,11 @@ def command(
 ) -> None:
     from palaestra.envs.config.command_line import Answer
     from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
+    from palaestra.envs.discovery import load_environment
     from palaestra.envs.run.command import command_line, take_variables
-    from palaestra.envs.run.train import train_line
+    from palaestra.envs.run.train import make_trainer, train_line
     from palaestra.inference.config import APIServerConfig
+    from palaestra.rollouts.journal.reader import RUNS
     from palaestra.trainers.config import TrainingConfig
 
     settings = {name: value for name, value in given.items() if value is not None}
@@ -148,7 +150,7 @@ def command(
             from palaestra.envs.config.command_line import first_word
 
             environment, others = first_word(words, "ENV")
-            form = _checked_form(environment, others, unchecked)
+            form = load_environment(environment, Path.cwd())
         else:
             environment, others = f"--resume {resume}", ["--resume", resume, *words]
             form, recorded, before = _recorded(resume)
@@ -164,9 +166,10 @@ def command(
         take_variables(parsed, dotenv)
         for notice in parsed.notices:
             click.echo(f"note: {notice}", err=True)
-        report = asyncio.run(
-            train_line(form, parsed, cast("TrainerName", trainer or "trl"), config, tinker_url=tinker_url)
-        )
+        chosen = make_trainer(cast("TrainerName", trainer or "trl"), parsed, config, tinker_url, Path(RUNS))
+        if resume is None and not {environment, form.name} & set(unchecked):
+            _check(form, environment)
+        report = asyncio.run(train_line(form, parsed, chosen, config))
     result = report.result
     if result.before is not None and result.after is not None:
         click.echo(
@@ -230,13 +233,8 @@ async def _train_batches(
         await trainer.aclose()
 
 
-def _checked_form(environment: str, settings: list[str], unchecked: tuple[str, ...]) -> Any:
-    """The environment's form. Raises `ConfigError` if its check fails and its user did not name it."""
-    from palaestra.envs.discovery import load_environment
-
-    form = load_environment(environment, Path.cwd())
-    if {environment, form.name} & set(unchecked) or {"--help", "-h", "--help-all", "--show-config"} & set(settings):
-        return form
+def _check(form: Any, environment: str) -> None:
+    """Raises `ConfigError` if the check of the environment fails."""
     from palaestra.envs.cheats.proof import check_environment
 
     click.echo(f"checking {form.name} as `palaestra env check` does", err=True)
@@ -247,7 +245,6 @@ def _checked_form(environment: str, settings: list[str], unchecked: tuple[str, .
             f"{form.name} fails its check ({failed}), so a model would learn to cheat or could not learn at all: see "
             f"`palaestra env check {environment}`, or train anyway with --unchecked {form.name}"
         )
-    return form
 
 
 def _recorded(run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
