@@ -228,9 +228,11 @@ class _Play:
             return *self._limit, None
         if not self._calls and self._conversations.failure is None and self._cut is None:
             told = b"".join(self.log.parts())[-1500:].decode(errors="replace").strip()
+            missing = exit_code == 127 or "No such file" in told
+            hint = ". The sandbox has no files of this machine: give the task the program in `files`, or an image"
             raise ToolUnavailable(
                 f"agent {self._agent.program.name} ended with exit status {exit_code} without an answer of the model: "
-                f"{told or 'it printed nothing'}"
+                f"{told or 'it printed nothing'}{hint if missing else ''}"
             )
         error = f"the agent's program ended with exit status {exit_code}" if exit_code else ""
         return Outcome.NATURAL, error, None

@@ -181,7 +181,9 @@ async def run(
             recorded_tools=recorded_tools,
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
-            program=await stack.enter_async_context(_program(config.agent, engine, output)) if config.agent else None,
+            program=await stack.enter_async_context(_program(config.agent, engine, output))
+            if config.agent is not None
+            else None,
         )
         command = CommandRun(environment, parsed, context, output, reporting, status, gate, drive)
         gc.freeze()  # modules and settings live as long as the run; collections need not visit them
