@@ -173,7 +173,7 @@ def test_a_wrong_flag_ends_the_prompt_with_the_reason(tmp_path: Path) -> None:
         child.wait()
         assert child.exitstatus == 2
     child = pexpect.spawn("palaestra", ["chat"], cwd=str(tmp_path), env=environment(tmp_path), timeout=40)
-    child.expect("--openai.base_url")  # without a server there is nobody to talk to
+    child.expect("--base-url")  # without a server there is nobody to talk to
     child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 2

@@ -228,8 +228,8 @@ def parse_base_url(base_url: str | None) -> URL:
     """The address of the API: a bare host gets `/v1`, a path is kept. Raises `ConfigError`."""
     if not base_url:
         raise ConfigError(
-            "No model server is configured. Set --openai.base_url, for example http://127.0.0.1:8000/v1. Without a "
-            "model, --policy oracle plays the reference solutions, and --policy noop does nothing."
+            "No model server is configured. Set --base-url, for example http://127.0.0.1:8000/v1. Without a "
+            "model, --policy oracle plays the reference solutions of an environment, and --policy noop does nothing."
         )
     try:
         url = URL(base_url.rstrip("/"))
