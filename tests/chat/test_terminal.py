@@ -108,10 +108,17 @@ def test_approval_no_then_yes(tmp_path: Path) -> None:
             child.send(f"{answer}\r")
             seen(child, result)
             seen(child, PROMPT)
+        child.send(f"{terminal_call('rm -rf nothing')}\r")
+        seen(child, "Run it")
+        time.sleep(0.3)
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        seen(child, PROMPT)
         child.send(CTRL_D)
         child.expect(pexpect.EOF)
     results = [str(message["content"]) for message in messages(tmp_path) if message["role"] == "tool"]
-    assert ["blocked" in result for result in results] == [True, False]
+    assert ["blocked" in result for result in results] == [True, False, False]
+    assert "Interrupted" in results[2]
 
 
 def test_ctrl_c_interrupts_the_model_and_a_command_and_keeps_the_conversation(tmp_path: Path) -> None:

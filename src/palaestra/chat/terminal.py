@@ -355,14 +355,19 @@ class ChatTerminal:
         return line or None
 
     async def _line(self, prompt: str) -> str:
-        """One line of the person; empty after Ctrl-C or Ctrl-D. What was typed before the question does not count."""
+        """One line of the person; empty after Ctrl-D and after Ctrl-C, which also stops the turn that asks. What was
+        typed before the question does not count."""
         async with self._asking:
             self._screen.end_line()
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
             session: PromptSession[str] = PromptSession(output=create_output(self._raw))
             try:
                 return (await session.prompt_async(_clean(prompt))).strip()
-            except (KeyboardInterrupt, EOFError):
+            except KeyboardInterrupt:
+                if self._turn_runs:
+                    self._conversation.interrupt()
+                return ""
+            except EOFError:
                 return ""
 
     # Commands
