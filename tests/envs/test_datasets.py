@@ -78,6 +78,7 @@ def test_a_bad_row_is_an_error_and_the_rest_goes_on(tmp_path: Path, name: str, t
         ("t.json", "[", "t.json is not JSON"),
         ("t.json", "[" * 100_000, "t.json is not JSON: maximum recursion depth"),
         ("t.json", '{"id": 1}\n{"id": 2}\n', "not JSON: Extra data.*a row in each line is a .jsonl file"),
+        ("t.txt", "a prompt\nanother\n", "t.txt is not JSONL"),
         ("t.csv", "id,x,id\n1,2,3\n", "several columns that are called 'id'"),
         ("t.parquet", "no", "t.parquet is not a readable Parquet file"),
     ],

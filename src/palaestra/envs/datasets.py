@@ -92,11 +92,15 @@ def _read_file(path: Path) -> Iterator[Row | str]:
 
 
 def _read_lines(path: Path) -> Iterator[Row | str]:
+    """The rows of JSONL. A file of another suffix whose first line is not a row is not read as JSONL."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines):
                 if line.strip():
-                    yield _object(line if number else line.removeprefix(codecs.BOM_UTF8))
+                    row = _object(line if number else line.removeprefix(codecs.BOM_UTF8))
+                    if number == 0 and isinstance(row, str) and path.suffix.lower() not in SUFFIXES:
+                        raise ConfigError(f"{path} is not JSONL ({row}): give a {', '.join(SUFFIXES)} file")
+                    yield row
     except OSError as problem:
         raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
 
