@@ -70,7 +70,8 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class PlatformLimits:
-    """What a platform can carry. `unit` is what `max_text` counts: characters, UTF-16 units or bytes of UTF-8."""
+    """What a platform can carry. `unit` is what `max_text` counts: characters, UTF-16 units or bytes of UTF-8. With
+    `requests`, a message is a request that waits until something answers it."""
 
     max_text: int
     unit: Literal["characters", "utf16", "utf8"] = "characters"
@@ -79,6 +80,7 @@ class PlatformLimits:
     typing: bool = False
     streams: bool = False
     idempotent: bool = False
+    requests: bool = False
 
 
 Deliver: TypeAlias = Callable[[Incoming], Awaitable[None]]

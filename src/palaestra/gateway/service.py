@@ -198,6 +198,8 @@ class Gateway:
         if session.question is not None and command is None:
             if (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
                 _settle(session.question, message.text)
+                if self.platforms[message.address.platform].limits.requests:
+                    await self._say(message, "Answered.")
             return
         limits = self.config.limits
         if limits.cost_per_day and command is None:

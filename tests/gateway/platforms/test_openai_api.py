@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from gateway.conftest import OPEN, a_gateway, until
+from palaestra.chat.service import ChatSettings
 from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.platforms.openai_api import SESSION, OpenAIServer
 from palaestra.testing.platform_conformance import PNG
@@ -115,6 +116,24 @@ def test_commands_and_refusals_are_answers(tmp_path):
             assert "No turn runs" in await ask("/status", stream=True)
             assert await ask("hi") == "echo 1: hi"
             assert "limit" in await ask("more")
+
+    asyncio.run(main())
+
+
+def test_a_question_is_answered_in_another_request(tmp_path):
+    async def main():
+        platform, settings = server(), ChatSettings(toolsets=["clarify"])
+        async with a_gateway(tmp_path, settings=settings, others=[platform]), client(platform) as program:
+
+            async def ask(text):
+                return await program.chat.completions.create(
+                    model="m", messages=said(text), extra_headers={SESSION: "s"}, stream=True, timeout=10
+                )
+
+            first = await ask("ask which colour?")
+            assert [await anext(first) for _ in range(2)][1].choices[0].delta.content.startswith("which colour?")
+            assert "".join([each.choices[0].delta.content or "" async for each in await ask("blue")]) == "Answered."
+            assert "blue" in "".join([each.choices[0].delta.content or "" async for each in first])
 
     asyncio.run(main())
 

@@ -56,7 +56,7 @@ class OpenAIServer:
     """One server. `url` is its address while it runs, with `/v1`."""
 
     extra_settings = ("host", "port", "model")
-    limits = PlatformLimits(max_text=16 << 20, max_file_bytes=16 << 20, streams=True)
+    limits = PlatformLimits(max_text=16 << 20, max_file_bytes=16 << 20, streams=True, requests=True)
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
         self.name = name
