@@ -343,7 +343,7 @@ def test_a_run_has_its_slots_in_nomad(
         words += ["--env.slot_prices", "nomad=36"]
         for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
             assert palaestra(["run", "there_env.py", "--policy", policy, *words, "--group", "2"]) == 0
-            assert "slots in nomad: 1 containers" in capsys.readouterr().err
+            assert "slots in nomad: 1 container " in capsys.readouterr().err
             (group,) = Path("runs").rglob("groups.jsonl")
             assert json.loads(group.read_text())["scores"] == [reward, reward]
             group.unlink()

@@ -217,7 +217,7 @@ def test_a_training_killed_at_random_points_repeats_and_loses_no_step(tmp_path: 
         runs = list((tmp_path / "runs").glob("*/*"))
         child = subprocess.Popen(command + (["--resume", str(runs[0])] if runs else []))
         try:
-            code = child.wait(1.2 + 0.25 * attempt + rng.random() * 1.5)
+            code = child.wait(0.3 + 0.15 * attempt + rng.random() * 0.4)
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGKILL)
             code = child.wait()
