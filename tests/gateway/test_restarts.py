@@ -172,7 +172,7 @@ def test_background_processes_are_found_again_after_a_kill_and_their_reports_rea
             await service.start()
             for chat in ("a", "b", "c"):
                 await person.say("/status", f"{chat}-2", chat)
-            await _notices(person, "running", 3)
+                assert "running" in await person.answer(f"{chat}-2")
             for chat in ("a", "b", "c"):
                 await person.say("run touch end && ls", f"{chat}-3", chat)
                 assert "end" in await person.answer(f"{chat}-3")
