@@ -158,7 +158,7 @@ def test_a_distribution_is_drawn_once_per_group_from_the_seed_and_recorded(
     assert len({tuple(draw) for draw in draws}) > 1
     assert all(set(draw) <= {"terminal", "file", "moa", "web", "vision"} for draw in draws)
     assert len({group["tools_hash"] for group in first}) > 1
-    assert told.count("mixture_of_agents (this version cannot ask several models at once)") == 1
+    assert told.count("mixture_of_agents (no models to ask are configured") == 1
     (journal,) = [path for path in here.glob("runs/*/*/journal.jsonl") if '"seed":7' in path.read_text()]
     started = [json.loads(line) for line in journal.read_text().splitlines() if '"tools_missing"' in line]
     assert any("mixture_of_agents" in event["group"]["tools_missing"] for event in started)

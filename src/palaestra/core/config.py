@@ -195,7 +195,11 @@ def _short(name: str, value: JSON) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-_FLAG = re.compile(r"--(?:(?:env|openai)\.(?=\w)|(?=policy\b))")
+_FLAG = re.compile(r"--(?:(?:env|openai)\.(?=\w)|(?=policy\b)|(base)-(url\b))")
+
+
+def _argument(flag: re.Match[str]) -> str:
+    return "_".join(filter(None, flag.groups()))
 
 
 @contextmanager
@@ -204,7 +208,7 @@ def python_names() -> Iterator[None]:
     try:
         yield
     except PalaestraError as error:
-        error.args = tuple(_FLAG.sub("", each) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(_FLAG.sub(_argument, each) if isinstance(each, str) else each for each in error.args)
         raise
 
 
