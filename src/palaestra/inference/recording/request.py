@@ -154,6 +154,27 @@ def flag(body: Mapping[str, JSON], name: str) -> bool:
     return bool(value)
 
 
+def refuse_fields(body: Mapping[str, JSON], names: Collection[str]) -> None:
+    """Raises `Refusal` if one of these fields is set: it cannot be honoured, and must not be ignored."""
+    for name in names:
+        if body.get(name):
+            raise unsupported(name)
+
+
+def choice_count(body: Mapping[str, JSON]) -> int:
+    """How many choices OpenAI's field `n` asks for. Raises `Refusal`."""
+    n = body.get("n") or 1
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_CHOICES:
+        raise invalid("n", f"n must be a whole number from 1 to {MOST_CHOICES}")
+    return n
+
+
+def wants_usage(body: Mapping[str, JSON]) -> bool:
+    """Whether OpenAI's field `stream_options` asks for a last chunk with the usage."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))
+
+
 def ignored_fields(body: Mapping[str, JSON], known: Collection[str]) -> list[str]:
     """The names of the fields that have a value and no effect."""
     return sorted(name for name, value in body.items() if name not in known and value is not None)

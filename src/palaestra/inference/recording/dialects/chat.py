@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import AssistantMessage, ChatCompletion
 from palaestra.inference.recording.request import (
-    MOST_CHOICES,
     SAMPLING,
     ModelRequest,
     Refusal,
+    choice_count,
     choose_tools,
     content_parts,
     event,
@@ -23,10 +23,12 @@ from palaestra.inference.recording.request import (
     ignored_fields,
     invalid,
     items_of,
+    refuse_fields,
     required,
     sampling,
     text_field,
     unsupported,
+    wants_usage,
 )
 
 _REFUSED = ("functions", "function_call", "audio", "prediction", "web_search_options", "logit_bias", "top_logprobs")
@@ -42,9 +44,7 @@ class ChatDialect:
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
         model = required(body, "model", str)
-        for name in _REFUSED:
-            if body.get(name):
-                raise unsupported(name)
+        refuse_fields(body, _REFUSED)
         if flag(body, "logprobs"):
             raise unsupported("logprobs")
         if body.get("modalities") not in (None, ["text"]):
@@ -55,11 +55,8 @@ class ChatDialect:
         ]
         if not messages:
             raise invalid("messages", "messages is empty")
-        n = body.get("n") or 1
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_CHOICES:
-            raise invalid("n", f"n must be a whole number from 1 to {MOST_CHOICES}")
+        n = choice_count(body)
         limit = body.get("max_completion_tokens")
-        options = body.get("stream_options")
         request = ModelRequest(
             model=model,
             messages=messages,
@@ -67,7 +64,7 @@ class ChatDialect:
             settings=sampling(body if limit is None else {**body, "max_tokens": limit}),
             n=n,
             stream=flag(body, "stream"),
-            stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            stream_usage=wants_usage(body),
             ignored=ignored_fields(body, _USED),
         )
         choose_tools(request, body.get("tool_choice"), features)
@@ -100,18 +97,34 @@ class ChatDialect:
         return openai_error(refusal)
 
 
-class ChatStream:
+class ChunkStream:
+    """Chunks of choices, as OpenAI streams chat completions and legacy ones. `shared` is in every chunk."""
+
+    def __init__(self, request: ModelRequest, shared: Mapping[str, JSON]) -> None:
+        self._usage, self._shared = request.stream_usage, shared
+
+    def ping(self) -> bytes:
+        return b": waiting\n\n"
+
+    def failure(self, refusal: Refusal) -> bytes:
+        return event(openai_error(refusal))
+
+    def _choice(self, index: int, finish_reason: str | None, **piece: JSON) -> bytes:
+        choice = {"index": index, **piece, "logprobs": None, "finish_reason": finish_reason}
+        return event({**self._shared, "choices": [choice]})
+
+    def _last(self, completion: ChatCompletion) -> bytes:
+        counts = event({**self._shared, "choices": [], "usage": usage(completion)}) if self._usage else b""
+        return counts + b"data: [DONE]\n\n"
+
+
+class ChatStream(ChunkStream):
     """The chunks of one reply."""
 
     def __init__(self, request: ModelRequest, reply_id: str, created: int) -> None:
-        self._usage = request.stream_usage
+        shared = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk"}
+        super().__init__(request, {**shared, "created": created, "model": request.model})
         self._sent = {"content": 0, "reasoning_content": 0}
-        self._shared = {
-            "id": f"chatcmpl-{reply_id}",
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": request.model,
-        }
 
     def begin(self) -> bytes:
         return self._chunk(0, {"role": "assistant", "content": ""})
@@ -140,19 +153,10 @@ class ChatStream:
             if delta:
                 written += self._chunk(choice.index, delta)
             written += self._chunk(choice.index, {}, choice.finish_reason)
-        if self._usage:
-            written += event({**self._shared, "choices": [], "usage": usage(completion)})
-        return bytes(written + b"data: [DONE]\n\n")
-
-    def ping(self) -> bytes:
-        return b": waiting\n\n"
-
-    def failure(self, refusal: Refusal) -> bytes:
-        return event(openai_error(refusal))
+        return bytes(written + self._last(completion))
 
     def _chunk(self, index: int, delta: JSON, finish_reason: str | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return event({**self._shared, "choices": [choice]})
+        return self._choice(index, finish_reason, delta=delta)
 
 
 def openai_error(refusal: Refusal) -> JSON:

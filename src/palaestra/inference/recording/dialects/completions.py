@@ -9,19 +9,20 @@ from collections.abc import Collection, Mapping
 
 from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.recording.dialects.chat import openai_error, usage
+from palaestra.inference.recording.dialects.chat import ChunkStream, openai_error, usage
 from palaestra.inference.recording.request import (
-    MOST_CHOICES,
     SAMPLING,
     ModelRequest,
     Refusal,
-    event,
+    choice_count,
     flag,
     ignored_fields,
     invalid,
+    refuse_fields,
     required,
     sampling,
     unsupported,
+    wants_usage,
 )
 
 _REFUSED = ("suffix", "logprobs", "logit_bias")
@@ -33,9 +34,7 @@ class CompletionsDialect:
     """Translates legacy completions. Internally a continuation is a reply whose content is the text."""
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
-        for name in _REFUSED:
-            if body.get(name):
-                raise unsupported(name)
+        refuse_fields(body, _REFUSED)
         if flag(body, "echo"):
             raise unsupported("echo")
         prompt = required(body, "prompt", (str, list))
@@ -43,19 +42,16 @@ class CompletionsDialect:
             prompt = prompt[0]
         if not isinstance(prompt, str):
             raise invalid("prompt", "prompt must be one text; this endpoint continues one at a time")
-        n = body.get("n") or 1
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_CHOICES:
-            raise invalid("n", f"n must be a whole number from 1 to {MOST_CHOICES}")
+        n = choice_count(body)
         if body.get("best_of") not in (None, n):
             raise unsupported("best_of")
-        options = body.get("stream_options")
         return ModelRequest(
             model=required(body, "model", str),
             prompt=prompt,
             settings={"max_tokens": _DEFAULT_MAX_TOKENS, **sampling(body)},
             n=n,
             stream=flag(body, "stream"),
-            stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            stream_usage=wants_usage(body),
             ignored=ignored_fields(body, _USED),
         )
 
@@ -77,12 +73,12 @@ def _envelope(request: ModelRequest, reply_id: str, created: int) -> dict[str, J
     return {"id": f"cmpl-{reply_id}", "object": "text_completion", "created": created, "model": request.model}
 
 
-class CompletionsStream:
+class CompletionsStream(ChunkStream):
     """The chunks of one reply."""
 
     def __init__(self, request: ModelRequest, reply_id: str, created: int) -> None:
-        self._shared = _envelope(request, reply_id, created)
-        self._usage, self._sent = request.stream_usage, 0
+        super().__init__(request, _envelope(request, reply_id, created))
+        self._sent = 0
 
     def begin(self) -> bytes:
         return b""
@@ -100,16 +96,7 @@ class CompletionsStream:
             text = choice.message.content or ""
             written += self._chunk(choice.index, text[self._sent :] if choice.index == 0 else text)
             written += self._chunk(choice.index, "", choice.finish_reason)
-        if self._usage:
-            written += event({**self._shared, "choices": [], "usage": usage(completion)})
-        return bytes(written + b"data: [DONE]\n\n")
-
-    def ping(self) -> bytes:
-        return b": waiting\n\n"
-
-    def failure(self, refusal: Refusal) -> bytes:
-        return event(openai_error(refusal))
+        return bytes(written + self._last(completion))
 
     def _chunk(self, index: int, text: str, finish_reason: str | None = None) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-        return event({**self._shared, "choices": [choice]})
+        return self._choice(index, finish_reason, text=text)

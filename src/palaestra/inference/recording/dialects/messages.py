@@ -26,6 +26,7 @@ from palaestra.inference.recording.request import (
     ignored_fields,
     invalid,
     items_of,
+    refuse_fields,
     required,
     sampling,
     text_field,
@@ -56,9 +57,7 @@ class MessagesDialect:
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
         model = required(body, "model", str)
-        for name in _REFUSED:
-            if body.get(name):
-                raise unsupported(name)
+        refuse_fields(body, _REFUSED)
         request = ModelRequest(model=model, stream=flag(body, "stream"), ignored=ignored_fields(body, _USED))
         reader = _MessageReader(request, features)
         if body.get("system"):

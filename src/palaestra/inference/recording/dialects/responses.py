@@ -24,6 +24,7 @@ from palaestra.inference.recording.request import (
     ignored_fields,
     invalid,
     items_of,
+    refuse_fields,
     required,
     sampling,
     text_field,
@@ -45,9 +46,7 @@ class ResponsesDialect:
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
         model = required(body, "model", str)
-        for name in _REFUSED:
-            if body.get(name):
-                raise unsupported(name)
+        refuse_fields(body, _REFUSED)
         given = required(body, "input", (str, list))
         messages: list[Message] = []
         items = [{"role": "user", "content": given}] if isinstance(given, str) else items_of(given, "input")
