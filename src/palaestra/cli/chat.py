@@ -10,6 +10,7 @@ import click
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from palaestra.chat.config import ChatOptions
     from palaestra.chat.one_shot import Which
 
 _HELP = """Talk to an agent that works in a sandbox.
@@ -54,15 +55,15 @@ _VALUES = ("-p", "--prompt", "--resume", "-r", "--fork", "--name", "--search", "
 _SWITCHES = ("--json", "--yes", "-c", "--continue", "--list")
 
 
-@click.command(
-    "chat",
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
-    },
-    help=_HELP,
-)
+FLAGS_OF_CHAT = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": ["-h", "--help"],
+}
+"""click's settings of a command that takes the flags of a chat."""
+
+
+@click.command("chat", context_settings=FLAGS_OF_CHAT, help=_HELP)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]")
 @click.pass_context
 def command(context: click.Context, words: tuple[str, ...]) -> None:
@@ -73,15 +74,12 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
         context.exit(run_terminal(which, own, rest))
     import asyncio
 
-    from palaestra.chat.config import open_store, read_options
+    from palaestra.chat.config import open_store
     from palaestra.chat.one_shot import answer_once, list_conversations, read_stdin
 
-    options = read_options(rest, "palaestra chat")
-    if options.show:
-        click.echo(options.show, nl=False)
+    options = options_or_answer(rest, "palaestra chat")
+    if options is None:
         return
-    for notice in options.notices:
-        click.echo(f"note: {notice}", err=True)
     if "--consent" in own:
         if own["--consent"] not in ("yes", "no"):
             raise ConfigError("--consent is yes or no")
@@ -94,6 +92,19 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
         return
     piped, how = read_stdin(own["-p"]), {"as_json": "--json" in own, "allow": "--yes" in own}
     context.exit(asyncio.run(answer_once(options, which(own), own["-p"], piped=piped, **how)))
+
+
+def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:
+    """The settings of a chat; None when the words ask for their help or values, which are then printed."""
+    from palaestra.chat.config import read_options
+
+    options = read_options(words, program)
+    if options.show:
+        click.echo(options.show, nl=False)
+        return None
+    for notice in options.notices:
+        click.echo(f"note: {notice}", err=True)
+    return options
 
 
 def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
