@@ -21,29 +21,30 @@ if TYPE_CHECKING:
 
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
     """One option per setting of a training; None when it is left out, so that a resumed one keeps its own."""
-    for names, kind, text in reversed(_OPTIONS):
-        command = click.option(*names, type=kind, hidden=True, help=text)(command)
+    for name, kind in reversed(_OPTIONS.items()):
+        command = click.option(name, type=kind, hidden=True)(command)
     return command
 
 
-_OPTIONS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
-    (("--steps",), int, "Steps of the optimizer. [default: 100]"),
-    (("--groups",), int, "Groups with different scores in each step. [default: 8]"),
-    (("--most-draws",), float, "Tasks drawn for a step, at most, as a multiple of --groups. [default: 3]"),
-    (("--learning-rate",), float, "Constant. [default: 1e-4]"),
-    (("--scale-advantages",), bool, "Divide by the standard deviation of a group's rewards. [default: true]"),
-    (("--max-off-policy",), int, "Refuse rows that weights of more versions before sampled. [default: 0]"),
-    (("--max-difference",), float, "Refuse rows whose log-probabilities differ by more nats. [default: 0.1]"),
-    (("--eval-every",), int, "Steps between evaluations on held-out tasks; 0: never. [default: 10]"),
-    (("--eval-tasks",), int, "Tasks that are never trained on. [default: 16]"),
-    (("--eval-samples",), int, "Rollouts of each of them. [default: 1]"),
-    (("--save-every",), int, "Steps between checkpoints. [default: 1]"),
-    (("--keep",), int, "The latest checkpoints kept, besides the best. [default: 2]"),
-    (("--patience",), int, "Stop after this many evaluations without a better one."),
-    (("--target",), float, "Stop when the mean reward of an evaluation reaches this."),
-    (("--max-tasks",), int, "Tasks taken from an environment without an end. [default: 1000]"),
-    (("--lora-rank",), int, "The rank of the adapter that tinker trains. [default: 32]"),
-)
+_OPTIONS: dict[str, type] = {
+    "--steps": int,
+    "--groups": int,
+    "--most-draws": float,
+    "--learning-rate": float,
+    "--scale-advantages": bool,
+    "--max-off-policy": int,
+    "--max-difference": float,
+    "--eval-every": int,
+    "--eval-tasks": int,
+    "--eval-samples": int,
+    "--save-every": int,
+    "--keep": int,
+    "--patience": int,
+    "--target": float,
+    "--max-tasks": int,
+    "--lora-rank": int,
+}
+"""The settings of `TrainingConfig`, which explains and checks them. The command's help is written by hand."""
 
 
 @click.command(
@@ -83,27 +84,15 @@ _OPTIONS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     Further settings (--group N, --concurrency N, --env.FIELD V, --json) are those of `palaestra run`.
     """,
 )
-@click.option(
-    "--trainer", type=click.Choice(["trl", "tinker"]), help="Who computes gradients. [default: trl]", hidden=True
-)
-@click.option("--tinker-url", metavar="URL", help="A server that speaks Tinker's wire.", hidden=True)
-@click.option("--resume", metavar="RUN", help="Continue this training: a run's folder, an id, or last.", hidden=True)
-@click.option(
-    "--unchecked", multiple=True, metavar="ENV", help="Train although the check of this environment fails.", hidden=True
-)
-@click.option("--batches-from", metavar="URL", help="Train on the batches of this trajectory API.", hidden=True)
-@click.option(
-    "--batch", type=click.IntRange(min=2), default=64, show_default=True, help="Sequences in its batches.", hidden=True
-)
-@click.option(
-    "--most-tokens", type=click.IntRange(min=2), default=16384, show_default=True, help="Tokens of one.", hidden=True
-)
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="Where weights are served."
-)
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), help="The folder of such a training.", hidden=True
-)
+@click.option("--trainer", type=click.Choice(["trl", "tinker"]), hidden=True)
+@click.option("--tinker-url", metavar="URL", hidden=True)
+@click.option("--resume", metavar="RUN", hidden=True)
+@click.option("--unchecked", multiple=True, metavar="ENV", hidden=True)
+@click.option("--batches-from", metavar="URL", hidden=True)
+@click.option("--batch", type=click.IntRange(min=2), default=64, hidden=True)
+@click.option("--most-tokens", type=click.IntRange(min=2), default=16384, hidden=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8001, hidden=True)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), hidden=True)
 @_training_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="ENV [SETTINGS]", shell_complete=complete_settings)
 @click.pass_context
