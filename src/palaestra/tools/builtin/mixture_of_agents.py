@@ -14,7 +14,7 @@ from functools import partial
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
-from palaestra.tools.net.json_client import JsonServer
+from palaestra.tools.net.json_client import ChatModel
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -81,21 +81,12 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 async def _ask(settings: ToolSettings, model: str, messages: list[JSON]) -> str:
     """The text that a model answers. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
-    base_url = (settings.moa_base_url or "").rstrip("/")
-    server = JsonServer(
+    server = ChatModel(
         f"the model {model}",
-        base_url if base_url.endswith("/v1") else f"{base_url}/v1",
-        "moa_api_key",
-        {"Authorization": f"Bearer {settings.moa_api_key}"} if settings.moa_api_key else {},
+        "moa",
+        settings.moa_base_url or "",
+        settings.moa_api_key,
+        settings.moa_timeout_s,
         settings.lane(),
-        try_timeout_s=settings.moa_timeout_s,
     )
-    request = {"model": model, "messages": messages, "max_tokens": settings.moa_max_tokens}
-    reply = await server.post("chat/completions", request)
-    try:
-        text = reply["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
-        raise server.malformed(reply) from None
-    if not isinstance(text, str) or not text.strip():
-        raise ToolUnavailable(f"the model {model} said nothing")
-    return text
+    return (await server.ask(model, messages, settings.moa_max_tokens)).text

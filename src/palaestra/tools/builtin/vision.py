@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import unquote_to_bytes
 
-from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.builtin.text_files import file_info, in_full, read_file_bytes
 from palaestra.tools.net.host_policy import AddressPolicy
-from palaestra.tools.net.json_client import JsonServer
+from palaestra.tools.net.json_client import ChatModel
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.web.fetch import PageUnreadable, fetch
@@ -88,37 +87,24 @@ async def look(settings: ToolSettings, image: Image, question: str) -> dict[str,
     """The model's `analysis` and `usage`. Raises `ToolMistake`, or `ToolUnavailable` if it does not answer."""
     if (reason := vision_problem(settings)) is not None:
         raise ToolMistake(reason)
-    base_url = (settings.vision_base_url or "").rstrip("/")
-    server = JsonServer(
+    model = ChatModel(
         "the model that looks at images",
-        base_url if base_url.endswith("/v1") else f"{base_url}/v1",
-        "vision_api_key",
-        {"Authorization": f"Bearer {settings.vision_api_key}"} if settings.vision_api_key else {},
+        "vision",
+        settings.vision_base_url or "",
+        settings.vision_api_key,
+        settings.vision_timeout_s,
         settings.lane(),
-        try_timeout_s=settings.vision_timeout_s,
     )
     content: list[JSON] = [
         {"type": "text", "text": question},
         {"type": "image_url", "image_url": {"url": image.data_url()}},
     ]
-    request = {
-        "model": settings.vision_model,
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": settings.vision_max_tokens,
-    }
-    reply = await server.post("chat/completions", request)
-    try:
-        choice = reply["choices"][0]
-        text, reason = choice["message"]["content"], choice.get("finish_reason")
-    except (LookupError, TypeError, AttributeError):
-        raise server.malformed(reply) from None
-    if not isinstance(text, str) or not text.strip():
-        raise ToolUnavailable(f"the model that looks at images said nothing (finish_reason {reason!r})")
-    answer: dict[str, JSON] = {"analysis": text}
-    if reason == "length":
+    said = await model.ask(settings.vision_model, [{"role": "user", "content": content}], settings.vision_max_tokens)
+    answer: dict[str, JSON] = {"analysis": said.text}
+    if said.finish_reason == "length":
         answer["cut"] = "the answer ended at its limit of tokens"
-    if isinstance(reply.get("usage"), dict):
-        answer["usage"] = {name: value for name, value in reply["usage"].items() if isinstance(value, int)}
+    if isinstance(usage := said.reply.get("usage"), dict):
+        answer["usage"] = {name: value for name, value in usage.items() if isinstance(value, int)}
     return answer
 
 

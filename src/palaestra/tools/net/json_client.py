@@ -119,6 +119,49 @@ class JsonServer:
         return self._down(f"answers in another shape than it promises: {_said(msgspec.json.encode(told))}")
 
 
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """The text of a chat completion, why it ended, and the whole reply."""
+
+    text: str
+    finish_reason: JSON
+    reply: dict[str, JSON]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """A model that a tool asks, at a server with chat completions; its settings begin with `prefix`."""
+
+    name: str
+    prefix: str
+    base_url: str
+    api_key: str | None
+    timeout_s: float
+    lane: asyncio.Semaphore
+
+    async def ask(self, model: str | None, messages: JSON, max_tokens: int) -> ChatAnswer:
+        """The answer to these messages. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+        base_url = self.base_url.rstrip("/")
+        server = JsonServer(
+            self.name,
+            base_url if base_url.endswith("/v1") else f"{base_url}/v1",
+            f"{self.prefix}_api_key",
+            {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            self.lane,
+            try_timeout_s=self.timeout_s,
+        )
+        request = {"model": model, "messages": messages, "max_tokens": max_tokens}
+        reply = await server.post("chat/completions", request)
+        try:
+            choice = reply["choices"][0]
+            answer, reason = choice["message"]["content"], choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError):
+            raise server.malformed(reply) from None
+        if not isinstance(answer, str) or not answer.strip():
+            raise ToolUnavailable(f"{self.name} said nothing (finish_reason {reason!r})")
+        return ChatAnswer(answer, reason, reply)
+
+
 def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
     """The list of objects at `path` of a reply; empty if it is missing. Raises `ToolUnavailable`."""
     value = told
