@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +23,8 @@ def installable(program: NpmProgram) -> str:
         return "Node.js and npm are not installed"
     if program.binary.exists():
         return ""
-    try:
-        socket.create_connection(("registry.npmjs.org", 443), 5).close()
-    except OSError as error:
-        return f"npm's registry cannot be reached: {error}"
-    return ""
+    ping = subprocess.run(["npm", "ping"], capture_output=True, text=True, timeout=60, check=False)
+    return f"npm's registry cannot be reached: {ping.stderr}" if ping.returncode else ""
 
 
 @pytest.mark.parametrize("name", ["opencode", "codex", "pi", "claude-code"])
