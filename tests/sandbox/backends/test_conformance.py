@@ -200,7 +200,7 @@ class TestSSH(BackendConformance):
         assert status == 0, text
 
 
-class TestSingularity(BackendConformance):
+class InApptainer(BackendConformance):
     root: ClassVar[Path]
 
     @pytest.fixture(scope="class", autouse=True)
@@ -209,6 +209,8 @@ class TestSingularity(BackendConformance):
         cls.root = python_image(tmp_path_factory)
         yield from cls.running()
 
+
+class TestSingularity(InApptainer):
     @classmethod
     def make_backend(cls) -> Backend:
         return SingularityBackend(str(cls.root))
@@ -226,15 +228,7 @@ class TestSingularity(BackendConformance):
                 self.runner.run(SingularityBackend(str(image)).start())
 
 
-class TestConfinedInSingularity(BackendConformance):
-    root: ClassVar[Path]
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def _running(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        cls.root = python_image(tmp_path_factory)
-        yield from cls.running()
-
+class TestConfinedInSingularity(InApptainer):
     @classmethod
     def make_backend(cls) -> Backend:
         return SingularityBackend(str(cls.root), rung=Rung.CONFINED)
