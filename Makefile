@@ -1,7 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-long retest test-torch learn check spine snapshots interop constraints setup venv
+.PHONY: help demo docs pictures test test-long retest test-torch learn check spine snapshots interop constraints setup venv
 WORKERS ?= 2
 
 help: ## show this list
@@ -20,6 +20,9 @@ demo: venv ## roll out real bug-fixing tasks with the oracle and with doing noth
 docs: venv ## build the documentation: docs/_build/index.html
 	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
 	@echo "built docs/_build/index.html"
+
+pictures: venv ## make the pictures of the README and the documentation again (needs Chromium and npm)
+	@.venv/bin/python scripts/pictures.py
 
 test: venv ## run the tests, but for the long suites
 	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not interop"
@@ -46,6 +49,8 @@ check: venv ## lint, format, types, layers, and what must not be committed
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python scripts/import_cycles.py
 	@.venv/bin/python scripts/guard.py
+	@.venv/bin/python scripts/prose.py
+	@.venv/bin/python scripts/pictures.py --check
 	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
 
 spine: venv ## count the files and frames of one rollout; fails above the caps

@@ -179,7 +179,7 @@ def _status_kb(field: str) -> int:
 def report(title: str, rows: Sequence[Row], json_file: Path | None) -> int:
     """Print the table, write the JSON; 1 when a target was missed, else 0."""
     print(f"{title}\n{machine()}\n")
-    print("| what | value | unit | beside the peer | target | |")
+    print("| what | value | unit | relative to the peer | target | |")
     print("|---|---:|---|---:|---:|---|")
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}×"

@@ -80,7 +80,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "file calls: links, races, fifos, claimed sizes, depth": (
         "files:race_of_links", "files:what_is_not_a_file", "files:claims_to_be_huge", "files:path_too_deep",
     ),
-    "output without bound, and what is no text": (
+    "output without bound, and binary output": (
         "output:flood_is_counted", "output:flood_does_not_delay", "output:bytes_that_are_no_text",
         "output:commands_longer", "output:verdict_without_end",
     ),
@@ -102,7 +102,7 @@ HOST: dict[str, tuple[str, ...]] = {
     ),
     "servers: token before body, foreign pages, bounds": ("tests/core/io/test_http_server.py",),
     "one list of metadata addresses": ("tests/tools/net/test_host_policy.py",),
-    "secrets in what is written; keys on command lines": (
+    "secrets in written text; keys on command lines": (
         "tests/core/test_redaction.py", "tests/core/io/test_process_arguments.py",
     ),
     "control tokens from users, tools and their schemas": (

@@ -34,6 +34,7 @@ from palaestra.chat.events import (
 from palaestra.chat.service import ChatService
 from palaestra.chat.workdir import WorkFolder
 from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.exits import plural
 from palaestra.core.types import JSON, Message
 from palaestra.tools.builtin.session_search import message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
@@ -275,7 +276,7 @@ class ChatAgent:
             ]
             self._calls += 1
             call = schema.ToolCallUpdate(
-                tool_call_id=f"{self._calls}-write", title=f"Write {len(changes)} files to {folder.root}",
+                tool_call_id=f"{self._calls}-write", title=f"Write {plural(len(changes), 'file')} to {folder.root}",
                 kind="edit", status="pending", content=content,
             )  # fmt: skip
             options = [

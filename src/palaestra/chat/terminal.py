@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from palaestra.chat.folders import state_folder
 from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.exits import DONE
+from palaestra.core.exits import DONE, plural
 
 try:
     from prompt_toolkit import PromptSession
@@ -313,7 +313,7 @@ class ChatTerminal:
     def _write_back(self, changes: Sequence[FolderChange]) -> None:
         assert self._folder is not None
         left = self._folder.apply(changes)
-        self._screen.line(f"{GREEN}wrote {len(changes) - len(left)} files to {self._folder.root}{PLAIN}")
+        self._screen.line(f"{GREEN}wrote {plural(len(changes) - len(left), 'file')} to {self._folder.root}{PLAIN}")
         for change in left:
             self._screen.line(f"{YELLOW}left out {_clean(change.path)}: it changed here meanwhile{PLAIN}")
 

@@ -7,8 +7,9 @@ For trying out front doors without a model. The message is a list of lines:
     say some words                        the answer; without such a line, the last result or the message comes back
     think some words                      thinking before the answer
 
-`delay_s` is the pause before each piece of a streamed reply; while `gate` is an event that is not set, a streamed reply
-stops after its first piece. `asked` holds the requests.
+`reply` gives the assistant message for a conversation in place of these rules. `delay_s` is the pause before each piece
+of a streamed reply; while `gate` is an event that is not set, a streamed reply stops after its first piece. `asked`
+holds the requests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self
 
 from aiohttp import web
@@ -26,13 +27,15 @@ from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON, Message
 
 MODEL = "echo"
+Reply = Callable[[Sequence[Message]], dict[str, JSON]]
 
 
 class EchoChatServer:
     """An async context manager; `url` is its address."""
 
-    def __init__(self, *, delay_s: float = 0.0) -> None:
+    def __init__(self, *, delay_s: float = 0.0, reply: Reply | None = None) -> None:
         self.delay_s = delay_s
+        self._reply = reply or reply_to
         self.gate: asyncio.Event | None = None
         self.asked: list[dict[str, JSON]] = []
 
@@ -53,7 +56,7 @@ class EchoChatServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body)
-        message = reply_to(body["messages"])
+        message = self._reply(body["messages"])
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         usage = _usage(body["messages"], message)
         if not body.get("stream"):

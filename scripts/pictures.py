@@ -1,0 +1,273 @@
+"""Make the pictures of the README and the documentation: `make pictures`.
+
+A picture shows what the program printed or drew when this script ran it. `docs/pictures/sources.json` holds, for each
+picture, a hash of the source text that it shows; `--check` makes nothing and fails when one no longer agrees. Needs
+Chromium, and npm for the diagram, which mermaid-cli draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pexpect
+import pyte
+from playwright.sync_api import sync_playwright
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+import palaestra
+from palaestra.core.io.threads import LoopThread
+from palaestra.core.types import JSON, Message
+from palaestra.testing.echo_chat_server import MODEL, EchoChatServer
+
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs/pictures"
+SOURCES = PICTURES / "sources.json"
+WIDTH, HEIGHT = 100, 44
+_EXAMPLE = r"```python\n# my_env\.py\n(.*?)```"
+MERMAID = "@mermaid-js/mermaid-cli@11.12.0"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """How a picture is made, and the text that it shows: files below the root, whole or what a pattern finds."""
+
+    make: Callable[[Path, Path], None]
+    shows: dict[str, str]
+
+    def hash(self) -> str:
+        found = hashlib.sha256()
+        for path, pattern in sorted(self.shows.items()):
+            text = (ROOT / path).read_text()
+            found.update("\0".join([path, *re.findall(pattern, text, re.DOTALL)] if pattern else [path, text]).encode())
+        return found.hexdigest()
+
+
+def readme_environment(folder: Path) -> Path:
+    """The environment that the README prints, as a file."""
+    (block,) = re.findall(_EXAMPLE, (ROOT / "README.md").read_text(), re.DOTALL)
+    path = folder / "my_env.py"
+    path.write_text(block)
+    return path
+
+
+def record_run(folder: Path, target: Path) -> None:
+    """A first run with the reference solutions, and the check of the environment."""
+    readme_environment(folder)
+    screen = Screen()
+    for line in ("palaestra run my_env.py --policy oracle --env.n 20", "palaestra env check my_env.py"):
+        screen.command(line)
+        screen.run(line, folder)
+    screen.save(target, "a first run")
+
+
+def record_chat(folder: Path, target: Path) -> None:
+    """A conversation with a question before a dangerous command, against a server with fixed answers."""
+    (folder / "logs").mkdir()
+    (folder / "logs/old.log").write_text("GET /\nGET /\n")
+    (folder / "report.csv").write_text("name,points\nada,3\ngrace,5\n")
+    screen = Screen()
+    screen.command("palaestra chat --workdir . --base-url http://localhost:8000/v1 --model NAME")
+    loop, server = LoopThread("answers"), EchoChatServer(reply=tidy_up, delay_s=0.01)
+    loop.wait(server.__aenter__())
+    try:
+        words = ["chat", "--workdir", ".", "--base-url", server.url, "--model", MODEL]
+        screen.talk(words, folder, "Who has most points? Then remove the logs.")
+    finally:
+        loop.wait(server.__aexit__())
+        loop.close()
+    screen.save(target, "palaestra chat")
+
+
+def draw_report(folder: Path, target: Path) -> None:
+    """The report of a run in which a scripted model solves about every second task."""
+    report = asyncio.run(run_half_solved(folder))
+    with sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1100, "height": 700}, device_scale_factor=1)
+        page.goto(report.as_uri())
+        page.screenshot(path=target)
+        browser.close()
+
+
+def draw_spine(folder: Path, target: Path) -> None:
+    """The diagram of the architecture page."""
+    (folder / "browser.json").write_text(json.dumps({"executablePath": chromium(), "args": ["--no-sandbox"]}))
+    subprocess.run(
+        ["npx", "--yes", MERMAID, "-i", str(PICTURES / "spine.mmd"), "-o", str(target), "-p", "browser.json"],
+        cwd=folder, check=True, env={**os.environ, "PUPPETEER_SKIP_DOWNLOAD": "1"},
+    )  # fmt: skip
+
+
+ALL = {
+    "run.svg": Picture(record_run, {"README.md": _EXAMPLE, "src/palaestra/rollouts/observe/console.py": ""}),
+    "chat.svg": Picture(record_chat, {"src/palaestra/chat/terminal.py": ""}),
+    "report.png": Picture(draw_report, {"README.md": _EXAMPLE, "src/palaestra/rollouts/export/html.py": ""}),
+    "spine.svg": Picture(draw_spine, {"docs/pictures/spine.mmd": ""}),
+}
+
+
+class Screen:
+    """A terminal's screen, fed with what programs print, and saved as SVG."""
+
+    def __init__(self) -> None:
+        self._screen = pyte.Screen(WIDTH, HEIGHT)
+        self._stream = pyte.Stream(self._screen)
+
+    def command(self, line: str) -> None:
+        self._stream.feed(f"\x1b[1m$ {line}\x1b[0m\r\n")
+
+    def run(self, line: str, folder: Path) -> None:
+        child = self._spawn(line.split()[1:], folder)
+        self._until_end(child)
+
+    def talk(self, words: list[str], folder: Path, message: str) -> None:
+        """Type the message, allow the command and the change of a file that are asked about, and end."""
+        child = self._spawn(words, folder)
+        self._until(child, "›")
+        child.send(f"{message}\r")
+        for question in ("Run it", "y: yes"):
+            self._until(child, question)
+            time.sleep(0.5)  # what is typed before the question does not count
+            child.send("y\r")
+        self._until(child, "›")
+        time.sleep(0.5)
+        child.send("\x04")
+        self._until_end(child)
+
+    def save(self, target: Path, title: str) -> None:
+        lines = []
+        for row in range(HEIGHT):
+            line = Text(no_wrap=True)
+            for column in range(WIDTH):
+                cell = self._screen.buffer[row][column]
+                line.append(
+                    cell.data,
+                    Style(color=_color(cell.fg), bold=cell.bold, italic=cell.italics, underline=cell.underscore),
+                )
+            line.rstrip()
+            lines.append(line)
+        while lines and not lines[-1].plain:
+            lines.pop()
+        with open(os.devnull, "w") as nowhere:
+            console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
+            for line in lines:
+                console.print(line)
+            svg = console.export_svg(title=title, unique_id=target.stem)
+        target.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
+
+    def _spawn(self, words: list[str], folder: Path) -> pexpect.spawn:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI", "PALAESTRA"))}
+        own = {"TERM": "xterm-256color", "PALAESTRA_STATE": str(folder / ".state"), "XDG_CONFIG_HOME": str(folder)}
+        return pexpect.spawn(
+            sys.executable, ["-m", "palaestra", *words], cwd=str(folder), env=kept | own, timeout=120,
+            dimensions=(HEIGHT, WIDTH), encoding="utf-8",
+        )  # fmt: skip
+
+    def _until(self, child: pexpect.spawn, pattern: str) -> None:
+        """Show what is printed until the pattern. The terminal answers where its cursor is, as a real one does."""
+        while True:
+            found = child.expect([r"\x1b\[6n", pattern])
+            self._stream.feed(child.before + child.after)
+            if found:
+                return
+            child.send(f"\x1b[{self._screen.cursor.y + 1};{self._screen.cursor.x + 1}R")
+
+    def _until_end(self, child: pexpect.spawn) -> None:
+        child.expect(pexpect.EOF)
+        self._stream.feed(child.before)
+        child.wait()
+
+
+def _color(name: str) -> str | None:
+    if name == "default":
+        return None
+    return f"#{name}" if re.fullmatch(r"[0-9a-f]{6}", name) else {"brown": "yellow"}.get(name, name)
+
+
+def half_solved(messages: Sequence[Message]) -> dict[str, JSON]:
+    """A policy that counts lines, or characters for about every second conversation."""
+    if messages[-1]["role"] == "tool":
+        return {"content": "I have written the number to answer.txt."}
+    flag = CHANCE.choice("lc")
+    return {"content": None, "tool_calls": [_terminal(f"wc -{flag} < a.txt > answer.txt")]}
+
+
+def tidy_up(messages: Sequence[Message]) -> dict[str, JSON]:
+    """A policy that answers the message of `record_chat`."""
+    done = sum(message["role"] == "tool" for message in messages)
+    if done == 0:
+        return {
+            "content": "I look at the table first.",
+            "tool_calls": [_terminal("sort -t, -k2 -nr report.csv | head -3")],
+        }
+    if done == 1:
+        return {"content": "Grace has most points: 5. Now the logs.", "tool_calls": [_terminal("rm -rf logs")]}
+    return {"content": "**Grace** has most points (5), and `logs` is removed."}
+
+
+def _terminal(command: str) -> dict[str, JSON]:
+    function = {"name": "terminal", "arguments": json.dumps({"command": command})}
+    return {"index": 0, "id": "call-1", "type": "function", "function": function}
+
+
+CHANCE = random.Random(7)
+
+
+async def run_half_solved(folder: Path) -> Path:
+    """A run of the README's environment; returns its report."""
+    async with EchoChatServer(reply=half_solved) as server:
+        run = await palaestra.run(
+            str(readme_environment(folder)), base_url=server.url, model=MODEL, n=8, group_size=4, folder=folder / "runs"
+        )
+    return run.path / "report.html"
+
+
+def chromium() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    raise SystemExit("pictures: Chromium is missing: apt-get install chromium")
+
+
+def main() -> int:
+    """Make the pictures that are named, or all; or check that all are current."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="PICTURE", help=f"any of {', '.join(ALL)}")
+    parser.add_argument("--check", action="store_true", help="make nothing; fail if a picture is older than its source")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(ALL):
+        parser.error(f"no such picture: {', '.join(sorted(unknown))}")
+    hashes = json.loads(SOURCES.read_text()) if SOURCES.exists() else {}
+    if options.check:
+        old = [name for name, picture in ALL.items() if hashes.get(name) != picture.hash()]
+        print(f"older than what they show, so run make pictures: {', '.join(old)}" if old else "pictures are current")
+        return bool(old)
+    PICTURES.mkdir(exist_ok=True)
+    for name in options.names or ALL:
+        print(f"{name} …", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "project").mkdir()
+            ALL[name].make(Path(folder) / "project", PICTURES / name)
+        hashes[name] = ALL[name].hash()
+        SOURCES.write_text(json.dumps(hashes, indent=2, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
