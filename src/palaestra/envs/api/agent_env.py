@@ -24,8 +24,10 @@ from palaestra.core.config import later, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message
 from palaestra.core.user_code import called, run_hook, settled
-from palaestra.envs.api.base_env import PLAYER, Attempt, ClassEnvironment, Item, own_names, scored_item
-from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv, accepts
+from palaestra.envs.api.base_env import PLAYER, Attempt, Item, own_names, scored_item
+from palaestra.envs.api.class_environment import ClassEnvironment
+from palaestra.envs.api.contract_environment import ContractEnvironment, accepts
+from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem, grouped
 from palaestra.envs.config.build import system_prompt, tools_with
 from palaestra.envs.config.fields import HermesAgentEnvConfig

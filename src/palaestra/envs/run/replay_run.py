@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
-from palaestra.envs.api.base_env import CollectedEnvironment
+from palaestra.envs.api.class_environment import CollectedEnvironment
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import said_settings, set_fields

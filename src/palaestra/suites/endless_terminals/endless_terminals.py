@@ -18,8 +18,8 @@ from palaestra.core.config import later, local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.api.base_env import Item
+from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.envs.api.hermes_env import ContractEnvironment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout

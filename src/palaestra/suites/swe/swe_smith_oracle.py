@@ -25,8 +25,8 @@ from palaestra.core.errors import ConfigError, GraderError, PalaestraError, Prep
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import Item
+from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.envs.api.hermes_env import ContractEnvironment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout

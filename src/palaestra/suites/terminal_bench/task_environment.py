@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
 from palaestra.core.types import Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
-from palaestra.envs.api.hermes_env import ContractEnvironment, HermesAgentBaseEnv
+from palaestra.envs.api.contract_environment import ContractEnvironment
+from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase

@@ -1,0 +1,425 @@
+"""Run instances of class environments: the adapters of `BaseEnv` and its kind to the runner.
+
+`collect_trajectory` of a class that collects its rollouts itself journals each rollout, `collect_trajectories` each
+group. Such a class has no slot, no tool and no sealed grading, and its tokens come from its rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from abc import abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Self
+
+from palaestra.agent.result import AgentResult, ended_loops
+from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
+from palaestra.core.sync_bridge import bridged
+from palaestra.core.types import JSON, Blame, Outcome, Score, Task, number, numbers
+from palaestra.core.user_code import called, place, run_hook, settled, told
+from palaestra.envs.api.base_env import (
+    ATTEMPT,
+    MANAGERS,
+    PLAYER,
+    Attempt,
+    BaseEnv,
+    Item,
+    RolloutFailed,
+    assigned,
+    collects,
+    collects_groups,
+    own_names,
+)
+from palaestra.envs.api.scored_data import (
+    ROW_KEYS,
+    Row,
+    ScoredDataItem,
+    checked_row,
+    is_of,
+    own_row,
+    row_and_backlog,
+    rows_of,
+)
+from palaestra.envs.config.build import mcp_servers
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
+from palaestra.rollouts.environment import GroupCollection
+from palaestra.rollouts.export.atropos import group_line
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.limits import RunStopped
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.rollout import CURRENT, Rollout
+from palaestra.rollouts.runner import Totals
+from palaestra.rollouts.spec import Kit, Projection, RecordedTools
+from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.runtime.runtime import TASK_TOOLS, TaskTools
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def in_rollout(rollout: Rollout) -> Iterator[None]:
+    """Run code of a class in the block that may run the agent itself: calls of tools under the rollout's name, or under
+    none, are in its slot."""
+    tools = TaskTools(rollout.rollout_id, lambda: rollout.tools, asyncio.get_running_loop())
+    with assigned(CURRENT, rollout), assigned(TASK_TOOLS, tools):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Unusable:
+    """The data of a task whose item cannot be used."""
+
+    reason: str
+
+
+class ClassEnvironment(EvaluatedEnvironment):
+    """Runs one instance of a class environment."""
+
+    chooses_evaluation = True
+
+    def __init__(self, inner: BaseEnv) -> None:
+        self.inner = inner
+        self._items: Sequence[Item] | None = None
+        self._first = 0
+        self._evaluated = 0
+        self._awaits_setup = self._managed = False
+
+    @property
+    def name(self) -> str:
+        return self.inner.name or type(self.inner).__name__
+
+    @property
+    def world(self) -> RecordedTools | None:
+        """The class's own, which makes calls outside of rollouts too."""
+        return self.inner.tool_world
+
+    @world.setter
+    def world(self, world: RecordedTools | None) -> None:
+        self.inner.tool_world = world
+
+    async def open(self) -> None:
+        self.inner.mcp = mcp_servers(self.inner.config)
+        if self.inner.mcp is not None:
+            await self.inner.mcp.open()
+        self._awaits_setup = True
+        if own_names(type(self.inner)).isdisjoint(MANAGERS.values()):
+            await self.set_up()
+
+    async def set_up(self) -> None:
+        """Call `setup` if that is left to do. A class that surrounds its run with a manager gets the call inside of it,
+        with the first task."""
+        if self._awaits_setup:
+            self._awaits_setup = False
+            await run_hook(ConfigError, called(self.inner.setup), f"{self.name} cannot begin: setup")
+
+    def trainer_takes(self, most_tokens: int | None) -> None:
+        self.inner.max_token_len = -1 if most_tokens is None else most_tokens
+
+    async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
+        method, totals, self._managed = MANAGERS[command], None, True
+        if method not in own_names(type(self.inner)):
+            return await roll_out()
+
+        async def manage() -> None:
+            nonlocal totals
+            totals = await roll_out()
+
+        self.inner._manager = manage
+        try:
+            await run_hook(ConfigError, called(getattr(self.inner, method)), f"{self.name}.{method}")
+        except ConfigError as error:
+            if totals is None:
+                raise
+            logger.warning("after the last group: %s", error)
+        if totals is None:
+            raise ConfigError(f"{self.name}.{method} did not call super().{method}(), which rolls out")
+        return totals
+
+    async def aclose(self) -> None:
+        if self.inner.mcp is not None:
+            await self.inner.mcp.aclose()
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        if self._items is not None:
+            for number, item in enumerate(self._items, self._first):
+                yield self._task(item, number)
+            return
+        await self.set_up()
+        number = 0
+        while True:
+            item = await run_hook(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
+            if item is None:
+                return
+            yield self._task(item, number)
+            number += 1
+
+    async def next_item(self) -> Item:
+        """The next item, or None at the end."""
+        return await settled(self.inner.get_next_item())
+
+    def _task(self, item: Item, number: int) -> Task:
+        """The task of an item; for an unusable item, one that `resolve` refuses with the reason."""
+        try:
+            task = self.task(item, number)
+            if not isinstance(task.prompt, str | Sequence):
+                raise TaskError(f"format_prompt gave {task.prompt!r:.100}, which is neither a text nor messages")
+        except Exception as error:
+            logger.debug("item %d has no task", number, exc_info=True)
+            return Task(
+                id=f"item-{number}", prompt="", data=_Unusable(f"item {number} is no task: {told(error)}{place(error)}")
+            )
+        return task
+
+    async def resolve(self, task: Task) -> Task:
+        if isinstance(task.data, _Unusable):
+            raise TaskError(task.data.reason)
+        return task
+
+    async def evaluate(self, evaluation: Evaluation) -> Logged:
+        async def run_items(items: Sequence[Item], samples: int, *, plain: bool = False) -> list[Trajectory]:
+            first = self._evaluated
+            self._evaluated += len(items)
+            done = await evaluation.roll_out(self.over(items, first, plain=plain), samples, first)
+            trajectories = [trajectory for group in done for trajectory in group.trajectories]
+            if len(done) < len(items) or any(each.outcome is Outcome.CANCELLED for each in trajectories):
+                raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
+            return trajectories
+
+        await self.set_up()
+        self._evaluated = 0
+        self.inner._run_items, self.inner._evaluation = run_items, {}
+        await run_hook(ConfigError, called(self.inner.evaluate), f"{self.name} is not evaluated: evaluate")
+        return self.inner._evaluation
+
+    def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
+        """The same environment over these items, numbered from `first`, instead of its data set. `plain`: without the
+        class's own way of collecting."""
+        other = copy(self)
+        other._items, other._first = items, first
+        return other
+
+    @abstractmethod
+    def task(self, item: Item, number: int) -> Task:
+        """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
+
+    async def ended(self, task: Task, group: Group) -> None:
+        if self._managed and self._items is not None:  # an evaluation while the run goes on
+            return
+        self.inner.curr_step += 1
+        try:
+            line = group_line(group, env=self.name, model="")
+            if line is not None:
+                await settled(self.inner.add_rollouts_for_wandb(line, task.data))
+        except Exception as error:
+            doing = f"{self.name}.add_rollouts_for_wandb on {group.group_id}"
+            logger.warning("%s failed with %s%s", doing, told(error), place(error))
+
+    async def figures(self) -> Mapping[str, float | str]:
+        await settled(self.inner.wandb_log({}))
+        logged, self.inner._logged = self.inner._logged, {}
+        found = numbers(logged)
+        self.inner._logged.update(found)  # a number counts until the next one of its name, a text once
+        return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
+
+    def shown(self) -> Sequence[tuple[str, float]]:
+        """The kept rollouts that are a text and a score: a subclass may keep other data."""
+        kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
+        pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
+        return [
+            (text, found) for text, score in pairs if isinstance(text, str) and (found := number(score)) is not None
+        ]
+
+
+class CollectedEnvironment(ClassEnvironment):
+    """Runs one instance of a class that collects. Items that it wants drawn next come before those of its data set."""
+
+    def __init__(self, inner: BaseEnv) -> None:
+        super().__init__(inner)
+        self._backlog: deque[Item] = deque()
+        self._groups: dict[str, tuple[int, list[Row]]] = {}
+        self._collects = collects(type(inner))
+        self._ended: dict[str, list[AgentResult]] = {}
+        self._whole = collects_groups(type(inner))
+        self._told = False
+
+    @property
+    def collects_rollouts(self) -> bool:
+        """Whether the class has a way of its own, which a replay of the agent's turns would not follow."""
+        return self._collects
+
+    async def next_item(self) -> Item:
+        return self._backlog.popleft() if self._backlog else await super().next_item()
+
+    def task(self, item: Item, number: int) -> Task:
+        return Task(id=self.inner.item_id(item, number), prompt="", data=item)
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        return Kit(ToolRegistry())
+
+    @property
+    def collects_groups(self) -> bool:
+        return self._whole
+
+    async def collect(self, task: Task, group: GroupCollection) -> int:
+        if not self._whole:
+            return group.wanted
+        played: list[tuple[Rollout, Row]] = []
+        plays = 0
+
+        async def play(attempt: Attempt) -> ScoredDataItem:
+            nonlocal plays
+            plays += 1
+            with assigned(ATTEMPT, attempt):
+                rollout = await group.play()
+            if rollout.score is None:
+                raise RolloutFailed(rollout.error)
+            row: ScoredDataItem = rollout.meta["row"]
+            played.append((rollout, row))
+            return row
+
+        async def both() -> JSON:
+            got, backlog = row_and_backlog(await called(self.inner.collect_trajectories, task.data))
+            return (got if got is None else await settled(self.inner.postprocess_histories(got))), backlog
+
+        rows: list[Row] = []
+        try:
+            with (
+                assigned(PLAYER, play),
+                self.group_tools(group.kit),
+                ended_loops() as self._ended[group.group_id],
+            ):
+                rows = rows_of(await self._asked(both(), "collect_trajectories", task), task.id)
+        except RolloutFailed:  # the records of the rollouts have the reasons
+            if not plays:
+                raise
+        self._groups[group.group_id] = plays, self._assign(rows, sorted(played, key=lambda each: each[0].index), task)
+        return plays + len(self._groups[group.group_id][1])
+
+    def group_tools(self, kit: Kit) -> AbstractContextManager[None]:
+        """Make the group's tools known to the class in the block."""
+        return nullcontext()
+
+    def _assign(self, rows: Sequence[Row], played: Sequence[tuple[Rollout, Row]], task: Task) -> list[Row]:
+        """Give every played rollout its row of the collected group, and fail those that the class left out. Returns the
+        rows that the class made itself."""
+        left = list(rows)
+        for position, (rollout, given) in enumerate(played):
+            row = next((row for row in left if is_of(row, given)), None)
+            if row is None and len(rows) == len(played):
+                row = rows[position] if any(each is rows[position] for each in left) else None
+            if row is None:
+                rollout.fail(TaskError(f"{self.name}.collect_trajectories left {rollout.rollout_id} out"), Blame.TASK)
+                continue
+            left = [each for each in left if each is not row]
+            assert rollout.score is not None
+            rollout.score = replace(rollout.score, reward=float(row["scores"]))
+            rollout.meta["row"] = row
+            rollout.projection = self.project(rollout, rollout.score)
+        return left
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        if self._whole:
+            first, rows = self._groups[rollout.group_id]
+            if rollout.index < first:
+                raise TaskError(f"{self.name}.collect_trajectories did not wait for {rollout.rollout_id}")
+            row: JSON = rows[rollout.index - first]
+            ended = self._ended[rollout.group_id]
+        else:
+            failures: list[InfraError] = []
+            ended = []
+
+            async def play(attempt: Attempt) -> ScoredDataItem:
+                if rollout.result is not None or failures:
+                    raise TaskError("super().collect_trajectory can be called once per rollout")
+                try:
+                    return await self.play(rollout, attempt)
+                except InfraError as error:
+                    failures.append(error)
+                    raise
+
+            try:
+                with (
+                    assigned(PLAYER, play),
+                    in_rollout(rollout),
+                    self.group_tools(rollout.kit),
+                    ended_loops() as ended,
+                ):
+                    collecting = called(self.inner.collect_trajectory, rollout.task.data)
+                    row = await self._asked(collecting, "collect_trajectory", rollout.task)
+            except PalaestraError:
+                if not failures:
+                    raise
+            if failures and isinstance(failures[0], RolloutFailed):
+                assert rollout.result is not None
+                return rollout.result
+            if failures:  # a class that catches the failure must not make a score of it
+                raise failures[0]
+        rollout.meta["row"] = checked_row(row, rollout.task.id)
+        return _result_of(row, ended) if rollout.result is None else rollout.result
+
+    async def play(self, rollout: Rollout, attempt: Attempt) -> ScoredDataItem:
+        """Play the rollout as the class's base would. Raises `RolloutFailed` if it has no score."""
+        raise TaskError(f"{self.name} has no agent of its own")
+
+    async def grade(self, rollout: Rollout) -> Score:
+        played: Score | None = rollout.meta.get("score")
+        reward = float(rollout.meta["row"]["scores"])
+        return Score(reward) if played is None else replace(played, reward=reward)
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        return await self.grade(rollout)
+
+    def project(self, rollout: Rollout, score: Score | None) -> Projection:
+        row: Row | None = rollout.meta.get("row")
+        if row is None or score is None:
+            return Projection()
+        kept = {key: value for key, value in row.items() if key not in ROW_KEYS and value}
+        return Projection(own_row(row, rollout.result), kept)
+
+    async def ended(self, task: Task, group: Group) -> None:
+        self._groups.pop(group.group_id, None)
+        self._ended.pop(group.group_id, None)
+        await super().ended(task, group)
+
+    def take_backlog(self, items: Iterable[Item], name: str) -> None:
+        """Items to be drawn next. A resumed run does not have them."""
+        wanted = list(items)
+        if wanted and not self._told:
+            self._told = True
+            logger.warning("%s returns items to be drawn next: they are lost to a run that goes on with --resume", name)
+        self._backlog.extend(wanted)
+
+    async def _asked(self, collecting: Coroutine[object, object, JSON], method: str, task: Task) -> JSON:
+        """The collected rows or row. Raises `TaskError` for errors of the class."""
+        name = f"{type(self.inner).__name__}.{method}"
+
+        async def unpacked() -> JSON:
+            return row_and_backlog(await bridged(collecting))
+
+        got, backlog = await run_hook(TaskError, unpacked(), f"{name} on {task.id}")
+        self.take_backlog(backlog, name)
+        if got is None:
+            raise TaskError(f"{name} gave nothing for {task.id}")
+        return got
+
+
+def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
+    """The result of a collected rollout. It ended as the agent loop that had its messages, or the only loop there was;
+    without such a loop, naturally."""
+    messages = list(row.get("messages") or ())
+    loops = [each for each in ended if each.messages == messages] or (ended if len(ended) == 1 else [])
+    if not loops:
+        return AgentResult(messages=messages, finished_naturally=True)
+    end = loops[-1]
+    return AgentResult(
+        messages=messages,
+        finished_naturally=end.finished_naturally,
+        outcome=end.outcome,
+        error=end.error,
+        blame=end.blame,
+    )

@@ -1,0 +1,312 @@
+"""`ContractEnvironment`: runs one instance of a `HermesAgentBaseEnv`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Self
+
+from palaestra.agent.result import AgentResult
+from palaestra.core.errors import ConfigError, PrepareError, TaskError
+from palaestra.core.sync_bridge import bridged
+from palaestra.core.types import JSON, Message, Score, Task, numbers
+from palaestra.core.user_code import call_hook, called, run_hook, score_of, settled
+from palaestra.envs import cache_key
+from palaestra.envs.api.base_env import (
+    ATTEMPT,
+    COLLECTING,
+    COLLECTING_GROUPS,
+    Attempt,
+    Item,
+    RolloutFailed,
+    assigned,
+    own_names,
+)
+from palaestra.envs.api.class_environment import CollectedEnvironment, in_rollout
+from palaestra.envs.api.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
+from palaestra.envs.api.rollout_parts import offered_kit, tools_of
+from palaestra.envs.api.scored_data import Row, ScoredDataItem, checked_row, row_and_backlog
+from palaestra.envs.config.build import agent_settings, network_policy
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.grading.exec_tool import ExecTool
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.tool_context import ToolContext
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import AgentSettings, Kit
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.registry.build import unrestricted
+from palaestra.tools.runtime.runtime import ToolRuntime
+
+logger = logging.getLogger(__name__)
+
+
+class ContractEnvironment(CollectedEnvironment):
+    """Runs one instance of a class environment. Item and metadata travel in the rollout, never on the instance."""
+
+    inner: HermesAgentBaseEnv
+    _offers_collecting = True
+    """Whether rollouts are played through `_attempt`. False for a subclass with an `act` of its own."""
+
+    def __init_subclass__(cls) -> None:
+        cls._offers_collecting = cls._offers_collecting and "act" not in vars(cls)
+
+    def __init__(self, inner: HermesAgentBaseEnv) -> None:
+        super().__init__(inner)
+        self.shared = inner.shared
+        self._settings = agent_settings(inner.config)
+        self._policy = network_policy(inner.config.allow_network)
+        self._verifies = overrides(inner, "verify_and_score_trajectory")
+        self._own_loop = overrides(inner, "_run_agent_loop")
+        self._loop_takes_rollout = self._own_loop and takes_rollout(inner._run_agent_loop)
+        self._warned = False
+
+    async def aclose(self) -> None:
+        try:
+            await self.inner._close_backend()
+        finally:
+            await super().aclose()
+
+    async def open(self) -> None:
+        if self._collects and not self._offers_collecting:
+            named = ", ".join(sorted(own_names(type(self.inner)) & (COLLECTING | COLLECTING_GROUPS)))
+            raise ConfigError(f"{type(self.inner).__name__} overrides {named}, which its base class never calls")
+        await super().open()
+        self.inner.tool_kit(random.Random(0))  # a toolset that there is not is said before the run has a folder
+
+    @property
+    def agent(self) -> AgentSettings:
+        return self._settings
+
+    def task(self, item: Item, number: int) -> Task:
+        return Task(
+            id=self.inner.item_id(item, number),
+            prompt="" if self._collects else self.inner.format_prompt(item),
+            network=self._policy,
+            grading=self.inner.config.grading,
+            paths=self.inner.config.graded_paths,
+            programs=self.inner.config.graded_programs,
+            data=item,
+            solution=self.inner.reference_solution(item),
+        )
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        kit = self.inner.tool_kit(rng)
+        if not overrides(self.inner, "_resolve_tools_for_group"):
+            return kit
+        with assigned(DRAW, copy(rng)):
+            answer: JSON = self.inner._resolve_tools_for_group()
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise TaskError(f"_resolve_tools_for_group must return (definitions, names), and returned {answer!r:.100}")
+        kit = offered_kit(kit, *answer)
+        unknown = [name for name in kit.names if kit.registry.get(name) is None]
+        if unknown and not self._own_loop:
+            raise TaskError(f"_resolve_tools_for_group names {', '.join(unknown)}, which no tool has as its name")
+        return kit
+
+    @contextmanager
+    def group_tools(self, kit: Kit) -> Iterator[None]:
+        with assigned(GROUP_TOOLS, tools_of(kit)):
+            yield
+
+    def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
+        other = super().over(items, first, plain=plain)
+        if plain:
+            other._collects = other._whole = False
+        return other
+
+    def prepares(self, task: Task) -> bool:
+        return self.inner.config.share_setup or overrides(self.inner, "prepare_group")
+
+    def recipe(self, task: Task) -> JSON:
+        """The class's declaration for the item, with the item, the class's own settings and its code."""
+        inner = self.inner
+        declared = inner.group_recipe(task.data)
+        if declared is None:
+            return None
+        return [
+            declared,
+            cache_key.of_code([cls for cls in type(inner).__mro__ if cls.__module__ != "builtins"], task.id),
+            cache_key.of_settings(inner.config, HermesAgentEnvConfig),
+            [inner.config.seed, inner.config.share_setup],
+            cache_key.of_data(task.data, task.id),
+        ]
+
+    async def prepare(self, task: Task, sandbox: Slot) -> None:
+        async def slot() -> Slot:
+            return sandbox
+
+        @functools.cache  # one for all calls of the hook, whose shell goes on between them
+        def tools() -> ToolRuntime:
+            registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
+            middleware = [] if self.world is None else [self.world.rollout(f"{task.id}:prepare")]
+            return ToolRuntime(registry, slot, task.id, timeout_s=self._settings.tool_timeout_s, middleware=middleware)
+
+        exec_tool = ExecTool(slot, tools)
+        try:
+            await settled(self.inner.prepare_group(task.data, exec_tool))
+            if self.inner.config.share_setup:
+                await self._set_up(task, task.id, exec_tool)
+        finally:
+            if tools.cache_info().currsize:
+                await tools().aclose()
+
+    async def begin(self, rollout: Rollout) -> None:
+        if not self._collects:
+            await self._begin(rollout)
+
+    async def _begin(self, rollout: Rollout) -> None:
+        if self.inner.config.share_setup or not overrides(self.inner, "setup_trajectory_workspace"):
+            return
+        if not self._hooks(rollout):
+            return
+        exec_tool = ExecTool(rollout.sandbox, lambda: rollout.tools)
+        rollout.meta["workspace_meta"] = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
+
+    def _hooks(self, rollout: Rollout) -> bool:
+        """Whether the workspace hooks are called for the rollout."""
+        hooks = rollout.meta.get("hooks")
+        return bool(self.inner._use_sandbox_backend() if hooks is None else hooks)
+
+    async def _set_up(self, task: Task, name: str, exec_tool: ExecTool) -> Mapping[str, JSON]:
+        hook = self.inner.setup_trajectory_workspace
+        return await settled(hook(task.data, trajectory_id=name, exec_tool=exec_tool))
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        if not self._collects:
+            return await self._attempt(rollout)
+        if self._whole and rollout.group_id not in self._groups:
+            return await self._attempt(rollout, ATTEMPT.get())
+        return await super().act(rollout)
+
+    async def play(self, rollout: Rollout, attempt: Attempt) -> ScoredDataItem:
+        result = await self._attempt(rollout, attempt)
+        if not isinstance(result, AgentResult):
+            raise TaskError(f"{self.name}._run_agent_loop returned {result!r:.100}, not an AgentResult")
+        rollout.result = result
+        if not result.outcome.scored:
+            raise RolloutFailed(result.error)
+        with rollout.stage("grade"):
+            rollout.meta["score"] = await self._scored_with_row(rollout)
+        row: ScoredDataItem = rollout.meta["row"]
+        return row
+
+    async def _attempt(self, rollout: Rollout, attempt: Attempt | None = None) -> AgentResult:
+        """Let the agent work. `attempt` is what a class that collects asked for: then the set-up is done here too."""
+        opening = None
+        if attempt is not None:
+            inner, item = self.inner, attempt.item
+            prompt, solution = inner.format_prompt(item), inner.reference_solution(item)
+            rollout.task = replace(rollout.task, data=item, prompt=prompt, solution=solution)
+            rollout.meta["hooks"], opening = attempt.hooks, attempt.messages
+            if attempt.tools is not None:
+                rollout.kit = offered_kit(rollout.kit, *attempt.tools)
+            with rollout.stage("setup"):
+                await run_hook(PrepareError, self._begin(rollout), f"setting up {rollout.rollout_id}")
+        self._choose_server(rollout)
+        return await self._converse(rollout, rollout.opening() if opening is None else opening)
+
+    async def _converse(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
+        """Run the agent loop, or the class's own."""
+        hook: Callable[..., object] = self.inner._run_agent_loop
+        if not self._own_loop:
+            return await rollout.run_agent(messages)
+        if self._loop_takes_rollout:
+            loop = called(hook, rollout, messages)
+        else:
+            handled = partial(hook, tool_handler=rollout.tools.handle) if accepts(hook, "tool_handler") else hook
+            loop = called(handled, rollout.rollout_id, *tools_of(rollout.kit), messages)
+        with in_rollout(rollout):
+            result: AgentResult = await run_hook(
+                TaskError, bridged(loop), f"{self.name}._run_agent_loop on {rollout.rollout_id}"
+            )
+        return result
+
+    def _choose_server(self, rollout: Rollout) -> None:
+        """Use plain chat if the environment does not want the token-exact session."""
+        if self.inner._own_server is not None:
+            rollout.server = self.inner._own_server
+            return
+        exact, wanted = rollout.server.ledger is not None, self.inner._use_managed_server()
+        if exact and not wanted:
+            rollout.server = self.inner.server
+        elif wanted and not exact and not self._warned:
+            self._warned = True
+            logger.warning("%s wants a managed server, but these servers only chat: no tokens are kept", self.name)
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        assert rollout.result is not None
+        await grading.carry_scratch()
+        tools = grading.tools(self._settings.tool_timeout_s)
+        if self._verifies and self._hooks(rollout):
+            context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
+            with assigned(GRADING, context):
+                verifying = self.verify(rollout, rollout.result, ExecTool(grading.slot, lambda: tools))
+                answer = await bridged(verifying)
+            said = f"{self.name}.verify_and_score_trajectory"
+        else:
+            context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
+            answer = await bridged(called(self.inner.compute_reward, rollout.task.data, rollout.result, context))
+            said = f"{self.name}.compute_reward"
+        score = score_of(answer, said)
+        detail = score.detail if isinstance(answer, Score) else score.metrics  # which may name more than numbers
+        if grading.processes_at_end:
+            detail = {**detail, "processes_at_end": grading.processes_at_end}
+        return Score(score.reward, numbers(score.metrics), detail)
+
+    async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
+        """Call the verification hook in the shape that this kind of class gives it."""
+        return await settled(
+            self.inner.verify_and_score_trajectory(
+                rollout.task.data,
+                result,
+                trajectory_id=rollout.rollout_id,
+                exec_tool=exec_tool,
+                workspace_meta=rollout.meta.get("workspace_meta"),
+            )
+        )
+
+    async def grade(self, rollout: Rollout) -> Score:
+        collected = self._collects and not (self._whole and rollout.group_id not in self._groups)
+        return await (super().grade(rollout) if collected else self._scored_with_row(rollout))
+
+    async def _scored_with_row(self, rollout: Rollout) -> Score:
+        """The score of the class's hooks, with the reward of the row that it builds from it."""
+        score = await Environment.grade(self, rollout)
+        doing = f"{self.name}._build_scored_item on {rollout.rollout_id}"
+        row = rollout.meta["row"] = call_hook(TaskError, lambda: self._row(rollout, score), doing)
+        return replace(score, reward=row["scores"])
+
+    def _row(self, rollout: Rollout, score: Score) -> Row:
+        assert rollout.result is not None
+        answer: JSON = self.inner._build_scored_item(rollout.task.data, rollout.result, score.reward)
+        row, backlog = row_and_backlog(answer) if isinstance(answer, tuple) else (answer, [])
+        self.take_backlog(backlog, f"{self.name}._build_scored_item")
+        return checked_row(row, rollout.task.id)
+
+
+def takes_rollout(hook: Callable[..., object]) -> bool:
+    """Whether a `_run_agent_loop` has the form `(rollout, messages)`."""
+    parameters = [
+        each
+        for each in inspect.signature(hook).parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(parameters) == 2 or bool(parameters and parameters[0].name == "rollout")
+
+
+def accepts(hook: Callable[..., object], name: str) -> bool:
+    """Whether a hook has a parameter of this name, or takes any."""
+    parameters = inspect.signature(hook).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def overrides(inner: HermesAgentBaseEnv, method: str) -> bool:
+    return getattr(type(inner), method) is not getattr(HermesAgentBaseEnv, method)

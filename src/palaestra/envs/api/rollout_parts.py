@@ -1,0 +1,102 @@
+"""What class environments use in rollouts: the rollout's model server, its tools, an agent loop, and own slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
+from typing import Any, TypeAlias
+
+from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.result import AgentResult
+from palaestra.core.types import JSON, Message
+from palaestra.envs.config.build import extra_body
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.inference.chat_server import ChatServer
+from palaestra.inference.engine import ChatCompletion, TextCompletion
+from palaestra.rollouts.rollout import CURRENT, Rollout, RolloutTool
+from palaestra.rollouts.spec import Kit
+from palaestra.sandbox.pool import SlotPool
+from palaestra.sandbox.slot import Slot
+from palaestra.tools.registry.build import unrestricted
+
+Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
+"""The tools of a rollout as the contract passes them: the definitions for the model, and the valid names."""
+
+
+class RolloutServer(ChatServer):
+    """The model server as the code of one rollout sees it: chats are those of the rollout, which a scripted policy
+    plays; everything else is the run's."""
+
+    def __init__(self, group: ChatServer, session: ChatServer) -> None:
+        self._group = group
+        self._session = session
+
+    async def chat_completion(self, **request: JSON) -> ChatCompletion:
+        return await self._session.chat_completion(**request)
+
+    async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
+        return await self._group.completion(prompt=prompt, **request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+class OwnSlots(SlotPool):
+    """A pool that starts with its first lease."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        super().__init__(pool.config, pool.backend)
+        self._first = asyncio.Lock()
+
+    async def acquire(self, trajectory_id: str, **options: Any) -> Slot:
+        async with self._first:
+            await self.start()
+        return await super().acquire(trajectory_id, **options)
+
+
+def tools_of(kit: Kit) -> Tools:
+    """A group's tools as the contract passes them, which the class may change."""
+    return deepcopy(list(kit.definitions)), set(kit.names)
+
+
+def offered_kit(kit: Kit, definitions: Sequence[dict[str, JSON]], names: Collection[str]) -> Kit:
+    """The kit with these tools instead of its own: any tool of the package, and definitions of the class's own."""
+    shown = [each for each in definitions if each.get("function", each).get("name") in names]
+    if shown == kit.definitions and set(names) == set(kit.names):
+        return kit
+    known = unrestricted(kit.registry)
+    tools = [tool for each in shown if (tool := known.get(each["function"]["name"])) is not None]
+    return Kit(kit.registry.with_tools(tools), kit.toolsets, shown)
+
+
+async def run_agent_loop(
+    server: Callable[[], ChatServer],
+    config: HermesAgentEnvConfig,
+    task_id: str | Rollout,
+    tools: list[Any],
+    valid_names: set[str] | None,
+    messages: list[Message] | None,
+    tool_handler: RolloutTool | None,
+) -> AgentResult:
+    """The default of `_run_agent_loop`: the agent of the rollout, or outside of rollouts a loop that asks `server`."""
+    if isinstance(task_id, Rollout):
+        return await task_id.run_agent(tools if messages is None else messages)
+    messages, names = messages if messages is not None else [], valid_names or set()
+    rollout = CURRENT.get()
+    if rollout is not None:
+        rollout.kit = offered_kit(rollout.kit, tools, names)
+        own = tool_handler is None or tool_handler == rollout.tools.handle
+        return await rollout.run_agent(messages, tool_handler=None if own else tool_handler)
+    loop = HermesAgentLoop(
+        server(),
+        tools,
+        names,
+        max_turns=config.max_agent_turns,
+        task_id=task_id,
+        temperature=config.agent_temperature,
+        max_tokens=config.max_token_length,
+        extra_body=extra_body(config),
+        tool_handler=tool_handler,
+    )
+    return await loop.run(messages)
