@@ -5,69 +5,75 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from pydantic import Field
-
-from palaestra.core.config import Settings, later
+from palaestra.core.config import Settings, later, setting
 
 ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
 """The kind of server; see `server_group.ENGINES` for those of this version."""
 
 
-class ServerBaseline(Settings, use_attribute_docstrings=True):
+class ServerBaseline(Settings):
     """Settings that all servers of a run share."""
 
-    timeout: int = 1200
-    """Seconds for one request with its retries, without the wait for its turn here; long thinking at low throughput
-    needs many."""
-
-    num_max_requests_at_once: int = 512
-    """Requests in flight at one server at most; the rest wait here instead of timing out there."""
-
-    num_requests_for_eval: int = 64
-    """Further requests in flight reserved for evaluation, so that it proceeds while training rollouts run."""
-
-    model_name: str = "default"
-    """The model's name at the server; for a scripted server: oracle, noop, patch:FILE or replay:FILE."""
-
+    timeout: int = setting(
+        1200,
+        "Seconds for one request with its retries, without the wait for its turn here; long thinking at low "
+        "throughput needs many.",
+    )
+    num_max_requests_at_once: int = setting(
+        512,
+        "Requests in flight at one server at most; the rest wait here instead of timing out there.",
+    )
+    num_requests_for_eval: int = setting(
+        64,
+        "Further requests in flight reserved for evaluation, so that it proceeds while training rollouts run.",
+    )
+    model_name: str = setting(
+        "default",
+        "The model's name at the server; for a scripted server: oracle, noop, patch:FILE or replay:FILE.",
+    )
     rolling_buffer_length: int = later(
         1000, "How many of the latest requests the latency statistics cover.", "No latency statistics are kept."
     )
-
-    server_type: ServerType = Field(default="openai", json_schema_extra={"not_offered": ["trl"]})
-    """openai: any server that speaks chat completions. sglang, vllm: token-exact. transformers: token-exact, in this
-    process. scripted: a policy that needs no model."""
-
-    tokenizer_name: str = "none"
-    """The tokenizer of a token-exact server: a folder, or a model's name; none is that of model_name."""
-
-    tool_parser: str = "hermes"
-    """The parser for a token-exact model's tool calls, by name; none leaves them in the text."""
-
-    chat_template: str | None = None
-    """A file with the chat template of a token-exact model; the tokenizer's own when left out."""
-
-    history: Literal["template", "append"] = "template"
-    """When the chat template rewrites history (strips thinking): template begins a new training row, as a server that
-    renders every turn from scratch would; append keeps one row with the sampled tokens."""
+    server_type: ServerType = setting(
+        "openai",
+        "openai: any server that speaks chat completions. sglang, vllm: token-exact. transformers: token-exact, in "
+        "this process. scripted: a policy that needs no model.",
+        json_schema_extra={"not_offered": ["trl"]},
+    )
+    tokenizer_name: str = setting(
+        "none",
+        "The tokenizer of a token-exact server: a folder, or a model's name; none is that of model_name.",
+    )
+    tool_parser: str = setting(
+        "hermes",
+        "The parser for a token-exact model's tool calls, by name; none leaves them in the text.",
+    )
+    chat_template: str | None = setting(
+        None,
+        "A file with the chat template of a token-exact model; the tokenizer's own when left out.",
+    )
+    history: Literal["template", "append"] = setting(
+        "template",
+        "When the chat template rewrites history (strips thinking): template begins a new training row, as a server "
+        "that renders every turn from scratch would; append keeps one row with the sampled tokens.",
+    )
 
 
 class APIServerConfig(ServerBaseline):
     """One model server."""
 
-    api_key: str | None = None
-    """Sent as a bearer token; leave out for servers without authentication."""
-
-    base_url: str | None = None
-    """The address of the server, for example http://127.0.0.1:8000/v1; the /v1 may be left out."""
-
-    n_kwarg_is_ignored: bool = False
-    """The server gives one choice whatever `n` is: send n requests instead."""
-
-    stream: bool = False
-    """Request replies as streams: for servers and proxies that close a connection that is silent for long."""
-
-    health_check: bool = True
-    """Check once at the start whether the server answers; costs no tokens."""
-
-    replay_file: str | None = None
-    """With model name `replay`: the JSONL file of recorded trajectories to play."""
+    api_key: str | None = setting(None, "Sent as a bearer token; leave out for servers without authentication.")
+    base_url: str | None = setting(
+        None,
+        "The address of the server, for example http://127.0.0.1:8000/v1; the /v1 may be left out.",
+    )
+    n_kwarg_is_ignored: bool = setting(False, "The server gives one choice whatever `n` is: send n requests instead.")
+    stream: bool = setting(
+        False,
+        "Request replies as streams: for servers and proxies that close a connection that is silent for long.",
+    )
+    health_check: bool = setting(True, "Check once at the start whether the server answers; costs no tokens.")
+    replay_file: str | None = setting(
+        None,
+        "With model name `replay`: the JSONL file of recorded trajectories to play.",
+    )
