@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +19,9 @@ from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.exits import DONE, USAGE, Program
 from palaestra.core.io import plugins
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 COMMANDS = {
     "run": "Roll out an environment.",

@@ -11,9 +11,8 @@ import inspect
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
@@ -21,6 +20,9 @@ from palaestra.core.io import plugins
 from palaestra.core.user_code import load_file
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.form import Form
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 FOLDER = "environments"
 GROUP = "palaestra.environments"
@@ -141,7 +143,7 @@ def _is_class_environment(value: object) -> bool:
 
 
 def _class_forms() -> Any:
-    """The module of class environments, which loads the agent and the sandbox."""
+    """The module of class environments."""
     return import_module(_CLASS_FORMS)
 
 

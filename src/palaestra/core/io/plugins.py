@@ -12,10 +12,13 @@ import ast
 import functools
 import importlib.util
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _OWN = "palaestra"
 
@@ -23,6 +26,8 @@ _OWN = "palaestra"
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """The entry points of a group by name, sorted. If two packages offer one name, this package's own comes first."""
+    from importlib.metadata import entry_points  # here, because most command lines need no plugin, and it is slow
+
     points = sorted(entry_points(group=group), key=lambda point: (point.name, _package(point) != _OWN, _package(point)))
     found: dict[str, EntryPoint] = {}
     for point in points:

@@ -11,7 +11,6 @@ backend of this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, cast
 
 from palaestra.core.config import local_path, nearest
@@ -87,6 +86,8 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
 
 
 def _load(name: str, config: JSON) -> Backend:
+    from importlib.metadata import EntryPoint  # here, because it is slow and most command lines only name a backend
+
     if name in BUILTIN:
         entry = EntryPoint(name, BUILTIN[name], GROUP)
     elif name in plugins.installed(GROUP):
