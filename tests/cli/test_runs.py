@@ -178,6 +178,13 @@ def test_a_mistake_names_what_is_wrong(
     assert unnamed not in said
 
 
+def test_an_error_names_a_setting_by_the_flag_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--base-url", "--openai.base_url"):
+        assert main(["run", "my_env.py", flag, "ftp://h", "--model", "m"]) == 2
+        said = capsys.readouterr().err
+        assert [each for each in ("--base-url", "--openai.base_url") if each in said] == [flag]
+
+
 def test_a_mistyped_file_is_shown_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "my_envs.py"]) == 2
     assert "Did you mean my_env.py?" in capsys.readouterr().err

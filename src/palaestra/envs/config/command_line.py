@@ -21,10 +21,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from palaestra.core.config import DEFAULT, ConfigLayer, Merged, has_effect, is_secret, merge, nearest
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.io.process_arguments import hide
 from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON
+from palaestra.core.user_code import leaves
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import (
     DOTENV,
@@ -493,6 +494,23 @@ def check_general_flags(argv: Sequence[str]) -> None:
     for flag in sorted(written.difference(general)):
         if not flag.startswith(("--env.", "--openai.")) and (hint := _nearest_flag(flag, general)):
             raise ConfigError(f"unknown flag {flag}.{hint}")
+
+
+@contextlib.contextmanager
+def flags_as_typed(argv: Sequence[str]) -> Iterator[None]:
+    """Name the short flags of `argv` where an error names the settings that they abbreviate."""
+    typed = {f"--{SHORT_FORMS[flag]}": flag for word in argv if (flag := word.partition("=")[0]) in SHORT_FORMS}
+    try:
+        yield
+    except Exception as error:
+        for each in leaves(error):
+            if isinstance(each, PalaestraError):
+                texts = (_SETTING.sub(lambda name: typed.get(name[0], name[0]), str(text)) for text in each.args)
+                each.args = tuple(texts)
+        raise
+
+
+_SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
 
 def _nearest_flag(written: str, known: Iterable[str]) -> str:
