@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import http.client
 import io
 import json
 import os
@@ -128,6 +129,21 @@ def test_before_the_files_arrive_requests_wait_and_wrong_ones_do_no_harm() -> No
         assert (status, health["status"], health["slots"], health["streams"]) == (200, "ok", 2, 0)
 
     run(body, delivered=False)
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+def test_an_ordinary_http_client_is_answered_and_learns_that_the_connection_ends(delivered: bool) -> None:
+    def get(address: Address, path: str) -> tuple[int, bool]:
+        connection = http.client.HTTPConnection(*address, timeout=20)
+        connection.request("GET", path, headers={"Authorization": "Bearer wrong"})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.will_close
+
+    async def body(address: Address, process: subprocess.Popen[bytes]) -> None:
+        assert await asyncio.to_thread(get, address, "/health") == (401, True)
+
+    run(body, delivered=delivered)
 
 
 def test_a_stream_has_its_own_slots_and_ends_with_its_client() -> None:

@@ -50,7 +50,7 @@ class DeadlineConnection:
     def reply(self, status: str, text: str) -> None:
         """Answer, and wait until the other side has closed: a reset would take the answer away."""
         head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
-        self._stream.sendall(f"{head}DeadlineConnection: close\r\n\r\n{text}".encode())
+        self._stream.sendall(f"{head}Connection: close\r\n\r\n{text}".encode())
         self._stream.shutdown(socket.SHUT_WR)
         while self.receive(MAX_HEAD):
             pass

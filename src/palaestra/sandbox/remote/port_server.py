@@ -176,10 +176,12 @@ class PortServer:
         except InfraError as error:
             status, reply = 503, {"success": False, "error": f"{type(error).__name__}: {error}"}
         body = json.dumps(reply).encode()
+        ends = not known or request.headers.get("connection", "").lower() == "close"
         head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\n"
+        head += "Connection: close\r\n" if ends else ""
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
-        return not known or request.headers.get("connection", "").lower() == "close"
+        return ends
 
     async def _route(self, request: Request) -> JSON:
         match request.method, request.path:
