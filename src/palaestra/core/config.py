@@ -26,6 +26,12 @@ ModelT_co = TypeVar("ModelT_co", bound=BaseModel, covariant=True)
 DEFAULT = "default"
 """The source of a value that no layer set."""
 
+COMMAND_LINE = "command line"
+"""The source of a value that a flag sets."""
+
+ARGUMENT = "argument"
+"""The source of a value that a Python caller gives."""
+
 _NO_EFFECT = " (no effect yet)"
 
 

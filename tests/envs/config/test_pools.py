@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from palaestra.core.config import merge
 from palaestra.core.errors import ConfigError
 from palaestra.envs.config.build import create_tool_backend, make_pool
+from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.config.layers import read_environ
+from palaestra.inference.config import APIServerConfig
 from palaestra.sandbox.backends.docker import DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.ssh import SSHBackend
@@ -21,6 +25,12 @@ from palaestra.sandbox.slot import SlotSpec
 
 def by_variables(**variables: str) -> HermesAgentEnvConfig:
     return merge(HermesAgentEnvConfig, [read_environ(variables, "env", HermesAgentEnvConfig)]).value
+
+
+def parse(words: list[str], environ: Mapping[str, str] | None = None) -> Parsed[HermesAgentEnvConfig, APIServerConfig]:
+    parsed = CommandLine("x", HermesAgentEnvConfig, APIServerConfig, command="process").parse(words, environ or {})
+    assert isinstance(parsed, Parsed)
+    return parsed
 
 
 @pytest.mark.parametrize(
@@ -70,6 +80,44 @@ def test_the_usual_pool_is_of_this_machine() -> None:
 def test_what_no_run_can_start_with_is_refused() -> None:
     with pytest.raises(ConfigError, match="daytona"):
         create_tool_backend(HermesAgentEnvConfig(terminal_backend="daytona"))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--backend docker --env.privileged true", "docker_privileged"),
+        ("--backend modal --env.slots_per_container 3", "modal_slots_per_sandbox"),
+        ("--backend docker --env.modal_gpu A100", "modal_gpu"),
+        ("--backend singularity --env.container_memory 2g", "container_memory"),
+        ("--env.docker_image py:1", "docker_image"),
+        ("--env.creates_per_s 2", "creates_per_s"),
+        ("--backend ssh --env.backend_options.level 5", "backend_options"),
+    ],
+)
+def test_a_flag_that_the_backend_does_not_read_is_refused(words: str, named: str) -> None:
+    parsed = parse(words.split())
+    with pytest.raises(ConfigError, match=named):
+        parsed.env_config.check_runnable(parsed.sources)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--backend docker --backend modal=overflow --env.docker_image py:1 --env.modal_gpu A100",
+        "--backend docker_direct --env.docker_image py:1 --env.max_containers 3",
+        "--backend docker --env.privileged false",
+        "--backend default --env.terminal_backend modal --env.modal_image a:1",
+    ],
+)
+def test_a_flag_that_a_backend_reads_or_that_changes_nothing_is_accepted(words: str) -> None:
+    parsed = parse(words.split())
+    parsed.env_config.check_runnable(parsed.sources)
+
+
+def test_files_and_variables_may_hold_settings_of_other_backends(tmp_path: Path) -> None:
+    (tmp_path / "all.yaml").write_text("env: {docker_image: a:1, modal_gpu: T4}")
+    parsed = parse(["--config", str(tmp_path / "all.yaml"), "--backend", "docker"], {"TERMINAL_SSH_HOST": "far"})
+    parsed.env_config.check_runnable(parsed.sources)
 
 
 @pytest.mark.slots

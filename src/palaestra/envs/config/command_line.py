@@ -20,7 +20,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from palaestra.core.config import DEFAULT, ConfigLayer, Merged, has_effect, is_secret, merge, nearest
+from palaestra.core.config import (
+    ARGUMENT,
+    COMMAND_LINE,
+    DEFAULT,
+    ConfigLayer,
+    Merged,
+    has_effect,
+    is_secret,
+    merge,
+    nearest,
+)
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.io.process_arguments import hide
 from palaestra.core.redaction import redacted
@@ -82,9 +92,6 @@ _OTHER_WORDS = {
 
 ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_num_workers"}
 """Short names of settings for Python callers."""
-
-ARGUMENT = "argument"
-"""The source of a setting that a Python caller gave."""
 
 logger = logging.getLogger(__name__)
 
@@ -404,7 +411,7 @@ class _Given:
     policy: str | None = None
     resume: Path | None = None
     show_config: bool = False
-    source: str = "command line"
+    source: str = COMMAND_LINE
     recorded: tuple[Mapping[str, JSON], Mapping[str, JSON]] = field(default_factory=lambda: ({}, {}))
     """What a recorded run was given for its environment and its server."""
 

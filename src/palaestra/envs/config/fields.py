@@ -14,11 +14,11 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from palaestra.core.config import Settings, later, nearest, setting
+from palaestra.core.config import ARGUMENT, COMMAND_LINE, Settings, later, nearest, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
-from palaestra.sandbox.backends.registry import BUILTIN, backend_names, backend_words
+from palaestra.sandbox.backends.registry import BUILTIN, backend_names, backend_words, require_read
 from palaestra.sandbox.slot import DEFAULT_STORE_BYTES
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
@@ -434,13 +434,15 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         return "terminal_backend" if self.tool_pool_mode == "default" else "tool_pool_mode"
 
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
-        """Raises `ConfigError` for a source of slots that this version does not have. `sources` says who set it."""
+        """Raises `ConfigError` for a source of slots that this version does not have, and for a flag or an argument
+        that the backend does not read. `sources` says who set what."""
         super().check_runnable(sources)
         name = self._slot_setting
         unknown = [each for each in backend_words(self.slot_backend) if each not in BUILTIN]
         known = backend_names() if unknown else tuple(BUILTIN)
         value = next((each for each in unknown if each not in known), None)
         if value is None:
+            require_read(self.slot_backend, self._given_for_this_run(sources or {}))
             return
         source = (sources or {}).get(f"env.{name}")
         what = "is not available in this version" if value in LATER_BACKENDS else "is unknown"
@@ -448,6 +450,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
             f"{name} {value!r}{f' (from {source})' if source else ''} {what}.{nearest(value, known)} "
             f"Available: {', '.join(known)}. Set --env.{name} local"
         )
+
+    def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
+        """The settings that flags or arguments change. Files and variables may hold those of several backends."""
+        fields = type(self).model_fields
+        said = (name for name in fields if sources.get(f"env.{name}") in (COMMAND_LINE, ARGUMENT))
+        return [name for name in said if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
 
 
 class HeldOutConfig(HermesAgentEnvConfig):

@@ -10,7 +10,8 @@ backend of this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, cast
 
 from palaestra.core.config import local_path, nearest
@@ -47,6 +48,51 @@ def backend_names() -> tuple[str, ...]:
 def backend_words(names: str) -> list[str]:
     """The names of backends in a setting, without hosts."""
     return [word.partition("=")[0] for word in names.split()] or [names]
+
+
+_CONTAINERS = ("docker", "singularity", "nomad")
+_READERS: Mapping[str, tuple[str, ...]] = {
+    "docker_": ("docker",),
+    "container_": ("docker",),
+    "singularity_": ("singularity",),
+    "ssh_": ("ssh",),
+    "nomad_": ("nomad",),
+    "modal_": ("modal",),
+    **dict.fromkeys(("slots_per_container", "max_containers"), _CONTAINERS),
+    **dict.fromkeys(("sandbox_job_id", "sandbox_image", "min_containers", "privileged", "driver"), ("nomad",)),
+    **dict.fromkeys(("purge_job_on_start", "purge_job_on_shutdown"), ("nomad",)),
+    **dict.fromkeys(("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "modal")),
+    "backend_options": (),
+}
+"""The settings, or the beginnings of their names, that only some backends of this package read."""
+
+_INSTEAD: Mapping[tuple[str, str], str] = {
+    ("privileged", "docker"): "docker_privileged",
+    ("sandbox_image", "docker"): "docker_image",
+    ("sandbox_image", "singularity"): "singularity_image",
+    ("sandbox_image", "modal"): "modal_image",
+    ("slots_per_container", "modal"): "modal_slots_per_sandbox",
+    ("slots_per_container", "ssh"): "ssh_slots_per_host",
+    ("min_containers", "modal"): "modal_min_sandboxes",
+    ("max_containers", "modal"): "modal_max_sandboxes",
+}
+"""What another backend calls a setting."""
+
+
+def require_read(names: str, settings: Iterable[str]) -> None:
+    """Raise `ConfigError` for a setting that none of the backends in `names` reads. Those of other packages may read
+    any."""
+    used = {name.removesuffix("_direct") for name in backend_words(names)}
+    if not used <= {name.removesuffix("_direct") for name in BUILTIN}:
+        return
+    for setting in settings:
+        readers = next((_READERS[each] for each in _READERS if setting.startswith(each)), tuple(used))
+        if used.isdisjoint(readers):
+            others = (_INSTEAD[setting, name] for name in sorted(used) if (setting, name) in _INSTEAD)
+            other = next(others, None)
+            whose = f"the backend {' or '.join(readers)}" if readers else "a backend from another package"
+            fix = "leave it out" if other is None else f"set {other} instead"
+            raise ConfigError(f"{setting} is a setting of {whose}, and the slots are in {' and '.join(used)}: {fix}")
 
 
 _HOSTS = {"docker": "docker_hosts", "docker_direct": "docker_hosts", "ssh": "ssh_hosts"}
