@@ -13,6 +13,7 @@ import pytest
 from palaestra.core.errors import GraderError
 from palaestra.envs.cheats.hijacked_code import FORGED
 from palaestra.suites.grading.controls import ControlResult, Controls, ControlsTimedOut, RunTexts
+from palaestra.suites.grading.negate_test import find_sites
 from palaestra.suites.grading.rewritten_tests import named_tests, parse, rewrite, without_tests
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from suites.bench import FILES, REPO, Bench, RunBench
@@ -91,6 +92,25 @@ def test_no_name_or_constant_of_a_test_is_left_and_each_rewriting_differs() -> N
         assert len(made.variants) == 6
         texts.append(text)
     assert texts[0] != texts[1]
+
+
+def test_the_order_of_constants_does_not_tell_which_variant_is_right() -> None:
+    tree = parse("def test_plain():\n    assert f(1) == 240\n")
+    assert tree is not None
+    ((place, function),) = named_tests(PATH, tree, [f"{PATH}::test_plain"]).items()
+    first = 0
+    for seed in range(100):
+        (site,) = find_sites(function, Random(seed))
+        chosen = [{}, *({0: other} for other in site.alternatives)]
+        made = rewrite({PATH: tree}, {place: chosen}, Random(seed))
+        lowest = {}
+        for node in ast.walk(ast.parse(made.texts[PATH])):
+            if isinstance(node, ast.FunctionDef) and node.name in made.variants:
+                calls = [each for each in ast.walk(node) if isinstance(each, ast.Call) and len(each.args) == 1]
+                indices = [each.args[0].value for each in calls if isinstance(each.args[0], ast.Constant)]
+                lowest[node.name] = min(index for index in indices if isinstance(index, int))
+        first += not made.variants[min(lowest, key=lowest.__getitem__)].sites
+    assert 10 < first < 45
 
 
 def test_tests_are_taken_out_of_a_file() -> None:

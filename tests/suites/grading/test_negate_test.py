@@ -107,6 +107,44 @@ def test_other_values_that_look_like_the_first(value: str, form: str) -> None:
         assert type(eval(other)) is type(eval(value))
 
 
+@pytest.mark.parametrize("value", [7, 17, 240, -30, 2.5, 120.0])
+def test_the_place_of_the_right_number_among_the_others_tells_nothing(value: float) -> None:
+    (function,) = ast.parse(f"def test_a():\n    assert f(1) == {value!r}").body
+    assert isinstance(function, ast.FunctionDef)
+    ranks = []
+    for seed in range(200):
+        (site,) = find_sites(function, Random(seed))
+        assert len(site.alternatives) == 3
+        others = [each.value for each in site.alternatives if isinstance(each.value, int | float)]
+        ranks.append(sorted([abs(value), *others]).index(abs(value)))
+    assert all(20 < ranks.count(rank) < 90 for rank in range(4)), ranks
+
+
+def test_no_string_is_in_the_middle_of_the_others() -> None:
+    (function,) = ast.parse("def test_a():\n    assert f(1) == 'a long sentence, 12'").body
+    assert isinstance(function, ast.FunctionDef)
+    for seed in range(20):
+        (site,) = find_sites(function, Random(seed))
+        strings = ["a long sentence, 12", *(str(each.value) for each in site.alternatives)]
+        assert [len(set(letters)) for letters in zip(*strings, strict=True)].count(4) == 1
+        assert [len(set(letters)) for letters in zip(*strings, strict=True)].count(1) == len(strings[0]) - 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("assert f(a) == b", "assert f(a) != b"),
+        ("assert a in f(b)", "assert a not in f(b)"),
+        ("assert f(a)", "assert not f(a)"),
+        ("assert f(a) is b", "assert f(a) is not b"),
+        ("assert f(a) < b", "assert f(a) >= b"),
+    ],
+)
+def test_the_set_of_variants_does_not_tell_which_one_is_right(one: str, other: str) -> None:
+    variants = [{body, *(text for site in changed_bodies(body) for text in site)} for body in (one, other)]
+    assert variants[0] == variants[1]
+
+
 def test_every_built_in_task_can_be_falsified() -> None:
     text = resources.files(hermes_swe).joinpath("builtin.yaml").read_text(encoding="utf-8")
     for number, row in enumerate(yaml.safe_load(text), 1):

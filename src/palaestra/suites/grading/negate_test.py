@@ -165,27 +165,47 @@ def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
-    """Different other values of a constant."""
-    value, found = node.value, set[object]()
-    for _ in range(1 if isinstance(value, bool) else 4 * MOST_ALTERNATIVES):
-        if isinstance(value, bool):
-            found.add(not value)
-        elif isinstance(value, int):
-            found.add(value + random.choice((1, 2, 3, 4) if value < 3 else (-2, -1, 1, 2)))
-        elif isinstance(value, float):
-            found.add(value + random.choice((1.0, 2.0, 3.0)) * max(1.0, abs(value)))
-        elif isinstance(value, str):
-            found.add(_shifted(value, random))
-    return [Falsification(node, "value", each) for each in sorted(found, key=repr)]
+    """Different other values of a constant. The right value is as likely as each of them to have its place in order."""
+    value, found = node.value, list[object]()
+    if isinstance(value, bool):
+        found.append(not value)
+    elif isinstance(value, int):
+        found.extend(_other_integers(value, random))
+    elif isinstance(value, float):
+        found.extend(_other_floats(value, random))
+    elif isinstance(value, str):
+        found.extend(_shifted(value, random))
+    return [Falsification(node, "value", each) for each in found]
 
 
-def _shifted(value: str, random: Random) -> str:
-    """The string with one letter or digit moved in its alphabet."""
+def _other_integers(value: int, random: Random) -> list[int]:
+    """Integers around a value that is at a random place among them; none is negative unless the value is."""
+    places = [0]
+    for _ in range(MOST_ALTERNATIVES):
+        places.append(places[-1] + random.choice((1, 2)))
+    own = random.choice([place for place in places if value < 0 or place <= value])
+    return [value + place - own for place in places if place != own]
+
+
+def _other_floats(value: float, random: Random) -> list[float]:
+    """Floats with as many digits, each about half or twice the next; the value is at a random place among them."""
+    digits = len(repr(value).partition("e")[0].replace(".", "").strip("-0")) or 1
+    found: list[float] = []
+    below = random.randrange(MOST_ALTERNATIVES + 1)
+    for direction, count in ((-1, below), (1, MOST_ALTERNATIVES - below)):
+        other = value or 1.0
+        for _ in range(count):
+            other *= random.uniform(2, 3) ** direction
+            found.append(float(f"{other:.{digits}g}"))
+    return [each for each in dict.fromkeys(found) if isfinite(each) and each != value]
+
+
+def _shifted(value: str, random: Random) -> list[str]:
+    """The string with another letter or digit at one place: elsewhere each would show the right letter."""
     index = random.choice([index for index, each in enumerate(value) if each.isascii() and each.isalnum()])
-    first = "0" if value[index].isdigit() else "a" if value[index].islower() else "A"
-    size = 10 if first == "0" else 26
-    moved = chr(ord(first) + (ord(value[index]) - ord(first) + random.randrange(1, size)) % size)
-    return f"{value[:index]}{moved}{value[index + 1 :]}"
+    kinds = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    others = next(kind for kind in kinds if value[index] in kind).replace(value[index], "")
+    return [f"{value[:index]}{each}{value[index + 1 :]}" for each in random.sample(others, MOST_ALTERNATIVES)]
 
 
 def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
@@ -209,21 +229,32 @@ def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
     test = node.test
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         others = [Falsification(test, "ops", [_OPPOSITE[type(test.ops[0])]()])]
-        if isinstance(test.ops[0], ast.Eq):
-            others += [Falsification(test, "comparators", [each]) for each in _boxed(test.comparators[0])]
-        elif isinstance(test.ops[0], ast.In):
-            others += [Falsification(test, "comparators", [each([], ast.Load())]) for each in (ast.List, ast.Tuple)]
+        for holds, inverse, wrong in _NEVER:
+            if isinstance(test.ops[0], holds | inverse):
+                never = [ast.Compare(test.left, [holds()], [each]) for each in wrong(test.comparators[0])]
+                others += [Falsification(node, "test", each) for each in never]
         return others
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        others = [Falsification(node, "test", test.operand)]
-        return others + [Falsification(test, "operand", each) for each in _boxed(test.operand)]
-    values = (ast.Constant(None), ast.Constant(...))
-    others = [Falsification(node, "test", ast.Compare(test, [ast.Is()], [value])) for value in values]
-    return [Falsification(node, "test", ast.UnaryOp(ast.Not(), test)), *others]
+    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    value = test.operand if isinstance(test, ast.UnaryOp) and negated else test
+    other = value if negated else ast.UnaryOp(ast.Not(), value)
+    neither = (ast.Constant(...), ast.Name("NotImplemented", ast.Load()))
+    never = [ast.Compare(value, [ast.Is()], [each]) for each in neither]
+    return [Falsification(node, "test", each) for each in (other, *never)]
 
 
 def _boxed(value: ast.expr) -> list[ast.expr]:
-    return [ast.List([value], ast.Load()), ast.Tuple([value], ast.Load())]
+    """A list and a tuple that contain the value, and that no code returns."""
+    parts = [value, ast.Constant(...)]
+    return [ast.List(parts, ast.Load()), ast.Tuple(parts, ast.Load())]
+
+
+def _empty(value: ast.expr) -> list[ast.expr]:
+    return [ast.List([], ast.Load()), ast.Tuple([], ast.Load())]
+
+
+_NEVER = ((ast.Eq, ast.NotEq, _boxed), (ast.In, ast.NotIn, _empty))
+"""A comparison, its opposite, and values for which it never holds. An assertion and its opposite become the same set of
+variants, so the set does not tell which of them is right."""
 
 
 def _in_calls(function: Function, random: Random) -> list[Site]:

@@ -202,7 +202,9 @@ class _File:
     def _variants_of(self, function: Function, owner: str) -> list[ast.stmt]:
         place = TestPlace(self._path, owner, function.name)
         made: list[ast.stmt] = []
-        for changes in self._chosen.get(place, ()):
+        chosen = list(self._chosen.get(place, ()))
+        self._random.shuffle(chosen)  # before the table of constants is filled, which would show their order
+        for changes in chosen:
             memo: dict[int, object] = {}
             variant = copy.deepcopy(function, memo)
             for change in changes.values():
@@ -210,7 +212,6 @@ class _File:
             variant.name = self._fresh("test_")
             self.variants[variant.name] = Variant(place, tuple(changes))
             made.append(self._varied(variant))
-        self._random.shuffle(made)
         return made
 
     def _varied(self, function: Function) -> Function:
