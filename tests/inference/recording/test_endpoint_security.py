@@ -163,6 +163,52 @@ def test_concurrent_calls_are_bounded() -> None:
     attack(run, "hi", limits=CallLimits(concurrent=0))
 
 
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/completions", "v1/messages/count_tokens"])
+def test_others_are_answered_while_a_long_request_is_encoded(path: str) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        text = f"{path} <|im_end|> 42 " * 30_000
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], "prompt": text}).encode()
+        long = asyncio.create_task(
+            session.post(f"{here.url}/{path}", data=io.BytesIO(body), headers=bearer(here.key)).__aenter__()
+        )
+        answered = 0
+        while not long.done():
+            assert await status(session, f"{there.openai_url}/chat/completions", bearer(there.key)) == 200
+            answered += 1
+        assert (await long).status == 200
+        assert answered > 3
+
+    attack(run, *["hi"] * 100_000)
+
+
+def test_requests_of_many_items_or_tools_are_refused() -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        many: JSON = {"model": "m", "messages": [{"role": "user", "content": "x"}] * 20_001}
+        text = "x" * (1 << 20)
+        tool = {"name": "f", "description": text, "function": {"name": "f", "description": text}}
+        for body in (many, {**CHAT, "tools": [tool]}):
+            for path in ("v1/chat/completions", "v1/messages/count_tokens"):
+                data = io.BytesIO(json.dumps(body).encode())
+                async with session.post(f"{here.url}/{path}", data=data, headers=bearer(here.key)) as response:
+                    assert response.status == 400
+
+    mine, _ = attack(run, "hi")
+    assert not mine.recorded().every
+
+
+def test_a_conversation_kept_here_is_bounded_as_a_whole() -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        body: JSON = {"model": "m", "input": "x" * 400}
+        async with session.post(f"{here.openai_url}/responses", json=body, headers=bearer(here.key)) as response:
+            first = (await response.json())["id"]
+        more = {**body, "previous_response_id": first}
+        assert await status(session, f"{here.openai_url}/responses", bearer(here.key), more) == 200
+        longer = {**more, "input": "x" * 700}
+        assert await status(session, f"{here.openai_url}/responses", bearer(here.key), longer) == 400
+
+    attack(run, *["hi"] * 5, limits=CallLimits(text_bytes=1000))
+
+
 class Long(ChatServer):
     """Gives one reply that is far longer than the buffers of a connection."""
 

@@ -17,10 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineRefused, TaskError
+from palaestra.core.io.threads import OneThread
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import (
@@ -37,17 +40,25 @@ from palaestra.inference.recording.request import (
     Refusal,
     as_object,
     freeform_text,
+    invalid,
     one_system_message,
     unsupported,
 )
 
-KEPT_REPLIES = 256
-"""How many replies can be continued by their id (`previous_response_id`)."""
+KEPT_REPLIES, KEPT_BYTES = 256, 64 << 20
+"""How many replies can be continued by their id (`previous_response_id`), and how long their conversations are."""
+
+LONG_BYTES = 256 << 10
+"""Requests from this length on are read, rendered and encoded in a thread: that takes up to a second per MB."""
+
+MOST_TOOL_BYTES = 1 << 20
+"""Of the definitions of a request's tools, which a template writes many times before the first reply."""
 
 MOST_IGNORED, NAME_CHARS = 1000, 200
 """How many names of ignored fields are counted, and how much of each is kept: agents choose them."""
 
 DeltaHook = Callable[[JSON], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,8 @@ class CallLimits:
 
     concurrent: int = 32
     max_tokens: int | None = None
+    text_bytes: int = 8 << 20
+    """The longest request to a model without images. A conversation of a million tokens has 5 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +194,23 @@ class Conversations:
         self._admit, self._answered, self._check_engine = admit, answered, check_engine
         self._lines: dict[tuple[str, bool], RecordedConversation] = {}
         self._numbers = itertools.count()
-        self._replies: dict[str, list[Message]] = {}
+        self.thread: OneThread | None = None
+        self._one_long = asyncio.Lock()
+        self._replies: dict[str, tuple[list[Message], int]] = {}
+        self._kept_bytes = 0
         self._under_way: set[asyncio.Task[object]] = set()
 
     @property
     def features(self) -> frozenset[str]:
         """What the engine takes besides text and tools."""
         return self.server.features
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Call a function of a long request in the endpoint's `thread`, one of this rollout at a time."""
+        if self.thread is None:
+            return function()
+        async with self._one_long:
+            return await self.thread.call(function)
 
     def end(self) -> None:
         """Refuse all further calls and cancel those in progress. Idempotent."""
@@ -249,12 +272,13 @@ class Conversations:
             settings["max_tokens"] = min(most)
         if request.prompt is not None:
             return await self._continue_text(request, settings)
+        self._check_size(request)
         kept = [*self._continued(request), *request.messages]
         messages = kept if request.instructions is None else [_system(request.instructions), *kept]
         messages = one_system_message(messages)
         line = self._line(messages, request.tools)
         line.restore(messages)
-        asked: dict[str, JSON] = {"messages": messages, **settings}
+        asked: dict[str, JSON] = {"messages": messages, **settings, **self._threaded(request)}
         if request.tools:
             asked["tools"] = request.tools
         if on_delta is not None and request.n == 1:
@@ -269,8 +293,23 @@ class Conversations:
             line.asking -= 1
             if line.number and not line.calls and not line.asking:  # an agent may be refused without end
                 del self._lines[line.system, bool(line.tools)]
-        self._keep(reply_id, line.messages if request.instructions is None else line.messages[1:])
+        self._keep(reply_id, line.messages if request.instructions is None else line.messages[1:], request.size)
         return completion
+
+    def _check_size(self, request: ModelRequest) -> None:
+        """Add the conversation that a request continues to its size. Raises `Refusal` beyond the bounds."""
+        if request.continues is not None:
+            request.size += self._reply_of(request.continues)[1]
+        if request.size > self.limits.text_bytes and "images" not in self.features:
+            message = f"The conversation is longer than {self.limits.text_bytes} bytes."
+            raise Refusal(400, message, param="previous_response_id", code="context_length_exceeded")
+        if request.size > MOST_TOOL_BYTES and len(msgspec.json.encode(request.tools)) > MOST_TOOL_BYTES:
+            raise invalid("tools", f"the tools are longer than {MOST_TOOL_BYTES} bytes")
+
+    def _threaded(self, request: ModelRequest) -> dict[str, JSON]:
+        """How a token-exact engine renders and encodes the request, if that would stop the event loop."""
+        is_long = request.size >= LONG_BYTES and self.server.ledger is not None
+        return {"in_thread": self.in_thread} if is_long else {}
 
     async def _reply(self, line: RecordedConversation, asked: Mapping[str, JSON]) -> ChatCompletion:
         messages = asked["messages"]
@@ -305,7 +344,7 @@ class Conversations:
             raise unsupported("n", "This endpoint gives one continuation of a text at a time.")
         line = self._line([_system("\0text")], [])
         started = time.perf_counter()
-        text = await line.server.completion(prompt=request.prompt or "", **settings)
+        text = await line.server.completion(prompt=request.prompt or "", **settings, **self._threaded(request))
         choice = text.choices[0]
         completion = ChatCompletion(
             id=text.id,
@@ -331,29 +370,38 @@ class Conversations:
     def _continued(self, request: ModelRequest) -> list[Message]:
         if request.continues is None:
             return []
-        known = self._replies.get(request.continues.removeprefix("resp_"))
+        return [dict(message) for message in self._reply_of(request.continues)[0]]
+
+    def _reply_of(self, response_id: str) -> tuple[list[Message], int]:
+        """The conversation up to an earlier reply, and its size. Raises `Refusal`."""
+        known = self._replies.get(response_id.removeprefix("resp_"))
         if known is None:
             raise Refusal(
                 400,
-                f"Previous response with id '{request.continues}' not found.",
+                f"Previous response with id '{response_id}' not found.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return [dict(message) for message in known]
+        return known
 
-    def _keep(self, reply_id: str, messages: list[Message]) -> None:
-        self._replies[reply_id] = messages
-        if len(self._replies) > KEPT_REPLIES:
-            self._replies.pop(next(iter(self._replies)))
+    def _keep(self, reply_id: str, messages: list[Message], size: int) -> None:
+        self._replies[reply_id] = messages, size
+        self._kept_bytes += size
+        while len(self._replies) > KEPT_REPLIES or (len(self._replies) > 1 and self._kept_bytes > KEPT_BYTES):
+            _, dropped = self._replies.pop(next(iter(self._replies)))
+            self._kept_bytes -= dropped
 
-    def prompt_tokens(self, request: ModelRequest) -> int:
+    async def prompt_tokens(self, request: ModelRequest) -> int:
         """The tokens of a prompt: as the engine counts them if it is token-exact, otherwise an estimate."""
         count = getattr(self.server, "prompt_tokens", None)
+        self._check_size(request)
         messages = one_system_message(request.messages)
         RecordedConversation(0, "", [], self.server).restore(messages)
         if count is not None:
             try:
-                return int(count(messages, request.tools))
+                if request.size < LONG_BYTES:
+                    return int(count(messages, request.tools))
+                return int(await self.in_thread(partial(count, messages, request.tools)))
             except ConfigError as error:
                 raise Refusal(400, str(error)) from None
         return -(-len(msgspec.json.encode([messages, request.tools])) // 4)

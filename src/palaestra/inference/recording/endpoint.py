@@ -6,8 +6,9 @@
         recorded = address.conversations.recorded()
 
 Invariants: a key opens its own rollout's paths and nothing else, and is checked before a body is read; a rollout's end
-closes its key and cancels its calls; bodies, time, connections and concurrent calls are bounded, so that no agent keeps
-another, or the run, waiting. Anything an agent sends is answered in its dialect's own form of errors.
+closes its key and cancels its calls; bodies, time, connections and concurrent calls are bounded, and long requests are
+read and rendered in a thread, so that no agent keeps another, or the run, waiting. Anything an agent sends is answered
+in its dialect's own form of errors.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ import msgspec
 from aiohttp import web
 
 from palaestra.core.io.http_server import BODY_S, listening
+from palaestra.core.io.threads import OneThread
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.recording.conversations import Conversations
+from palaestra.inference.recording.conversations import LONG_BYTES, Conversations
 from palaestra.inference.recording.dialects.chat import ChatDialect
 from palaestra.inference.recording.dialects.completions import CompletionsDialect
 from palaestra.inference.recording.dialects.messages import MessagesDialect
 from palaestra.inference.recording.dialects.responses import ResponsesDialect
 from palaestra.inference.recording.request import Dialect, ModelRequest, Refusal, ReplyStream
 
-MAX_BODY_BYTES, MAX_TEXT_BYTES = 64 << 20, 8 << 20
-"""The longest request that is read, for a model with images and for one without. A conversation of a million tokens has
-5 MB; more would keep the run waiting, which splits text into tokens between other work."""
+MAX_BODY_BYTES = 64 << 20
+"""The longest request that is read, for a model with images; for others `CallLimits.text_bytes` is."""
 
 PING_S, WRITE_S = 10.0, 60.0
 """Seconds between signs of life of a streamed reply, and until a client must have taken what was written."""
@@ -103,12 +104,14 @@ class RecordingEndpoint:
             handler_cancellation=True,
         )
         self.origin = await self._listening.__aenter__()
+        self._thread = OneThread("long-requests")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for address in self._rollouts.values():
             address.conversations.end()
         await self._listening.__aexit__(None, None, None)
+        self._thread.close()
 
     @contextmanager
     def open(self, conversations: Conversations) -> Iterator[RolloutAddress]:
@@ -116,6 +119,7 @@ class RecordingEndpoint:
         name = secrets.token_hex(8)
         address = RolloutAddress(f"{self.origin}/rollouts/{name}", secrets.token_urlsafe(32), conversations)
         self._rollouts[name] = address
+        conversations.thread = self._thread
         try:
             yield address
         finally:
@@ -137,11 +141,9 @@ class RecordingEndpoint:
                 raise Refusal(404, f"There is nothing at {printable(request.method)} /{printable(rest[:200])}.")
             if request.method != "POST":
                 raise Refusal(405, f"/{rest} takes POST.")
-            images = "images" in address.conversations.features
-            body = await _body(request, MAX_BODY_BYTES if images else min(MAX_TEXT_BYTES, MAX_BODY_BYTES))
-            asked = dialect.read(body, address.conversations.features)
+            asked = await _read(request, dialect, address.conversations)
             if rest == _COUNT_PATH:
-                return _json({"input_tokens": address.conversations.prompt_tokens(asked)})
+                return _json({"input_tokens": await address.conversations.prompt_tokens(asked)})
             reply_id = f"{name}{next(self._numbers):06x}"
             return await _Call(request, dialect, asked, address.conversations, reply_id).answer()
         except Refusal as refusal:
@@ -264,8 +266,10 @@ def _written(writer: ReplyStream, delta: JSON) -> bytes:
     return reasoning + (writer.text(delta.content) if delta.content else b"")
 
 
-async def _body(request: web.Request, most_bytes: int) -> dict[str, JSON]:
-    """The body as a JSON object, within its bounds. Raises `Refusal`."""
+async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
+    """The request, within its bounds. Raises `Refusal`."""
+    features = conversations.features
+    most_bytes = MAX_BODY_BYTES if "images" in features else min(conversations.limits.text_bytes, MAX_BODY_BYTES)
     try:
         async with asyncio.timeout(BODY_S):
             raw = await request.clone(client_max_size=most_bytes).read()
@@ -273,6 +277,17 @@ async def _body(request: web.Request, most_bytes: int) -> dict[str, JSON]:
         raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
     except web.HTTPRequestEntityTooLarge:
         raise Refusal(413, f"The body is longer than {most_bytes} bytes.") from None
+
+    def read() -> ModelRequest:
+        return dialect.read(_body(raw), features)
+
+    asked = await conversations.in_thread(read) if len(raw) >= LONG_BYTES else read()
+    asked.size = len(raw)
+    return asked
+
+
+def _body(raw: bytes) -> dict[str, JSON]:
+    """The body as a JSON object. Raises `Refusal`."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -18,6 +18,9 @@ from palaestra.inference.engine import ChatCompletion, ToolCallMessage
 MOST_CHOICES = 16
 """The most replies to one request (`n`)."""
 
+MOST_ITEMS = 20_000
+"""The most messages, parts or tools of a request. Reading each of a million takes seconds."""
+
 
 class Refusal(Exception):
     """A request that is answered with an error. `status` is HTTP's, `param` the field, `code` OpenAI's short name."""
@@ -37,6 +40,8 @@ class ModelRequest:
     tools: list[dict[str, JSON]] = field(default_factory=list)
     settings: dict[str, JSON] = field(default_factory=dict)
     n: int = 1
+    size: int = 0
+    """The bytes of its body, and of the conversation that `continues` names."""
     stream: bool = False
     stream_usage: bool = True
     prompt: str | None = None
@@ -184,6 +189,8 @@ def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
     """A list of objects. Raises `Refusal` for anything else."""
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise invalid(param, f"{param} must be a list of objects")
+    if len(value) > MOST_ITEMS:
+        raise invalid(param, f"{param} has {len(value)} items, and {MOST_ITEMS} is the most")
     return value
 
 

@@ -49,7 +49,9 @@ _BRACKETED = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 
 _STAND_IN = "."
 _MAX_HEAD = 4
-_KEPT_OPENINGS = 32
+_KEPT_OPENINGS, _LONGEST_KEPT = 32, 1 << 20
+"""How many openings are kept for the other rollouts of a group, and their longest text."""
+
 _NEVER = -1
 
 _KEPT_RENDERERS = 64
@@ -132,6 +134,8 @@ class TurnRenderer:
         ids = self._opened.get(text)
         if ids is None:  # the rollouts of a group begin alike
             ids = self._encoded(text)
+            if len(text) > _LONGEST_KEPT:
+                return Opening(ids, step_kinds(messages))
             self._opened = {**dict(list(self._opened.items())[-_KEPT_OPENINGS:]), text: ids}
         return Opening(ids, step_kinds(messages))
 

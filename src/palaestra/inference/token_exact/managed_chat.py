@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError
@@ -48,6 +48,9 @@ V = TypeVar("V")
 HistoryMode: TypeAlias = Literal["template", "append"]
 """If the template rewrites history (strips thinking, say): `template` begins a new segment, as a server that renders
 every turn from scratch would; `append` keeps appending to the sampled tokens, which gives one row."""
+
+InThread: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Calls a function in a thread and returns its result: for a request that would stop the event loop for seconds."""
 
 _NOT_SAMPLING = frozenset({"tool_choice", "parallel_tool_calls", "chat_template_kwargs", "stream", "model"})
 """Settings without a meaning for an engine that continues token ids."""
@@ -92,6 +95,10 @@ class _Thread:
     def begins_with(self, messages: Sequence[Message]) -> bool:
         """Whether this conversation was once at `messages`."""
         return len(messages) <= len(self.seen) and self.seen[: len(messages)] == list(messages)
+
+
+async def _directly(function: Callable[[], Any]) -> Any:
+    return function()
 
 
 def _copied(value: V) -> V:
@@ -201,9 +208,10 @@ class ManagedChat(ChatServer):
         prompt: str,
         extra_body: Mapping[str, JSON] | None = None,
         opens: SegmentReason | None = None,
+        in_thread: InThread | None = None,
         **sampling: JSON,
     ) -> TextCompletion:
-        """One continuation of a text, which is in the ledger too. Raises `EngineError`."""
+        """One continuation of a text, which is in the ledger too. `in_thread` encodes it. Raises `EngineError`."""
         if self._text is None:
             from palaestra.inference.token_exact.managed_text import ManagedText  # here, because few rollouts need it
 
@@ -217,7 +225,7 @@ class ManagedChat(ChatServer):
         settings["stop_token_ids"] = list(
             dict.fromkeys([*(settings.get("stop_token_ids") or ()), *self._text.stop_ids])
         )
-        return await self._text.complete(prompt, settings, reason)
+        return await self._text.complete(prompt, settings, reason, in_thread or _directly)
 
     def child(self, number: int = 0, *, reason: SegmentReason | str = SegmentReason.SUBAGENT) -> ManagedChat:
         """A server for another conversation of the rollout, with the same ledger, which is stored in the order of
@@ -239,16 +247,22 @@ class ManagedChat(ChatServer):
         n: int = 1,
         extra_body: Mapping[str, JSON] | None = None,
         opens: SegmentReason | None = None,
+        in_thread: InThread | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
         """`n` replies to a conversation; those after the first are segments of their own. `chat_template_kwargs` go to
         the template, all other settings to the engine. `opens` is the reason to record if the messages neither continue
         nor repeat a known conversation. `on_delta` gets each reply in pieces as it comes, or all of it if the engine
-        does not stream. Raises `EngineError`, and `ConfigError` if the template refuses."""
+        does not stream. `in_thread` renders and encodes. Raises `EngineError`, and `ConfigError` if the template
+        refuses."""
         if n < 1:
             raise ConfigError(f"n is {n}; a request asks for at least one reply.")
         settings = {**sampling, **(extra_body or {})}
-        renderer = self._format.renderer(tools or (), settings.get("chat_template_kwargs"))
+        variables = settings.get("chat_template_kwargs")
+        if in_thread is None:
+            renderer = self._format.renderer(tools or (), variables)
+        else:
+            renderer = await in_thread(partial(self._format.renderer, tools or (), variables))
         settings = {key: value for key, value in settings.items() if key not in _NOT_SAMPLING}
         limit = settings.pop("max_completion_tokens", None)  # OpenAI's newer name; engines know one
         for key, value in (("temperature", temperature), ("max_tokens", max_tokens), ("max_tokens", limit)):
@@ -256,7 +270,7 @@ class ManagedChat(ChatServer):
                 settings.setdefault(key, value)
         stops = settings.get("stop_token_ids") or ()
         settings["stop_token_ids"] = list(dict.fromkeys([*stops, *renderer.stop_ids]))
-        replies = await self._replies(renderer, messages, settings, n, opens)
+        replies = await self._replies(renderer, messages, settings, n, opens, in_thread)
         sampled = sum(reply.sampled_tokens for reply in replies)
         return ChatCompletion(
             id=f"{self._name}/{len(self.ledger.turns)}",
@@ -288,12 +302,15 @@ class ManagedChat(ChatServer):
         settings: Mapping[str, JSON],
         n: int,
         opens: SegmentReason | None,
+        in_thread: InThread | None,
     ) -> list[_Reply]:
         if n == 1:
-            return [await self._reply(renderer, messages, settings, opens)]
+            return [await self._reply(renderer, messages, settings, opens, in_thread)]
         try:
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._reply(renderer, messages, settings, opens)) for _ in range(n)]
+                asked = [
+                    group.create_task(self._reply(renderer, messages, settings, opens, in_thread)) for _ in range(n)
+                ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in asked]
@@ -304,13 +321,19 @@ class ManagedChat(ChatServer):
         messages: Sequence[Message],
         settings: Mapping[str, JSON],
         opens: SegmentReason | None,
+        in_thread: InThread | None,
     ) -> _Reply:
         """Plan, sample, and only then record: a failed request leaves nothing."""
         messages = plain_messages(messages)  # a list of its own: the caller's may grow while the engine samples
-        plan = self._plan(renderer, messages)
-        settings, shown = self._shown(plan, renderer, settings)
-        plan.thread.busy = True
+        thread = None if self._declared is not None else self._continued(renderer, messages)
+        thread = thread or _Thread(renderer)
+        thread.busy = True
         try:
+            if in_thread is None:
+                plan = self._plan(renderer, messages, thread, self._declared)
+            else:
+                plan = await in_thread(partial(self._plan, renderer, messages, thread, self._declared))
+            settings, shown = self._shown(plan, renderer, settings)
             prompt = self.ledger.prompt(None if plan.begins else plan.thread.segment, plan.delta)
             prompt_tokens = len(prompt)
             pieces = self.recorded(prompt.checksum) if self.recorded is not None else None
@@ -320,7 +343,7 @@ class ManagedChat(ChatServer):
                 pieces = await sample(self._engine, prompt, settings, vocabulary, self._clock)
             reply = self._record(plan, renderer, messages, pieces, prompt_tokens, opens)
         finally:
-            plan.thread.busy = False
+            thread.busy = False
         if shown is not None:
             shown.finish(reply.message)
         return reply
@@ -341,11 +364,14 @@ class ManagedChat(ChatServer):
             rest["on_ids"] = shown.add
         return rest, shown
 
-    def _plan(self, renderer: TurnRenderer, messages: Sequence[Message]) -> _Plan:
-        thread = self._continued(renderer, messages)
-        if thread is None or self._declared is not None:
+    def _plan(
+        self, renderer: TurnRenderer, messages: Sequence[Message], thread: _Thread, declared: SegmentReason | None
+    ) -> _Plan:
+        """The place of the turn in `thread`, which nobody else uses meanwhile. Changes nothing here, and may be called
+        in any thread."""
+        if thread.segment < 0:
             opening = renderer.opening(messages)
-            return _Plan(_Thread(renderer), opening.ids, opening.kinds, True, self._declared)
+            return _Plan(thread, opening.ids, opening.kinds, True, declared)
         history, new = History(thread.shown, thread.reply, thread.kinds), messages[len(thread.seen) + 1 :]
         step = renderer.step(history, new, self.ledger.last_token(thread.segment))
         if not step.rewrites or (self._history == "append" and step.ids):

@@ -7,8 +7,9 @@ A text that ended with a stop token cannot be continued: the token is in the led
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 
 from palaestra.core.clock import Clock
 from palaestra.core.types import JSON
@@ -47,14 +48,22 @@ class ManagedText:
         self._segments, self._branch, self.stop_ids = segments, branch, stop_ids
         self._texts: list[_Text] = []
 
-    async def complete(self, prompt: str, settings: Mapping[str, JSON], opens: SegmentReason) -> TextCompletion:
-        """One continuation. `opens` is the reason of a segment that begins. Raises `EngineError`."""
+    async def complete(
+        self,
+        prompt: str,
+        settings: Mapping[str, JSON],
+        opens: SegmentReason,
+        in_thread: Callable[[Callable[[], Sequence[int]]], Awaitable[Sequence[int]]],
+    ) -> TextCompletion:
+        """One continuation. `opens` is the reason of a segment that begins; `in_thread` encodes the text. Raises
+        `EngineError`."""
         known = self._continued(prompt)
         fresh = prompt if known is None else prompt[len(known.text) :]
-        delta = array("i", self._tokenizer.encode(fresh, add_special_tokens=known is None))
+        encode = partial(self._tokenizer.encode, fresh, add_special_tokens=known is None)
         if known is not None:
             known.busy = True
         try:
+            delta = array("i", await in_thread(encode))
             sent = self._ledger.prompt(None if known is None else known.segment, delta)
             prompt_tokens = len(sent)
             vocabulary = len(self._tokenizer) if isinstance(self._tokenizer, Sized) else None
