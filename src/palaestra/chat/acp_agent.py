@@ -265,18 +265,19 @@ class ChatAgent:
         changes = await folder.changes(slot)
         if not changes:
             return
-        if mode == "ask":
+        offered = [change for change in changes if not change.problem]
+        if mode == "ask" and offered:
             content: list[Any] = [
                 acp.tool_diff_content(
                     str(folder.root / change.path),
                     (change.after or b"").decode(errors="replace"),
                     None if change.before is None else change.before.decode(errors="replace"),
                 )
-                for change in changes
+                for change in offered
             ]
             self._calls += 1
             call = schema.ToolCallUpdate(
-                tool_call_id=f"{self._calls}-write", title=f"Write {plural(len(changes), 'file')} to {folder.root}",
+                tool_call_id=f"{self._calls}-write", title=f"Write {plural(len(offered), 'file')} to {folder.root}",
                 kind="edit", status="pending", content=content,
             )  # fmt: skip
             options = [
@@ -286,7 +287,7 @@ class ChatAgent:
             if await self._ask(conversation.id, call, options) != "yes":
                 return
         for change in folder.apply(changes):
-            self._tell(conversation.id, f"Not written, because it changed meanwhile: {change.path}")
+            self._tell(conversation.id, f"{change.path} is not written: {change.problem}")
 
     async def _ask(
         self, session_id: str, call: schema.ToolCallUpdate, options: list[schema.PermissionOption]

@@ -10,7 +10,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import click
@@ -21,7 +21,7 @@ from palaestra.chat.conversation import Conversation, People
 from palaestra.chat.events import INTERRUPTED, NATURAL, Event, Notice, TextDelta, ToolBegun, TurnEnded, encode_event
 from palaestra.chat.service import ChatService
 from palaestra.chat.store import ConversationStore
-from palaestra.chat.workdir import WorkFolder
+from palaestra.chat.workdir import FolderChange, WorkFolder
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, FAILED
 from palaestra.core.exits import INTERRUPTED as EXIT_INTERRUPTED
@@ -107,15 +107,20 @@ async def _write_back(
     changes = [] if slot is None else await folder.changes(slot)
     if not changes:
         return
-    names = ", ".join(f"{change.kind} {change.path}" for change in changes[:20])
     if mode != "yes":
-        write(Notice(text=f"Not written back ({names}); allow it with --write yes", kind="workdir"))
+        write(Notice(text=f"Not written back ({_names(changes)}); allow it with --write yes", kind="workdir"))
         return
     left = folder.apply(changes)
-    write(Notice(text=f"Written to {folder.root}: {names}", kind="workdir"))
-    if left:
-        paths = ", ".join(change.path for change in left)
-        write(Notice(text=f"Left out, because they changed here meanwhile: {paths}", kind="workdir"))
+    paths = {change.path for change in left}
+    if written := [change for change in changes if change.path not in paths]:
+        write(Notice(text=f"Written to {folder.root}: {_names(written)}", kind="workdir"))
+    for change in left:
+        write(Notice(text=f"Left out {change.path}: {change.problem}", kind="workdir"))
+
+
+def _names(changes: Sequence[FolderChange]) -> str:
+    more = f" and {len(changes) - 20} more" if len(changes) > 20 else ""
+    return ", ".join(f"{change.kind} {change.path}" for change in changes[:20]) + more
 
 
 def _exit_code(conversation: Conversation, ended: TurnEnded) -> int:

@@ -106,6 +106,7 @@ class ChatTerminal:
         self._store: ConversationStore
         self._service: ChatService
         self._folder: WorkFolder | None = None
+        self._left_out: set[tuple[str, str]] = set()
         self._talk: Conversation | None = None
 
     async def run(self) -> int:
@@ -290,9 +291,12 @@ class ChatTerminal:
 
     async def _offer_changes(self) -> None:
         changes = await self._changes()
+        mode = self._options.config.write
+        if mode != "no":
+            self._report_left([change for change in changes if change.problem])
+        changes = [change for change in changes if not change.problem]
         if not changes or self._folder is None:
             return
-        mode = self._options.config.write
         names = ", ".join(f"{change.kind} {change.path}" for change in changes[:10])
         more = f" and {len(changes) - 10} more" if len(changes) > 10 else ""
         if mode == "no":
@@ -314,8 +318,15 @@ class ChatTerminal:
         assert self._folder is not None
         left = self._folder.apply(changes)
         self._screen.line(f"{GREEN}wrote {plural(len(changes) - len(left), 'file')} to {self._folder.root}{PLAIN}")
-        for change in left:
-            self._screen.line(f"{YELLOW}left out {_clean(change.path)}: it changed here meanwhile{PLAIN}")
+        self._left_out.clear()
+        self._report_left(left)
+
+    def _report_left(self, changes: Sequence[FolderChange]) -> None:
+        """Name what is not written back, each file once."""
+        for change in changes:
+            if (change.path, change.problem) not in self._left_out:
+                self._left_out.add((change.path, change.problem))
+                self._screen.line(f"{YELLOW}left out {_clean(change.path)}: {_clean(change.problem)}{PLAIN}")
 
     # People
 

@@ -2,45 +2,56 @@
 
 The agent works on a copy, on every backend, so nothing it does reaches the folder before `apply`. Invariants: a file
 that has changed on this machine since it was copied is never overwritten; nothing is written outside the folder, also
-through symlinks; a file is replaced whole.
+through symlinks; a file is replaced whole; no file is written that makes git run commands (`makes_git_run`); at most
+`MAX_FILES` files with `MAX_BYTES` are written back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import hashlib
 import io
 import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
-"""The largest folder that is copied."""
+"""The largest folder that is copied, and the most that the sandbox's changes may add up to."""
+
+CHANGED_HERE = "it changed here meanwhile"
+MAKES_GIT_RUN = "git could run commands from it on this machine"
 
 _LIST_BYTES = 16 << 20
 _ARCHIVE = "/tmp/palaestra-folder.tar"  # noqa: S108 - a path in the slot, which nobody else shares
+_GIT_DATA = frozenset({
+    "HEAD", "ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "MERGE_MSG", "MERGE_MODE", "CHERRY_PICK_HEAD", "REVERT_HEAD",
+    "COMMIT_EDITMSG", "AUTO_MERGE", "index", "packed-refs", "shallow", "objects", "refs", "logs",
+})  # fmt: skip
+"""What commits, branches and merges write in a `.git` folder. Git runs none of it."""
+
 _LIST = r"find . -type f ! -path './.palaestra-*' -printf '%P\t%s\t%T@\0'"
 
 
 @dataclass(frozen=True, slots=True)
 class FolderChange:
     """One file that differs in the sandbox. `kind` is new, changed or deleted; `before` is the file on this machine,
-    `after` that of the sandbox. `conflict`: the file on this machine is no longer the one that was copied."""
+    `after` that of the sandbox. `problem` is why it is not written back, or empty."""
 
     path: str
     kind: str
     before: bytes | None
     after: bytes | None
     mode: int = 0o644
-    conflict: bool = False
+    problem: str = ""
 
     def diff(self) -> str:
         """The change as a unified diff; one line for a file that is not text."""
@@ -77,55 +88,82 @@ class WorkFolder:
         self._listed = await self._list(slot)
 
     async def changes(self, slot: Slot) -> list[FolderChange]:
-        """The files of the sandbox that differ from the folder, by path."""
+        """The files of the sandbox that differ from the folder, by path. Raises `SandboxError` if they are more than
+        may be written back."""
         now = await self._list(slot)
+        paths = [path for path in sorted(set(now) | set(self._listed)) if now.get(path) != self._listed.get(path)]
+        room = MAX_BYTES
+        if len(paths) > MAX_FILES:
+            raise self._too_much(f"{len(paths)} files")
+        repositories = bare_repositories(set(now) | set(self._copied))
         found = []
-        for path in sorted(set(now) | set(self._listed)):
-            if now.get(path) == self._listed.get(path):
-                continue
+        for path in paths:
             before = self._read(path)
-            conflict = _digest(before) != self._copied.get(path, "")
+            problem = CHANGED_HERE if _digest(before) != self._copied.get(path, "") else ""
+            if makes_git_run(path, repositories) or makes_git_run(self._real(path), repositories):
+                problem = MAKES_GIT_RUN
             if path not in now:
                 if before is not None:
-                    found.append(FolderChange(path, "deleted", before, None, conflict=conflict))
+                    found.append(FolderChange(path, "deleted", before, None, problem=problem))
                 continue
             try:
-                after = await slot.read_bytes(f"{WORKSPACE}/{path}")
+                after = await slot.read_bytes(f"{WORKSPACE}/{path}", max_bytes=room)
             except FileNotFoundError:  # removed meanwhile, or a name that is not UTF-8
                 continue
+            except OSError as error:
+                if error.errno == errno.EFBIG:
+                    raise self._too_much(f"more than {MAX_BYTES >> 20} MB") from None
+                raise
             if after != before:
+                room -= len(after)
                 info = await slot.stat(f"{WORKSPACE}/{path}")
                 mode = (info.mode if info is not None else 0o644) & 0o777
                 kind = "new" if before is None else "changed"
-                found.append(FolderChange(path, kind, before, after, mode, conflict))
+                found.append(FolderChange(path, kind, before, after, mode, problem))
         return found
 
+    def _too_much(self, what: str) -> SandboxError:
+        return SandboxError(
+            f"the agent changed {what} of {self.root}; at most {MAX_FILES} files with {MAX_BYTES >> 20} MB are written "
+            "back, and nothing was written. Have the agent delete what you do not need, or put it into an archive"
+        )
+
     def apply(self, changes: Sequence[FolderChange]) -> list[FolderChange]:
-        """Write changes to the folder; returns those that were left out because of an unsafe path or a conflict, also
-        with a file that was changed here since `changes` read it: a person may have thought for long."""
+        """Write changes to the folder; returns those that were left out, each with its `problem`: also a file that was
+        changed here since `changes` read it, because a person may have thought for long."""
         left = []
         for change in changes:
-            target = self.root / change.path
-            if change.conflict or not self._inside(target) or self._read(change.path) != change.before:
-                left.append(change)
-                continue
-            if change.after is None:
-                with contextlib.suppress(FileNotFoundError):
-                    target.unlink()
-                self._copied.pop(change.path, None)
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=".palaestra-", dir=target.parent)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(change.after)
-                    os.fchmod(file.fileno(), change.mode)
-                os.replace(name, target)
-            except BaseException:
-                os.unlink(name)
-                raise
-            self._copied[change.path] = _digest(change.after)
+            target, problem = self.root / change.path, change.problem
+            if not problem and not self._inside(target):
+                problem = "its folder is a link out of the folder, or it is a folder here"
+            elif not problem and self._read(change.path) != change.before:
+                problem = CHANGED_HERE
+            if not problem:
+                try:
+                    self._write(target, change)
+                except OSError as error:
+                    problem = f"it cannot be written: {error.strerror or error}"
+            if problem:
+                left.append(replace(change, problem=problem))
         return left
+
+    def _write(self, target: Path, change: FolderChange) -> None:
+        if change.after is None:
+            with contextlib.suppress(FileNotFoundError):
+                target.unlink()
+            self._copied.pop(change.path, None)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".palaestra-", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(change.after)
+                os.fchmod(file.fileno(), change.mode)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+        self._copied[change.path] = _digest(change.after)
 
     async def accept(self, slot: Slot) -> None:
         """Take the sandbox's present files as known: what was not applied is not offered again."""
@@ -183,9 +221,41 @@ class WorkFolder:
         except OSError:
             return None
 
+    def _real(self, path: str) -> str:
+        """The path with the links on its way followed, as far as they stay in the folder."""
+        target = self.root / path
+        parent = target.parent.resolve()
+        return (parent.relative_to(self.root) / target.name).as_posix() if parent.is_relative_to(self.root) else path
+
     def _inside(self, target: Path) -> bool:
         """Whether the directory of a path is in the folder, whatever symlinks are on the way."""
         return target.parent.resolve().is_relative_to(self.root) and not target.is_dir()
+
+
+def makes_git_run(path: str, repositories: Collection[str] = ()) -> bool:
+    """Whether a file at this path can make git run commands on this machine: a hook, a configuration (aliases, filters,
+    `core.fsmonitor`), the todo list of a rebase, or a `.git` file that names another repository. In a `.git` folder
+    only what commits write (`_GIT_DATA`) cannot; in the bare `repositories`, hooks and configuration can.
+
+    Source: https://git-scm.com/docs/gitrepository-layout
+    """
+    parts = PurePosixPath(path).parts
+    for place, part in enumerate(parts):
+        if part.lower() == ".git":
+            return len(parts) == place + 1 or parts[place + 1] not in _GIT_DATA
+        if "/".join(parts[:place]) in repositories and part in ("config", "config.worktree", "hooks"):
+            return True
+    return False
+
+
+def bare_repositories(paths: Collection[str]) -> set[str]:
+    """The folders among these files that git takes for a repository though they are not named `.git`."""
+    heads = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "HEAD"}
+    inner = {folder for path in paths for folder in PurePosixPath(path).parents}
+    return {
+        folder for folder in heads
+        if all(PurePosixPath(folder, name) in inner for name in ("objects", "refs"))
+    }  # fmt: skip
 
 
 def _digest(data: bytes | None) -> str:

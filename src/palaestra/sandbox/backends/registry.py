@@ -132,7 +132,6 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
 
 
 def _load(name: str, config: JSON) -> Backend:
-    from importlib.metadata import EntryPoint  # here, because it is slow and most command lines only name a backend
 
     if name in BUILTIN:
         entry = EntryPoint(name, BUILTIN[name], GROUP)
