@@ -189,6 +189,15 @@ class Mailbox:
 
         return await self.do(work, synced=True)
 
+    async def answered(self, message: Incoming) -> tuple[bool, str] | None:
+        """Whether a message that was taken before is answered, and the conversation of its turn (empty without one).
+        None for a new message."""
+        address = message.address
+        query = "select done, conversation from incoming where platform = ? and chat_id = ? and message_id = ?"
+        identity = (address.platform, _place(address), message.message_id)
+        row = await self.do(lambda connection: connection.execute(query, identity).fetchone())
+        return None if row is None else (bool(row[0]), str(row[1]))
+
     async def waiting(self) -> list[tuple[int, str]]:
         """Row and session key of every message that is not answered, oldest first."""
         return await self.do(

@@ -186,6 +186,8 @@ class Gateway:
         if not await self._is_allowed(message):
             await self._turn_away(message, key, now)
             return
+        if self.platforms[message.address.platform].limits.requests and await self._is_repeated(message):
+            return
         session = self._session(key, message.address)
         if refusal := self._unusable(message):
             await self._answer_now(message, key, refusal)
@@ -220,6 +222,16 @@ class Gateway:
         elif receipt.decision == "full":
             text = f"{self.config.max_queued} messages wait here already; this one was not taken."
             await self._answer_now(message, key, f"{text} Send it again later, or /stop the turn that runs.")
+
+    async def _is_repeated(self, message: Incoming) -> bool:
+        """Whether a request was taken before. One that is answered gets its answer again; another one waits for it."""
+        taken = await self.mailbox.answered(message)
+        if taken is None or not taken[0]:
+            return taken is not None
+        turn = self.chat.store.turn_of(taken[1], message.message_id) if taken[1] else None
+        answer = "" if turn is None else turn.answer
+        await self._say(message, answer or "(This message was answered before; its answer is not kept.)")
+        return True
 
     async def _is_allowed(self, message: Incoming) -> bool:
         if message.trusted:

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from gateway.conftest import OPEN, a_gateway, until
+from gateway.echo_model import EchoModel
 from palaestra.chat.service import ChatSettings
 from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.platforms.openai_api import SESSION, OpenAIServer
@@ -150,6 +151,61 @@ def test_a_program_that_disconnects_leaves_the_session_usable(tmp_path):
             await until(lambda: len(scene.model.requests) == 1)
             reply = await program.chat.completions.create(model="m", messages=said("next"), extra_headers=headers)
             assert reply.choices[0].message.content == "echo 2: next"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("headers", [{SESSION: "s"}, {}])
+def test_a_request_that_comes_again_gets_the_answer_of_the_first(tmp_path, headers):
+    async def main():
+        model = EchoModel()
+        for _ in range(2):  # also after a restart
+            platform = server()
+            async with a_gateway(tmp_path, others=[platform], model=model), client(platform) as program:
+                for stream in (False, True):
+                    reply = await program.chat.completions.create(
+                        model="m", messages=said("hi"), stream=stream, timeout=10,
+                        extra_headers={**headers, "Idempotency-Key": "k1"},
+                    )  # fmt: skip
+                    if stream:
+                        answer = "".join([chunk.choices[0].delta.content or "" async for chunk in reply])
+                    else:
+                        answer = reply.choices[0].message.content
+                    assert answer == "echo 1: hi"
+        assert len(model.requests) == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_that_comes_again_while_its_turn_runs_waits_for_the_answer(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]) as scene, client(platform) as program:
+            headers = {SESSION: "s", "Idempotency-Key": "k1"}
+            stream = await program.chat.completions.create(
+                model="m", messages=said("slowly a b c d e f"), stream=True, extra_headers=headers
+            )
+            await stream.close()
+            await until(lambda: not platform._waiting)
+            reply = await program.chat.completions.create(
+                model="m", messages=said("slowly a b c d e f"), extra_headers=headers, timeout=10
+            )
+            assert reply.choices[0].message.content.strip() == "a b c d e f"
+            assert len(scene.model.requests) == 1
+
+    asyncio.run(main())
+
+
+def test_a_command_that_comes_again_is_not_run_again(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
+            for expected in ("Nothing runs", "answered before"):
+                reply = await program.chat.completions.create(
+                    model="m", messages=said("/stop"), timeout=10,
+                    extra_headers={SESSION: "s", "Idempotency-Key": "k1"},
+                )  # fmt: skip
+                assert expected in reply.choices[0].message.content
 
     asyncio.run(main())
 

@@ -5,6 +5,9 @@ the header `X-Session-Id`; without one, by the messages before it, which this se
 earlier messages, a system prompt for example, are given to the agent as a transcript at the beginning of a new session.
 The reply has the session's id in the same header.
 
+A request with an `Idempotency-Key` that was sent before gets the answer of the first one, and starts no turn. Without
+`X-Session-Id`, the key of a first message also names its session.
+
 `stream: true` sends the answer as it comes (server-sent events), other requests get it whole. Tools are the gateway's;
 `tools`, `temperature` and other settings of a request have no effect. A person whose program disconnects keeps the
 session: the turn continues, and its answer is part of the conversation.
@@ -45,11 +48,13 @@ _KEEP_ALIVE_S = 15.0
 
 @dataclass(slots=True)
 class _Request:
-    """A request that waits for its answer. `parts` are pieces as they come, then None."""
+    """A request that waits for its answer. `parts` are pieces as they come, then None. Once `answered`, it takes no
+    more."""
 
     parts: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
     texts: list[str] = field(default_factory=list)
     streamed: str = ""
+    answered: bool = False
 
 
 class OpenAIServer:
@@ -98,15 +103,16 @@ class OpenAIServer:
         session = request.headers.get(SESSION, "").strip()
         if not session:
             session = self._known.get(_digest(earlier), "") if earlier else ""
+        given_key = request.headers.get("Idempotency-Key", "").strip()
         if not session:
-            session = uuid.uuid4().hex
+            session = hashlib.sha256(given_key.encode()).hexdigest()[:32] if given_key else uuid.uuid4().hex
             if earlier:
                 before = "\n\n".join(f"{role}: {content}" for role, content in earlier)
                 text = f"[The conversation before this session:]\n{before}\n\n[The message to answer:]\n{said}"
         if self._deliver is None:
             return _error(503, "the gateway is stopping", "server_error")
         address = ChatAddress(self.name, session)
-        message_id = request.headers.get("Idempotency-Key") or uuid.uuid4().hex
+        message_id = given_key or uuid.uuid4().hex
         key = (session, message_id)
         if key in self._waiting:
             return _error(409, f"the request {message_id} is being answered", "conflict")
@@ -177,8 +183,9 @@ class OpenAIServer:
         notices. A question of the agent is shown in the request that runs."""
         if answers is not None:
             waiting = self._waiting.get((address.chat_id, answers.message_id))
-            if waiting is not None:
+            if waiting is not None and not waiting.answered:
                 waiting.texts.append(text)
+                waiting.answered = answers.last
                 if answers.last:
                     waiting.parts.put_nowait(None)
             return key
