@@ -236,6 +236,27 @@ def test_a_request_that_is_no_chat_is_refused(tmp_path, token, body, status):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("key", "path", "status", "kind", "code"),
+    [
+        ("wrong", "chat/completions", 401, "authentication_error", "invalid_api_key"),
+        ("secret", "embeddings", 404, "invalid_request_error", None),
+    ],
+)
+def test_errors_have_the_shape_of_the_api(tmp_path, key, path, status, kind, code):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]):
+            async with openai.AsyncOpenAI(base_url=platform.url, api_key=key, max_retries=0) as program:
+                with pytest.raises(openai.APIStatusError) as raised:
+                    await program.post(f"/{path}", cast_to=object, body={"messages": said("x")})
+            assert raised.value.status_code == status
+            assert (raised.value.type, raised.value.code) == (kind, code)
+            assert raised.value.body["message"]
+
+    asyncio.run(main())
+
+
 def test_an_allow_list_does_not_keep_out_who_has_the_token(tmp_path):
     async def main():
         platform = server()

@@ -60,9 +60,16 @@ def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | 
     return None
 
 
-def guard(token: str | None, open_paths: Collection[str] = (), *, key_header: str | None = None) -> Any:
+def guard(
+    token: str | None,
+    open_paths: Collection[str] = (),
+    *,
+    key_header: str | None = None,
+    error: Callable[[int, str], web.Response] | None = None,
+) -> Any:
     """The middleware that refuses callers by `refusal`, except on `open_paths`, and reads the bodies of the others.
-    `key_header` may have the token too, for clients that send it there."""
+    `key_header` may have the token too, for clients that send it there. `error` makes the response of a refusal, of its
+    status and reason, for protocols with a shape of their own."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -74,9 +81,14 @@ def guard(token: str | None, open_paths: Collection[str] = (), *, key_header: st
             if request.can_read_body:
                 await _read_body(request)
             return await handler(request)
-        challenge = {"WWW-Authenticate": "Bearer"} if refused[0] == 401 else {}
-        body = {"detail": refused[1], "error": "Refusal", "field": None}
-        return web.json_response(body, status=refused[0], headers=challenge)
+        status, reason = refused
+        if error is None:
+            response = web.json_response({"detail": reason, "error": "Refusal", "field": None}, status=status)
+        else:
+            response = error(status, reason)
+        if status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
     return check
 

@@ -34,7 +34,7 @@ import msgspec
 from aiohttp import web
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.http_server import guard, listening
+from palaestra.core.io.http_server import Handler, guard, listening
 from palaestra.core.types import JSON
 from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
@@ -77,7 +77,9 @@ class OpenAIServer:
     async def start(self, deliver: Deliver) -> None:
         """Raises `ConfigError` if the port is taken, or if there is no token beyond the loopback."""
         self._deliver = deliver
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(self._token)])
+        app = web.Application(
+            client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_refused)]
+        )
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         url = await self._open.enter_async_context(listening(app, self._host, self._port, token=self._token))
@@ -268,5 +270,20 @@ def _digest(history: list[tuple[str, str]]) -> str:
     return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
 
 
-def _error(status: int, message: str, kind: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": None}}, status=status)
+@web.middleware
+async def _as_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the errors of the HTTP server, such as an unknown path or a body that is too large, the API's shape."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _error(error.status, error.text or error.reason, "invalid_request_error")
+
+
+def _refused(status: int, reason: str) -> web.Response:
+    if status == 401:
+        return _error(status, reason, "authentication_error", "invalid_api_key")
+    return _error(status, reason, "permission_error")
+
+
+def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
