@@ -7,6 +7,7 @@ from palaestra.chat.service import ChatSettings
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Prices
 from palaestra.gateway.config import GatewayConfig
+from palaestra.gateway.mailbox import CODES_PER_MINUTE
 from palaestra.gateway.platform import Attachment, ChatAddress, PlatformLimits
 from palaestra.gateway.platforms.loopback import Loopback
 from palaestra.gateway.service import Gateway
@@ -167,6 +168,21 @@ def test_a_code_is_valid_for_an_hour_and_is_not_given_again_meanwhile(tmp_path):
             with pytest.raises(ConfigError):
                 await mailbox.pair(code, 1000.0 + 3601)
             assert await mailbox.pairing_code("loopback", "eve", "Eve", 1000.0 + 3601) not in (None, code)
+
+    asyncio.run(main())
+
+
+def test_forged_senders_keep_others_from_a_code_for_a_minute_only(tmp_path):
+    async def main():
+        clock = MovedClock()
+        async with a_gateway(tmp_path, only(), clock=clock) as scene:
+            for number in range(50):
+                await scene.platform.say("hello", chat_id=f"f{number}", user_id=f"f{number}")
+            await until(lambda: len(scene.platform.sent) == CODES_PER_MINUTE)
+            assert await scene.gateway.mailbox.pairing_code("other", "anna", "Anna", clock.wall()) is not None
+            clock.moved_s += 61
+            assert "gateway pair" in await scene.ask("hello", "anna")
+            assert len(scene.platform.sent) == CODES_PER_MINUTE + 1
 
     asyncio.run(main())
 

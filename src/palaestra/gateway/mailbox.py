@@ -31,7 +31,9 @@ KEPT_S = 30 * 86_400.0
 """How long the ids of answered messages are kept, so that one that comes again is recognised."""
 CODE_VALID_S = 3600.0
 _CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
-_MOST_CODES = 50
+CODES_PER_MINUTE = 20
+"""Codes that strangers of one platform get in a minute, at most. Senders can be forged, and each code is a message to
+somebody; but whoever forges them must keep others from a code for a minute only."""
 
 _TABLES = """
 create table incoming (
@@ -299,14 +301,15 @@ class Mailbox:
         return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).fetchone()))
 
     async def pairing_code(self, platform: str, user_id: str, name: str, now: float) -> str | None:
-        """A new code for a person, None if they got one that is valid still, or if too many people have one."""
+        """A new code for a person; None if they have one that is still valid, and if `CODES_PER_MINUTE` are used up."""
 
         def work(connection: sqlite3.Connection) -> str | None:
             connection.execute("delete from codes where made_at < ? or made_at > ?", (now - CODE_VALID_S, now))
-            count, own = connection.execute(
-                "select count(*), coalesce(sum(platform = ? and user_id = ?), 0) from codes", (platform, user_id)
+            recent, own = connection.execute(
+                "select coalesce(sum(made_at > ?), 0), coalesce(sum(user_id = ?), 0) from codes where platform = ?",
+                (now - 60, user_id, platform),
             ).fetchone()
-            if own or count >= _MOST_CODES:
+            if own or recent >= CODES_PER_MINUTE:
                 return None
             code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(8))
             connection.execute("insert into codes values (?, ?, ?, ?, ?)", (code, platform, user_id, name, now))
