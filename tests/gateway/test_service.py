@@ -1,4 +1,5 @@
 import asyncio
+import re
 
 import pytest
 
@@ -101,8 +102,9 @@ def test_a_dangerous_command_waits_for_the_approval_of_its_chat(tmp_path):
             question = await scene.ask(command)
             assert "rm -rf a" in question
             assert await scene.ask("/approve", "other") == "There is no command to approve in this chat."
-            assert await scene.ask("/approve often") == "Write /approve, /approve session, /approve always or /deny."
-            assert await scene.ask("/approve") == "Allowed."
+            for wrong in ("/approve", "/approve session", f"{approval(question)} often"):
+                assert "Nothing is approved" in await scene.ask(wrong)
+            assert await scene.ask(approval(question).upper().replace("APPROVE", "approve")) == "Allowed."
             assert "gone" in (await scene.platform.receive()).text
             await scene.ask(command)
             assert await scene.ask("/deny") == "Not allowed."
@@ -115,6 +117,30 @@ def test_a_dangerous_command_waits_for_the_approval_of_its_chat(tmp_path):
             await scene.ask(command)
             assert await scene.ask("/stop") == "Stopping."
             assert (await scene.platform.receive()).text == "Stopped."
+
+    asyncio.run(main())
+
+
+def approval(question: str) -> str:
+    """The command that allows what a question is about."""
+    found = re.search(r"/approve \w+", question)
+    assert found
+    return found[0]
+
+
+@pytest.mark.slots
+def test_a_late_approval_does_not_answer_the_next_question(tmp_path):
+    async def main():
+        async with a_gateway(tmp_path) as scene:
+            first = await scene.ask("run rm -rf first")
+            assert await scene.ask("/deny") == "Not allowed."
+            await scene.platform.receive()
+            second = await scene.ask("run rm -rf second && echo gone")
+            for late in (approval(first), "/approve", "/approve session"):
+                assert "Nothing is approved" in await scene.ask(late)
+            assert await scene.ask(f"{approval(second)} session") == "Allowed."
+            assert "gone" in (await scene.platform.receive()).text
+            assert "exit_code" in await scene.ask("run rm -rf third")
 
     asyncio.run(main())
 

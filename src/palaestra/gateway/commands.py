@@ -12,8 +12,8 @@ COMMANDS = {
     "retry": "answer the last message again",
     "undo": "forget the last message and its answer",
     "status": "show what runs here and what waits",
-    "approve": "allow the command that was asked about: /approve, /approve session or always for all of its kind",
-    "deny": "do not allow it",
+    "approve": "CODE [session, always]  allow the command of the question with that code, or all of its kind",
+    "deny": "do not allow the command that was asked about",
 }
 ALIASES = {"reset": "new", "start": "help"}
 AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny"})

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import secrets
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -51,13 +52,14 @@ STOP_PATIENCE_S = 10.0
 MOST_SHOWN = 2000
 """Characters of a command that a chat is shown before it is asked to approve it."""
 
+_CODE_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 
 
 @dataclass(slots=True)
 class _Session:
     """A session of this process. `used_at` is monotonic seconds, None before its first message here. `approval`
-    and `question` wait for a person."""
+    and `question` wait for a person; `approval_code` names the question that `approval` waits for."""
 
     key: str
     address: ChatAddress
@@ -68,6 +70,7 @@ class _Session:
     conversation: Conversation | None = None
     doing: str = ""
     approval: asyncio.Future[ApprovalAnswer] | None = None
+    approval_code: str = ""
     question: asyncio.Future[str] | None = None
 
 
@@ -551,12 +554,14 @@ class Gateway:
     # Questions to a person
 
     async def _ask_approval(self, session: _Session, request: ApprovalRequest) -> ApprovalAnswer:
-        """Ask the chat whether a command may run; no answer in time means no."""
+        """Ask the chat whether a command may run; no answer in time means no. The answer names the question by a code,
+        because one that comes late must not answer the next question."""
         shown, hidden = request.command[:MOST_SHOWN], len(request.command) - MOST_SHOWN
         more = f"({hidden} more characters of it are not shown.)\n" if hidden > 0 else ""
+        code = session.approval_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
         text = (
             f"May this command run? It {', '.join(request.dangers)}:\n```\n{shown}\n```\n{more}"
-            "/approve, /approve session, /approve always or /deny; without an answer in "
+            f"/approve {code}, /approve {code} session, /approve {code} always or /deny; without an answer in "
             f"{self.config.approval_timeout_s / 60:g} min it does not run."
         )
         session.approval = asyncio.get_running_loop().create_future()
@@ -621,10 +626,14 @@ def _approve(command: ChatCommand, session: _Session) -> str:
     """Answer the question whether a command may run."""
     if session.approval is None or session.approval.done():
         return "There is no command to approve in this chat."
+    code, _, kind = command.argument.lower().partition(" ")
     answers = {"": ApprovalAnswer.ONCE, **{each.value: each for each in ApprovalAnswer}}
-    answer = ApprovalAnswer.DENY if command.name == "deny" else answers.get(command.argument)
-    if answer is None:
-        return "Write /approve, /approve session, /approve always or /deny."
+    answer = answers.get(kind.strip())
+    if command.name == "deny":
+        code, answer = code or session.approval_code, ApprovalAnswer.DENY
+    if code != session.approval_code or answer is None:
+        code = session.approval_code
+        return f"Nothing is approved. Write /approve {code}, /approve {code} session, /approve {code} always or /deny."
     _settle(session.approval, answer)
     return "Not allowed." if answer is ApprovalAnswer.DENY else "Allowed."
 
