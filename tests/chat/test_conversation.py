@@ -12,12 +12,14 @@ from typing import Literal
 
 import msgspec
 import pytest
+from aiohttp import web
 
-from palaestra.chat.conversation import STOPPED, Conversation, People
+from palaestra.chat.conversation import COPIED_SANDBOX, NEW_SANDBOX, STOPPED, Conversation, People
 from palaestra.chat.events import Event, Notice, TextDelta, ToolBegun, ToolEnded, ToolOutput, TurnEnded
 from palaestra.chat.service import ChatService, ChatSettings
 from palaestra.chat.store import ConversationStore
 from palaestra.core.errors import ConfigError
+from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
@@ -211,6 +213,45 @@ def test_a_background_process_is_reported_to_the_person_and_the_model(tmp_path: 
         await said(conversation, "say ok")
         assert notice.source in server.asked[-1]["messages"][-1]["content"]
 
+    play(tmp_path, scene)
+
+
+def test_the_person_and_the_model_learn_what_became_of_the_sandbox(tmp_path: Path) -> None:
+    async def scene(chat: ChatService, server: EchoChatServer) -> None:
+        conversation = Conversation.begin(chat)
+        await said(conversation, f"call {terminal('echo 1 > a')}")
+        copy = await conversation.fork()
+        assert [(notice.kind, notice.text) for notice in copy.take_notices()] == [("sandbox", COPIED_SANDBOX)]
+        assert copy.take_notices() == []
+        await said(copy, f"call {terminal('cat a')}")
+        asked = server.asked[-2]["messages"][-1]["content"]
+        assert COPIED_SANDBOX in asked
+        assert NEW_SANDBOX not in asked
+        await conversation.close()
+        told: list[Notice] = []
+        again = Conversation.open(chat, conversation.id, People(notice=told.append))
+        events = await said(again, "say hello")
+        assert [notice.text for notice in told] == [NEW_SANDBOX]
+        assert [event.text for event in events if isinstance(event, Notice)] == [NEW_SANDBOX]
+        assert NEW_SANDBOX in server.asked[-1]["messages"][-1]["content"]
+
+    play(tmp_path, scene)
+
+
+def test_a_model_is_checked_against_the_list_of_the_server(tmp_path: Path) -> None:
+    async def scene(chat: ChatService, server: EchoChatServer) -> None:
+        conversation = Conversation.begin(chat)
+        with pytest.raises(ConfigError, match=r"list .ecko.; it lists echo"):
+            await conversation.use_model("ecko")
+        assert await conversation.use_model("echo")
+        app = web.Application()  # a server without a list
+        async with listening(app, "127.0.0.1", 0) as url, service(tmp_path / "b", server) as other:
+            other.server = APIServerConfig(base_url=f"{url}/v1", model_name="m", timeout=5)
+            unlisted = Conversation.begin(other)
+            assert not await unlisted.use_model("anything")
+            assert unlisted.model == "anything"
+
+    (tmp_path / "b").mkdir()
     play(tmp_path, scene)
 
 

@@ -375,8 +375,26 @@ def test_retry_and_undo_change_the_history(tmp_path):
             await scene.ask("one")
             assert await scene.ask("two") == "echo 2: two"
             assert await scene.ask("/retry") == "echo 2: two"
+            for command in ("/undo 3", "/retry it", "/new one", "/status all"):
+                assert "nothing was done" in await scene.ask(command)
+            assert "Nothing was stopped" in await scene.ask("/stop it")
             assert "taken back" in await scene.ask("/undo")
             assert await scene.ask("three") == "echo 2: three"
+
+    asyncio.run(main())
+
+
+@pytest.mark.slots
+def test_stop_processes_ends_the_background_processes_of_its_chat(tmp_path):
+    async def main():
+        async with a_gateway(tmp_path) as scene:
+            await scene.ask("start sleep 1000", "a")
+            await scene.ask("start sleep 1000", "b")
+            assert await scene.ask("/stop", "a") == "Nothing runs in this chat."
+            assert "running: sleep" in await scene.ask("/status", "a")
+            assert await scene.ask("/stop processes", "a") == "Ended 1 background process."
+            assert "ended" in (await scene.platform.receive("a")).text
+            assert "running: sleep" in await scene.ask("/status", "b")
 
     asyncio.run(main())
 

@@ -53,6 +53,7 @@ from palaestra.chat.events import (
 )
 from palaestra.chat.service import ChatService
 from palaestra.chat.store import ConversationRecord, Effect, StoredTurn
+from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, EngineError, InfraError, PalaestraError, SandboxError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.chat_server import ChatServer, SessionContext
@@ -81,6 +82,9 @@ NOT_BEGUN = "Not run: the program ended before this call began."
 STOPPED = "Interrupted by the user while it ran. It was stopped, and may have run in part."
 NOT_REACHED = "Not run: the user interrupted the turn before this call began."
 NEW_SANDBOX = "The sandbox is a new one: files and processes of the earlier one are gone, unless they were copied out."
+COPIED_SANDBOX = (
+    "The sandbox is a copy: it has the files as they are now, also after a fork from an earlier turn, and no processes."
+)
 
 _BEYOND = frozenset({"memory", "session_search"})
 _WITH_OUTPUT = frozenset({"terminal", "terminal_stateful", "execute_code"})
@@ -278,8 +282,17 @@ class Conversation:
             try:
                 other._snapshot = await self._service.pool.checkpoint(self._slot)
             except SandboxError:
-                other._notes.append(NEW_SANDBOX)
+                note = NEW_SANDBOX
+            else:
+                note = COPIED_SANDBOX
+            other._notes, other._notices = [note], [Notice(text=note, kind="sandbox")]
         return other
+
+    def take_notices(self) -> list[Notice]:
+        """What the person should know of the time before this conversation was opened. The next turn reports it if
+        nobody takes it."""
+        taken, self._notices = self._notices, []
+        return taken
 
     async def compact(self) -> str:
         """Replace the history by a summary that the model writes; returns it. Raises `EngineError`."""
@@ -309,10 +322,17 @@ class Conversation:
         """Ask another model server, or another model, from the next message on."""
         self._server, self._session = server, None
 
-    def use_model(self, model: str) -> None:
-        """Ask another model of the service's server, also when the conversation is resumed. Raises `ConfigError`."""
-        self.use_server(self._service.server_for(model))
+    async def use_model(self, model: str) -> bool:
+        """Ask another model of the service's server, also when the conversation is resumed. Returns whether the server
+        lists it: False if the server gives no list. Raises `ConfigError` for a model that is not in its list."""
+        server = self._service.server_for(model)
+        listed = await self._service.models()
+        if listed and model not in listed:
+            known = f"it lists {', '.join(listed[:20])}.{nearest(model, listed)}"
+            raise ConfigError(f"the model server does not list {model!r}; {known} The model is still {self.model}.")
+        self.use_server(server)
         self._change_settings(model=model)
+        return bool(listed)
 
     async def use_toolsets(self, toolsets: Sequence[str]) -> None:
         """Give the model other tools from the next message on. Raises `ConfigError` for an unknown toolset."""
@@ -394,10 +414,9 @@ class Conversation:
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._events, self._turn, self._interrupted, self.failure = events, turn, False, None
         self._loop, self._partial, self._early, self._calls = None, [], 0, {}
-        for notice in self._notices:
+        for notice in self.take_notices():
             self._notice(notice)
             events.put_nowait(notice)
-        self._notices = []
         started_s = time.monotonic()
         task = self._running = asyncio.create_task(self._act(turn), name=f"turn of {self.id}")
         task.add_done_callback(lambda _: events.put_nowait(None))
@@ -652,13 +671,15 @@ class Conversation:
 
     def _recovered(self) -> list[Notice]:
         """Close what a killed process left open; returns what the person should know."""
+        notices = []
         if self.record.settings.get("sandbox") and not self._service.lasting:
             self._notes.append(NEW_SANDBOX)
+            notices.append(Notice(text=NEW_SANDBOX, kind="sandbox"))
         turn = self._open_turn()
         if turn is None:
-            return []
+            return notices
         self.messages = self._store.history(self.id)
-        notices = self._answer_calls(turn, self.messages)
+        notices += self._answer_calls(turn, self.messages)
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "assistant" and not last.get("tool_calls"):  # the answer was complete
             self._store.end_turn(turn, answer=str(last.get("content") or ""), outcome=NATURAL)

@@ -26,10 +26,13 @@ from typing import Protocol, Self, TypeAlias
 
 from palaestra.agent.budget import Budget
 from palaestra.chat.store import ConversationStore
-from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.errors import ConfigError, EngineError, SandboxError
 from palaestra.core.types import JSON, Prices
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra.inference.engines.openai import OpenAIEngine
+from palaestra.inference.engines.token_engine import TokenServer
+from palaestra.inference.http.chat_completions import listed_models
 from palaestra.inference.server_group import Server, ServerGroup
 from palaestra.processes.notifications import Notifications
 from palaestra.processes.registry import ProcessRegistry
@@ -225,6 +228,19 @@ class ChatService:
         if not isinstance(self.server, APIServerConfig):
             raise ConfigError("the model can be changed only with one configured server")
         return self.server.model_copy(update={"model_name": model})
+
+    async def models(self) -> list[str]:
+        """The models that the service's server lists; none without a list, and if it does not answer."""
+        if not isinstance(self.server, APIServerConfig):
+            return []
+        try:
+            (engine,) = (await self.engine(self.server)).servers
+            if not isinstance(engine, OpenAIEngine | TokenServer):
+                return []
+            reply = await engine.transport.list_models(engine.base_url / "models")
+        except EngineError:
+            return []
+        return [model.id for model in listed_models(reply.body)] if reply.status == 200 else []
 
     def _report(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
         conversation = self.conversations.get(session.task_id)

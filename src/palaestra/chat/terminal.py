@@ -55,7 +55,7 @@ COMMANDS = {
     "/fork": "[TURN]  go on in a copy of this conversation, up to the turn",
     "/undo": "take the last message and its answer back",
     "/retry": "send the last message again",
-    "/stop": "end all background processes",
+    "/stop": "[processes]  stop the turn that runs (also Ctrl-C), or end all background processes",
     "/model": "[NAME]  show or change the model",
     "/tools": "list the tools",
     "/toolset": "[NAME …]  show or change the toolsets",
@@ -178,6 +178,7 @@ class ChatTerminal:
             self._screen.line(f"{BOLD}{_PROMPT}{_clean(message_text(turn.content))}{PLAIN}")
             if turn.answer:
                 self._screen.line(_clean(turn.answer))
+        self._show_notices(talk)
         if talk.unfinished:
             self._screen.line(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
             await self._show_turn(talk.resume())
@@ -257,12 +258,9 @@ class ChatTerminal:
     async def _handle(self, text: str) -> None:
         if text.startswith("/"):
             word, _, rest = text.strip().partition(" ")
-            if word in COMMANDS:
-                await getattr(self, f"_do_{word[1:]}")(rest.strip())
-                return
-            near = [name for name in COMMANDS if name.startswith(word)]
+            near = [word] if word in COMMANDS else [name for name in COMMANDS if name.startswith(word)]
             if len(near) == 1:
-                await getattr(self, f"_do_{near[0][1:]}")(rest.strip())
+                await self._do(near[0], rest.strip())
                 return
             if "/" not in word[1:]:
                 raise ConfigError(f"there is no command {word}; /help lists them")
@@ -271,6 +269,11 @@ class ChatTerminal:
         for path in missing_files(text):
             self._screen.line(f"{YELLOW}note: there is no file {_clean(str(path))}; its name is sent as text{PLAIN}")
         await self._show_turn(self._conversation.send(with_files(text)))
+
+    async def _do(self, name: str, rest: str) -> None:
+        if rest and COMMANDS[name][0] not in "[T" and not COMMANDS[name].startswith("WORDS"):
+            raise ConfigError(f"{name} takes nothing after it, and there is {rest!r}; nothing was done")
+        await getattr(self, f"_do_{name[1:]}")(rest)
 
     async def _show_turn(self, events: AsyncGenerator[Event, None]) -> None:
         """Show a turn as it happens, then offer the changes of the shared folder."""
@@ -332,6 +335,10 @@ class ChatTerminal:
 
     def _notice(self, notice: Notice) -> None:
         self._above(f"{YELLOW}note: {_clean(notice.text)}{PLAIN}")
+
+    def _show_notices(self, talk: Conversation) -> None:
+        for notice in talk.take_notices():
+            self._notice(notice)
 
     def _above(self, text: str) -> None:
         """Print above the prompt, or in the stream of a turn."""
@@ -420,6 +427,7 @@ class ChatTerminal:
         self._talk = other
         turns = len(other.turns())
         self._screen.line(f"{DIM}forked as {other.id}, with {turns} turn{'' if turns == 1 else 's'}{PLAIN}")
+        self._show_notices(other)
 
     async def _do_undo(self, rest: str) -> None:
         undone = await self._conversation.undo()
@@ -431,12 +439,17 @@ class ChatTerminal:
         await self._show_turn(self._conversation.retry())
 
     async def _do_stop(self, rest: str) -> None:
-        ended = await self._service.processes.kill_all(self._conversation.id)
+        talk = self._conversation
+        if rest != "processes":
+            running = sum(session.running for session in self._service.processes.sessions(talk.id))
+            more = f"; {running} background processes run, and /stop processes ends them" if running else ""
+            raise ConfigError(f"/stop {rest}: write /stop or /stop processes" if rest else f"no turn runs{more}")
+        ended = await self._service.processes.kill_all(talk.id)
         self._screen.line(f"ended {ended} background process{'' if ended == 1 else 'es'}")
 
     async def _do_model(self, rest: str) -> None:
-        if rest:
-            self._conversation.use_model(rest)
+        if rest and not await self._conversation.use_model(rest):
+            self._screen.line(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
         self._screen.line(_clean(self._conversation.model))
 
     async def _do_tools(self, rest: str) -> None:
@@ -466,6 +479,8 @@ class ChatTerminal:
             for change in changes:
                 self._screen.diff(change.diff())
             self._screen.line(f"{len(changes)} files differ from {self._folder.root if self._folder else 'no folder'}")
+        elif rest:
+            raise ConfigError(f"/sandbox {rest}: write /sandbox, /sandbox diff, /sandbox write or /sandbox new")
         elif talk.open_slot is None:
             self._screen.line("no sandbox yet: the first command makes one")
         else:
@@ -487,6 +502,8 @@ class ChatTerminal:
         elif action == "write":
             name, _, text = more.partition(" ")
             reply = await processes.submit_stdin(name, text, task_id=task)
+        elif more:
+            raise ConfigError(f"/background {rest}: write /background ID, write ID TEXT or kill ID")
         else:
             reply = await processes.read_log(action, task_id=task)
         self._screen.line(_clean(str(reply.get("output") or reply.get("error") or reply.get("status"))))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 COMMANDS = {
     "help": "show this list",
-    "stop": "interrupt the turn that runs in this chat",
+    "stop": "[processes]  stop the turn that runs in this chat, or end its background processes",
     "new": "begin a new session (also /reset)",
     "retry": "answer the last message again",
     "undo": "forget the last message and its answer",
@@ -18,6 +18,8 @@ COMMANDS = {
 ALIASES = {"reset": "new", "start": "help"}
 AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny"})
 """Commands that do not wait for the turn that runs."""
+WITH_WORDS = frozenset({"help", "stop", "approve", "deny"})
+"""Commands that may be followed by words; some programs add words to the `/start` that they send by themselves."""
 
 _COMMAND = re.compile(r"/([a-z]+)(?:@\w+)?(?:\s+(.*))?", re.DOTALL)
 
@@ -39,6 +41,15 @@ def parse(text: str) -> ChatCommand | None:
         return None
     name = ALIASES.get(found[1], found[1])
     return ChatCommand(name, (found[2] or "").strip()) if name in COMMANDS else None
+
+
+def misused(command: ChatCommand) -> str:
+    """Why a command is not done, or the empty string."""
+    if command.argument and command.name not in WITH_WORDS:
+        return f"/{command.name} takes nothing after it; nothing was done."
+    if command.name == "stop" and command.argument not in ("", "processes"):
+        return "Nothing was stopped. Write /stop or /stop processes."
+    return ""
 
 
 def help_text() -> str:

@@ -196,6 +196,9 @@ class Gateway:
             await self._answer_now(message, key, refusal)
             return
         command = commands.parse(message.text)
+        if command is not None and (problem := commands.misused(command)):
+            await self._answer_now(message, key, problem)
+            return
         if command is not None and command.at_once:
             if (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
                 await self._say(message, await self._do_at_once(command, session))
@@ -504,7 +507,7 @@ class Gateway:
             case "help":
                 return commands.help_text()
             case "stop":
-                return self._interrupt(session)
+                return await self._end_processes(session) if command.argument else self._interrupt(session)
             case "status":
                 return await self._status(session)
             case _:
@@ -519,6 +522,11 @@ class Gateway:
         if session.conversation is not None:
             session.conversation.interrupt()
         return "Stopping."
+
+    async def _end_processes(self, session: _Session) -> str:
+        conversation = session.conversation
+        ended = 0 if conversation is None else await self.chat.processes.kill_all(conversation.id)
+        return f"Ended {ended} background process{'' if ended == 1 else 'es'}."
 
     async def _status(self, session: _Session) -> str:
         lines = ["No turn runs."]
