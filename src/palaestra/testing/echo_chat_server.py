@@ -1,6 +1,11 @@
 """A chat completions server whose replies follow from the user's last message, streamed or not, on the loopback.
 
-For trying out front doors without a model. The message is a list of lines:
+For trying out `palaestra chat`, `batch` and `gateway` without a model, in a program and in tests, or as a process:
+
+    python -m palaestra.testing.echo_chat_server --port 8000
+    palaestra chat --base-url http://127.0.0.1:8000/v1 --model echo
+
+The message is a list of lines:
 
     call terminal {"command": "ls"}       one tool call per model call, in the order of the lines
     both terminal {…} ;; terminal {…}     several calls in one reply
@@ -14,6 +19,7 @@ holds the requests.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -23,6 +29,8 @@ from typing import Self
 
 from aiohttp import web
 
+from palaestra.core.errors import ConfigError
+from palaestra.core.exits import told_to_stop
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON, Message
 
@@ -33,9 +41,10 @@ Reply = Callable[[Sequence[Message]], dict[str, JSON]]
 class EchoChatServer:
     """An async context manager; `url` is its address."""
 
-    def __init__(self, *, delay_s: float = 0.0, reply: Reply | None = None) -> None:
+    def __init__(self, *, delay_s: float = 0.0, reply: Reply | None = None, port: int = 0) -> None:
         self.delay_s = delay_s
         self._reply = reply or reply_to
+        self._port = port
         self.gate: asyncio.Event | None = None
         self.asked: list[dict[str, JSON]] = []
 
@@ -43,7 +52,7 @@ class EchoChatServer:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
-        self._listening = listening(app, "127.0.0.1", 0, shutdown_s=0.01)
+        self._listening = listening(app, "127.0.0.1", self._port, shutdown_s=0.01)
         self.url = await self._listening.__aenter__()
         return self
 
@@ -126,3 +135,21 @@ def _text(content: JSON) -> str:
 
 def _event(data: JSON) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+async def _serve(port: int, delay_s: float) -> None:
+    stop = told_to_stop()
+    async with EchoChatServer(delay_s=delay_s, port=port) as server:
+        print(f"{server.url}/v1", flush=True)  # noqa: T201  the address is the output of this program
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Serve a model whose answers follow from your message, on 127.0.0.1.")
+    parser.add_argument("--port", type=int, default=8000, help="the port; 0 takes a free one [8000]")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds before each piece of an answer [0]")
+    given = parser.parse_args()
+    try:
+        asyncio.run(_serve(given.port, given.delay))
+    except ConfigError as error:
+        parser.error(str(error))
