@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import palaestra
 
 _ROOT = Path(__file__).parents[2]
@@ -21,6 +23,23 @@ def test_llms_txt_names_pages_that_exist() -> None:
     written = [page for page in listed if not page.startswith("reference/")]
     assert written
     assert [page for page in written if not (_ROOT / "docs" / f"{page}.md").exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site form them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in _ROOT.glob("*.md")))
+def test_links_from_the_root_lead_somewhere(page: str) -> None:
+    broken = []
+    for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", (_ROOT / page).read_text()):
+        path, _, anchor = target.partition("#")
+        found = _ROOT / path if path else _ROOT / page
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            broken.append(target)
+    assert broken == []
 
 
 def test_public_names_have_a_docstring_of_their_own() -> None:
