@@ -194,6 +194,15 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             return Answer(_merged(env, servers))
         return self._parsed(command, given, env, servers, replaced)
 
+    def check_flags(self, argv: Sequence[str]) -> None:
+        """Raise `ConfigError` for an unknown flag of `argv`, unless it asks for help. The environment's own values need
+        not be known for that."""
+        flags = [written for written, _ in self._split(argv)[1]]
+        if {"--help", "-h", "--help-all"}.isdisjoint(flags):
+            for written in flags:
+                if written not in _OWN:
+                    self._setting(written)
+
     def take(
         self,
         command: str,
@@ -288,20 +297,25 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
 
     def _set(self, given: _Given, written: str, words: list[str]) -> None:
         """Add a flag that sets a field, dotted or in its short form."""
+        group, name, rest, annotation = self._setting(written)
+        dot = "." if rest is not None else ""
+        if dot and not takes_mapping(annotation):
+            raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
+        key, entry = name + dot + (rest or ""), str if holds_texts(annotation) else JSON
+        value = self._read(entry if dot else annotation, written, words)
+        if written == "--backend" and written in given.spelled["env"].values():
+            value = f"{given.values['env'][key]} {value}"  # one more backend
+        given.add(group, key, value, written, annotation)
+
+    def _setting(self, written: str) -> tuple[str, str, str | None, Annotation]:
+        """The group, name and type of the setting of a flag, and the key that the flag names in a mapping."""
         group, _, key = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
         name, dot, rest = key.partition(".")
         model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
         name = name if model_type is None or name in model_type.model_fields else name.replace("-", "_")
         if model_type is None or name not in model_type.model_fields:
             raise ConfigError(f"unknown flag {written}.{_nearest_flag(written, self.known_flags())}")
-        annotation: Annotation = model_type.model_fields[name].annotation
-        if dot and not takes_mapping(annotation):
-            raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
-        key, entry = name + dot + rest, str if holds_texts(annotation) else JSON
-        value = self._read(entry if dot else annotation, written, words)
-        if written == "--backend" and written in given.spelled["env"].values():
-            value = f"{given.values['env'][key]} {value}"  # one more backend
-        given.add(group, key, value, written, annotation)
+        return group, name, rest if dot else None, model_type.model_fields[name].annotation
 
     def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
         try:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from palaestra.core.exits import Program
@@ -43,7 +43,7 @@ def run_command(
     `recorded` run count where `argv` does not set others. A new run is kept in `folder`, if one is named."""
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv), flags_as_typed(argv):
-        line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command)
+        line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command, argv=argv)
         parsed = line.parse(argv, shell_variables(dotenv), dotenv, recorded)
         if isinstance(parsed, Answer):
             sys.stdout.write(parsed.text)
@@ -65,18 +65,28 @@ def run_command(
 
 
 def command_line(
-    form: Form, prog: str, command: str | None, servers: Sequence[ServerBaseline] = ()
+    form: Form,
+    prog: str,
+    command: str | None,
+    servers: Sequence[ServerBaseline] = (),
+    argv: Sequence[str] | None = None,
 ) -> CommandLine[BaseEnvConfig, APIServerConfig]:
-    """The settings of an environment, with its own defaults. `servers` replace its own servers."""
-    config, own = form.defaults()
-    return CommandLine(
+    """The settings of an environment, with its own defaults. `servers` replace its own servers. Unknown flags of `argv`
+    are refused before the environment is asked for its defaults."""
+    line = CommandLine(
         prog=prog,
         env_type=form.config_type(),
         server_type=APIServerConfig,
-        env_values=set_fields(config) if config is not None else {},
-        server_values=[set_fields(server) for server in servers or own],
         command=form.command or command,
         about=form.about,
+    )
+    if argv is not None:
+        line.check_flags(argv)
+    config, own = form.defaults()
+    return replace(
+        line,
+        env_values=set_fields(config) if config is not None else {},
+        server_values=[set_fields(server) for server in servers or own],
     )
 
 
