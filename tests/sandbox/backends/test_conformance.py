@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -198,6 +200,52 @@ class TestSSH(BackendConformance):
     async def end_place(self, slot: Slot) -> None:
         status, text = await run_command(["pkill", "-KILL", "-P", str(self.daemon)], 20)
         assert status == 0, text
+
+    def test_a_host_may_have_a_port(self) -> None:
+        at = self.options.index("-p")
+        options, port = [*self.options[:at], *self.options[at + 2 :]], self.options[at + 1]
+
+        async def main() -> None:
+            async with SSHBackend([f"127.0.0.1:{port}"], options=options) as backend:
+                slot = await backend.create(SlotSpec(), "t")
+                assert (await slot.execute("echo here")).output.strip() == "here"
+
+        asyncio.run(main())
+
+    def test_a_login_that_fails_is_named_with_the_command_that_repeats_it(self) -> None:
+        key = self.options[self.options.index("-i") + 1]
+        options = ["/no/such/key" if word == key else word for word in self.options]
+
+        async def main() -> None:
+            with pytest.raises(ConfigError) as caught:
+                await SSHBackend(["127.0.0.1"], options=options).start()
+            assert shlex.join(["ssh", *options, "127.0.0.1", "python3", "-V"]) in str(caught.value)
+
+        asyncio.run(main())
+
+    def test_keys_and_ports_of_this_machine_stay_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever the user's own configuration forwards: commands of a slot at `none` are the user of the login."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            forwarded = free.getsockname()
+        (tmp_path / "config").write_text(f"ForwardAgent yes\nLocalForward {forwarded[0]}:{forwarded[1]} 127.0.0.1:9\n")
+        options = ["-F", str(tmp_path / "config"), *self.options[2:]]
+        agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(tmp_path / "agent")], stdout=subprocess.DEVNULL)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+        before = set(glob.glob("/tmp/ssh-*/agent.*"))
+
+        async def main() -> None:
+            async with SSHBackend(["127.0.0.1"], options=options, slots_per_host=1, rung=Rung.NONE) as backend:
+                slot = await backend.create(SlotSpec(), "t")
+                seen = (await slot.execute("ls /tmp/ssh-*/agent.*")).output.split()
+                assert not {word for word in seen if "/agent." in word and "*" not in word} - before
+                with pytest.raises(ConnectionRefusedError):
+                    await asyncio.open_connection(*forwarded)
+
+        try:
+            asyncio.run(main())
+        finally:
+            agent.terminate()
+            agent.wait(20)
 
 
 class InApptainer(BackendConformance):

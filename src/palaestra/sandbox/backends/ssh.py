@@ -19,12 +19,16 @@ from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 _CHECK_S = 30.0
-_OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+_OPTIONS = (
+    "BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4",
+    # What runs there must not use the keys, ports and display of this machine.
+    "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes",
+)  # fmt: skip
 
 
 class SSHBackend(RemoteBackend):
-    """Slots on the hosts given, each as `ssh` takes it (`user@host`, or a name of `~/.ssh/config`). `options` are
-    further words for `ssh`."""
+    """Slots on the hosts given, each as `ssh` takes it (`user@host`, or a name of `~/.ssh/config`) or `user@host:port`.
+    `options` are further words for `ssh`."""
 
     name = "ssh"
     image_kinds = ()
@@ -40,13 +44,14 @@ class SSHBackend(RemoteBackend):
     ) -> None:
         places = max(1, len(hosts))
         super().__init__(hosts=hosts, places=places, slots_per_place=slots_per_host, rung=rung, require=require)
+        self._options = options
         self._ssh = ["ssh", "-T", *(word for each in _OPTIONS for word in ("-o", each)), *options]
 
     @classmethod
     def from_config(cls, config: JSON) -> SSHBackend:
         """From the settings of a run."""
         if not config.ssh_hosts:
-            raise ConfigError("the backend ssh needs a machine: set --env.ssh_hosts user@host")
+            raise ConfigError("the backend ssh needs a machine: set ssh_hosts to user@host")
         rung, require = levels(config.isolation, config.require_sandbox)
         words = (("-l", config.ssh_user), ("-p", config.ssh_port), ("-i", config.ssh_key))
         options = [word for flag, value in words if value is not None for word in (flag, str(value))]
@@ -58,9 +63,10 @@ class SSHBackend(RemoteBackend):
         return f"key {self._ssh[self._ssh.index('-i') + 1]}" if "-i" in self._ssh else "~/.ssh or an agent"
 
     async def check(self, host: str) -> None:
-        status, text = await run_command([*self._ssh, host, "python3 -V"], _CHECK_S)
+        status, text = await run_command([*self._ssh, _destination(host), "python3 -V"], _CHECK_S)
         if status != 0:
-            raise ConfigError(f"ssh {host} does not run python3: {text}. Try it: ssh {host} python3 -V")
+            by_hand = shlex.join(["ssh", *self._options, _destination(host), "python3", "-V"])
+            raise ConfigError(f"ssh {host} does not run python3: {text.rstrip('.')}. Try it: {by_hand}")
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
         if spec.image is not None:
@@ -70,4 +76,10 @@ class SSHBackend(RemoteBackend):
         return PlaceSpec()
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
-        return [*self._ssh, place.host, shlex.join(call)]
+        return [*self._ssh, _destination(place.host), shlex.join(call)]
+
+
+def _destination(host: str) -> str:
+    """A host as `ssh` takes it, which has a port only in an address."""
+    name, colon, port = host.partition(":")
+    return f"ssh://{name}:{port}" if colon and port.isdecimal() else host
