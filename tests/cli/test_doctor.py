@@ -73,6 +73,9 @@ def test_one_table_has_all_backends_and_a_fix_for_each_that_does_not_work(
         assert fix in problems[name] or f"{name}_image" in problems[name]
 
 
-def test_a_setting_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--backend", "local", "--set", "nothing=1"]) == 2
-    assert "nothing" in capsys.readouterr().err
+@pytest.mark.parametrize("word", ["nothing=1", "docker_image", "backend_options.level", "isolation.level=full"])
+def test_a_setting_that_cannot_be_read_is_refused(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert main(["doctor", "--backend", "local", "--set", word]) == 2
+    error = capsys.readouterr().err
+    assert word in error
+    assert "FIELD=VALUE" in error

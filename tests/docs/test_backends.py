@@ -65,6 +65,16 @@ def test_a_run_has_its_slots_there(site: Path) -> None:
     assert json.loads(groups.read_text())["scores"] == [1.0, 1.0]
 
 
+def test_its_settings_reach_it_or_are_refused(site: Path) -> None:
+    found = run(site, "palaestra", "doctor", "--backend", "nice", "--set", "backend_options.level=5", "--json")
+    (backend,) = json.loads(found.stdout)["backends"]
+    assert (backend["problem"], backend["images"]) == ("", [])
+    wrong = run(site, "palaestra", "doctor", "--backend", "nice", "--set", "backend_options.lvel=5")
+    assert wrong.returncode == 1
+    assert "lvel" in wrong.stdout
+    assert "backend_options" in wrong.stdout
+
+
 def test_an_unknown_backend_is_refused_with_the_installed_names(site: Path) -> None:
     (site / "there_env.py").write_text(ENVIRONMENT)
     found = run(site, "palaestra", "run", "there_env.py", "--backend", "nise")

@@ -143,10 +143,15 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
     fields = HermesAgentEnvConfig.model_fields
     given: dict[str, JSON] = {}
     for word in settings:
-        name, _, value = word.partition("=")
-        if name not in fields:
-            raise ConfigError(f"--set {word}: unknown setting {name!r}; write --set FIELD=VALUE")
-        given[name] = read_words(fields[name].annotation, [value])
+        path, equals, value = word.partition("=")
+        name, _, key = path.partition(".")
+        if not equals or name not in fields:
+            what = f"unknown setting {name!r}" if equals else "the value is missing"
+            raise ConfigError(f"--set {word}: {what}; write --set FIELD=VALUE")
+        read = read_words(fields[name].annotation, [f"{key}={value}" if key else value])
+        if key and not isinstance(read, dict):
+            raise ConfigError(f"--set {word}: {name} has no parts; write --set FIELD=VALUE")
+        given[name] = {**given.get(name, {}), **read} if key else read
     layers = [
         read_environ(read_dotenv(Path()), "env", HermesAgentEnvConfig, DOTENV),
         read_environ(os.environ, "env", HermesAgentEnvConfig),
@@ -177,7 +182,7 @@ def _show_findings(findings: Sequence[BackendFindings]) -> None:
     for each in findings:
         images = None if each.images is None else " ".join(each.images) or "none"
         facts = (each.reachable, each.credentials, each.isolation, each.capacity, images, each.checkpoints)
-        times = (f"{1000 * each.seconds[what]:.3g}" if what in each.seconds else "-" for what in MEASURED)
+        times = (_milliseconds(each.seconds.get(what)) for what in MEASURED)
         rows.append((each.name, _word(not each.problem), *map(_word, facts), *times))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -187,6 +192,10 @@ def _show_findings(findings: Sequence[BackendFindings]) -> None:
             click.echo(f"{each.name} does not work: {printable(each.problem)}")
             if each.name in _EXAMPLES:
                 click.echo(f"  example: palaestra doctor --backend {each.name} --set {_EXAMPLES[each.name]}")
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:,.{0 if seconds >= 0.1 else 2}f}"
 
 
 def _word(fact: JSON) -> str:

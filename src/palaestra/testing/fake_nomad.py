@@ -515,8 +515,12 @@ def fake_nomad(**settings: JSON) -> Iterator[FakeNomad]:
 
 def main() -> None:
     """Serve until interrupted, and print the variable for the client."""
-    argparse.ArgumentParser(description=main.__doc__).parse_args()
-    with fake_nomad() as nomad:
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="NAME",
+        help="an image that the driver `docker` has; its tasks run as processes of this machine; repeatable",
+    )  # fmt: skip
+    with fake_nomad(images=tuple(parser.parse_args().image)) as nomad:
         print(f"export NOMAD_ADDR={nomad.url}", flush=True)  # noqa: T201
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 

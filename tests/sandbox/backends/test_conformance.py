@@ -24,7 +24,7 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
-from palaestra.core.errors import ConfigError, SandboxError, SlotLost
+from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.sandbox.backends.docker import LABEL, DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.owner import process_name, this_host
@@ -165,6 +165,27 @@ class TestDocker(BackendConformance):
                 with pytest.raises(SlotLost):
                     await asyncio.wait_for(slot.execute("true"), 40)
                 await run_command([*self.reach, "unpause", container], 20)
+
+        self.runner.run(main())
+
+    def test_a_level_that_containers_do_not_have_is_refused_with_the_setting_that_allows_it(self) -> None:
+        async def main() -> None:
+            for settings in ({"rung": Rung.FULL}, {"require": Rung.USERNS}):
+                with pytest.raises(IsolationUnavailable, match="docker_privileged"):
+                    await DockerBackend("python:here", hosts=[self.daemon.address], **settings).start()
+
+        self.runner.run(main())
+
+    def test_a_runtime_is_used_or_refused(self) -> None:
+        async def main() -> None:
+            hosts = [self.daemon.address]
+            with pytest.raises(ConfigError, match=r"runsc.*runc"):
+                await DockerBackend("python:here", hosts=hosts, runtime="runsc").start()
+            async with DockerBackend("python:here", hosts=hosts, runtime="runc") as backend:
+                await backend.create(SlotSpec(), "t")
+                _, listed = await run_command([*self.reach, "ps", "--quiet", "--latest"], 20)
+                words = ["inspect", "--format", "{{.HostConfig.Runtime}}", listed]
+                assert (await run_command([*self.reach, *words], 20))[1] == "runc"
 
         self.runner.run(main())
 

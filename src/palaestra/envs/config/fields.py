@@ -287,8 +287,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     tool_pool_mode: str = setting(
         "default",
-        "The backend of the slots: local, docker, singularity, ssh, modal, one of another package, or `default` for "
-        "terminal_backend.",
+        "The backend of the slots: local, docker, singularity, ssh, nomad, modal, one of another package, or `default` "
+        "for terminal_backend.",
     )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
     creates_per_s: float | None = setting(
@@ -306,9 +306,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     backend_options: dict[str, JSON] = setting({}, "Settings of a backend from another package, NAME: VALUE.")
     docker_image: str | None = setting(None, "Docker: the image of tasks that name none. It needs Python 3.11.")
     docker_hosts: list[str] = setting([], "Docker: addresses of daemons; none means the one that `docker` reaches.")
-    docker_privileged: bool = setting(False, "Docker: privileged containers, whose slots can be isolated as `full`.")
+    docker_privileged: bool = setting(False, "Docker: rights for slots at `userns`, and at `full` for images by path.")
+    docker_runtime: str | None = setting(
+        None, "Docker: a runtime of the daemon, such as gVisor's `runsc`; None: its default."
+    )
     singularity_image: str | None = setting(None, "Singularity: the image of tasks that name none.")
-    ssh_hosts: list[str] = setting([], "SSH: the machines, as `ssh` takes them.")
+    ssh_hosts: list[str] = setting([], "SSH: the machines, as `ssh` takes them, or user@host:port.")
     ssh_user: str | None = setting(None, "SSH: the user on all machines; None: as ~/.ssh/config says.")
     ssh_port: int | None = setting(None, "SSH: the port on all machines; None: as ~/.ssh/config says.", ge=1, le=65535)
     ssh_key: str | None = setting(None, "SSH: the file of the private key; None: as ~/.ssh/config says.")

@@ -600,7 +600,11 @@ def _slots(figures: dict[str, float]) -> Iterator[str]:
         hours, begun = figures[f"slots/{backend}/hours"], int(figures[f"slots/{backend}/begun"])
         cost = figures.get(f"slots/{backend}/cost")
         price = "" if cost is None else f", cost {cost:.4f}"
-        yield f"slots in {backend}: {plural(begun, 'container')} for {hours:.3f} hours together{price}"
+        yield f"slots in {backend}: {plural(begun, 'container')} for {_hours(hours)} together{price}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
 
 
 def _files(output: RunOutput) -> list[str]:

@@ -3,7 +3,8 @@
 A container is started with `docker run -i --rm`: it has docker's default privileges, no network unless its slots have
 one, and ends with this process. Docker isolates it from the host. Slots in it are isolated from each other at the level
 `confined`, which docker's default allows; `privileged` adds the rights to make namespaces and control groups, which
-allow `full`, and weakens docker's own isolation.
+allow `userns`, and `full` for images by path, and weakens docker's own isolation. `runtime` names a runtime of the
+daemon other than its default one, such as gVisor's `runsc`; the first container proves which level it allows.
 
 An image by name is that of the container, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks it. An
 image by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the daemon builds) is
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -67,6 +69,7 @@ class DockerBackend(RemoteBackend):
         slots_per_container: int = 10,
         limits: ContainerLimits | None = None,
         privileged: bool = False,
+        runtime: str | None = None,
         rung: Rung | None = None,
         require: Rung | None = None,
     ) -> None:
@@ -74,7 +77,7 @@ class DockerBackend(RemoteBackend):
             hosts=hosts, image=image, places=containers, slots_per_place=slots_per_container, rung=rung, require=require
         )
         self._limits = limits or ContainerLimits()
-        self._privileged = privileged
+        self._privileged, self._runtime = privileged, runtime
         self.image_kinds = ("name", "path") if privileged else ("name",)
         self._store: ImageStore | None = None
         self._roots: dict[str, str] = {}
@@ -91,19 +94,36 @@ class DockerBackend(RemoteBackend):
             slots_per_container=config.slots_per_container,
             limits=ContainerLimits(cpus=config.container_cpus, memory=config.container_memory),
             privileged=config.docker_privileged,
+            runtime=config.docker_runtime,
             rung=rung,
             require=require,
         )
 
+    @property
+    def level_fix(self) -> str:
+        if self._privileged:
+            return "give the image as a path for the level full, or ask for a lower one (isolation)"
+        return "set docker_privileged, or ask for a lower level (isolation, require_sandbox)"
+
     async def check(self, host: str) -> None:
         status, text = await run_command([*_docker(host), "version", "--format", "{{.Server.Version}}"], _CHECK_S)
         if status != 0:
-            raise ConfigError(
-                f"docker{f' at {host}' if host else ''} does not answer: {text}. Start it, or set DOCKER_HOST"
-            )
+            which = f"docker at {host}" if host else "docker"
+            raise ConfigError(f"{which} does not answer: {text.rstrip('.')}. Start it, or set DOCKER_HOST")
+        if self._runtime is not None:
+            await self._require_runtime(host, self._runtime)
         await self._end_leftovers(host)
         if self._image is not None:
             await self._pull(host, self._image)
+
+    async def _require_runtime(self, host: str, name: str) -> None:
+        _, text = await run_command([*_docker(host), "info", "--format", "{{json .Runtimes}}"], _CHECK_S)
+        known = sorted(json.loads(text))
+        if name not in known:
+            raise ConfigError(
+                f"docker has no runtime {name!r}, only {', '.join(known)}: register it with the daemon, or set another "
+                "docker_runtime"
+            )
 
     async def _end_leftovers(self, host: str) -> None:
         """Remove the containers of processes of this machine that are gone."""
@@ -183,7 +203,7 @@ class DockerBackend(RemoteBackend):
         by_path = spec.image if spec.image is not None and is_path(spec.image) else None
         wanted = super().place_spec(spec if by_path is None else replace(spec, image=None))
         if wanted.image is None:
-            raise ConfigError("docker needs an image: of the task, or one for all (--env.docker_image)")
+            raise ConfigError("docker needs an image: set docker_image, or use tasks that name one")
         if by_path is None:
             return wanted
         root = self._roots[by_path]
@@ -196,6 +216,7 @@ class DockerBackend(RemoteBackend):
         options += [] if limits.cpus is None else ["--cpus", f"{limits.cpus:g}"]
         options += [] if limits.memory is None else ["--memory", limits.memory]
         options += _RIGHTS if self._privileged else []
+        options += [] if self._runtime is None else ["--runtime", self._runtime]
         for mount in place.mounts:
             options += ["--volume", f"{mount.source}:{mount.target}:ro"]
         entry, *arguments = call

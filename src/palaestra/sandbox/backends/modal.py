@@ -741,4 +741,6 @@ def _typed(what: str, declared: str, value: JSON) -> JSON:
             return found
         return {"int": int, "float": float}.get(declared, str)(value)
     except (TypeError, ValueError, AttributeError):
+        if declared.startswith("dict"):  # whose values may be secrets
+            raise ConfigError(f"{what} must have the form NAME=VALUE;NAME=VALUE") from None
         raise ConfigError(f"{what} cannot be {value!r}") from None

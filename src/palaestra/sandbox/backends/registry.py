@@ -140,4 +140,11 @@ def _load(name: str, config: JSON) -> Backend:
     else:
         known = backend_names()
         raise ConfigError(f"there is no backend {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
-    return cast("Callable[[JSON], Backend]", plugins.load(entry))(config)
+    make = cast("Callable[[JSON], Backend]", plugins.load(entry))
+    try:
+        return make(config)
+    except (TypeError, ValueError) as error:
+        if name in BUILTIN or isinstance(error, ConfigError):
+            raise
+        options = ", ".join(config.backend_options) or "none"
+        raise ConfigError(f"the backend {name} refuses its settings (backend_options: {options}): {error}") from error

@@ -66,7 +66,7 @@ class Place(ServerBackend):
         self, backend: RemoteBackend, spec: PlaceSpec, number: int, *, rung: Rung | None, require: Rung | None
     ) -> None:
         super().__init__(rung=rung, require=require)
-        self.name, self.spec = backend.name, spec
+        self.name, self.spec, self.where = backend.name, spec, f"with the backend {backend.name}"
         self.slots: set[int] = set()
         """The epochs of its leased slots."""
         self.snapshots: set[str] = set()
@@ -78,6 +78,10 @@ class Place(ServerBackend):
         self.begun_at: float | None = None
         """When its start began."""
         self._starting = asyncio.Lock()
+
+    @property
+    def level_fix(self) -> str:
+        return self._backend.level_fix
 
     @property
     def idle(self) -> bool:
@@ -178,6 +182,8 @@ class RemoteBackend(StartedBackend):
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
         """The place that a slot needs, without its host. Raises `ConfigError` for what the platform does not offer."""
+        if spec.image is not None and not self.image_kinds:
+            raise ConfigError(f"the backend {self.name} takes no images, and the task needs {spec.image}")
         image = spec.image or self._image
         return PlaceSpec(image=image, network=spec.network is not Network.OFF, mounts=spec.mounts)
 
@@ -221,6 +227,10 @@ class RemoteBackend(StartedBackend):
         """The isolation level in force; before `start`, the requested or best one."""
         known = self._rung if self._rung is not None else self._wanted
         return Rung.FULL if known is None else known
+
+    @property
+    def level_fix(self) -> str:
+        return "ask for a lower level (isolation, require_sandbox), or use a backend or image that allows this one"
 
     @property
     def capacity(self) -> int | None:

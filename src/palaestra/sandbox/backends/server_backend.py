@@ -24,8 +24,8 @@ from palaestra.sandbox.slotd.network import allowlist
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; the last only if asked for by name
 
-_TO_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-_TO_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
+_LEVEL_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+_LEVEL_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
 
 _NARROWER = "use a level with namespaces and /dev/net/tun, or give a list of hosts"
 
@@ -45,6 +45,11 @@ class StartedBackend(ABC):
     def credentials(self) -> str:
         """What it identifies itself with to its platform, without secrets."""
         return "none needed"
+
+    @property
+    def level_fix(self) -> str:
+        """What to do if an isolation level that is asked for cannot be had."""
+        return _LEVEL_FIX
 
     @abstractmethod
     async def start(self) -> None: ...
@@ -68,6 +73,8 @@ class ServerBackend(StartedBackend):
     """
 
     name: str
+    where = "here"
+    """Where its slots are, in messages."""
 
     def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
         self._wanted, self._required = rung, require
@@ -108,7 +115,9 @@ class ServerBackend(StartedBackend):
         if len(reasons) > 1 and len(set(reasons.values())) == 1:  # then it is not the level
             raise SandboxError(f"{self.name} cannot start slots: {reason}")
         found = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
-        raise IsolationUnavailable(f"no isolation is available here ({found}). To fix it: {_TO_FIX}.")
+        any_level = self._wanted is None and self._required is None
+        what = "no isolation is available" if any_level else "the isolation that is asked for is not available"
+        raise IsolationUnavailable(f"{what} {self.where} ({found}). To fix it: {self.level_fix}.")
 
     def _candidates(self) -> list[Rung]:
         wanted = [rung for rung in BUILT if rung > Rung.NONE] if self._wanted is None else [self._wanted]
