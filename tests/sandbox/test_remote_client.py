@@ -7,13 +7,18 @@ import json
 import struct
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import pytest
 
 from palaestra.core.errors import SandboxError, SlotLost
 from palaestra.core.types import Blame
+from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.remote.client import RemoteClient
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from palaestra.sandbox.slotd.protocol.frames import MAX_FRAME, FrameKind
+from palaestra.sandbox.transfer import download_dir
 
 READ_ALL = "size = int(sys.stdin.buffer.readline()); sys.stdin.buffer.read(size)"
 
@@ -92,6 +97,65 @@ def test_a_place_that_ends_at_any_step_is_lost_with_the_end_of_its_log(program: 
     failure = start(program)
     assert isinstance(failure, SlotLost)
     assert "no daemon" in str(failure)
+
+
+ANSWER = f"""
+import json, struct
+{READ_ALL}
+def read(size):
+    return sys.stdin.buffer.read(size)
+while head := read(9 + 4):
+    length, kind, request, text = struct.unpack("!IBII", head)
+    fields, _ = json.loads(read(text) or b"{{}}"), read(length - text)
+    if kind == {int(FrameKind.HELLO)}:
+        kind, data = kind, b'{{"pid": 1}}'
+        sys.stdout.buffer.write(struct.pack("!IBII", len(data), kind, request, len(data)) + data)
+    elif kind == {int(FrameKind.REQUEST)}:
+        data = ANSWERS.get(fields["op"], b"")
+        sys.stdout.buffer.write(struct.pack("!IBII", len(data), {int(FrameKind.RESULT)}, request, 0) + data)
+    sys.stdout.flush()
+"""
+"""A place that was taken over: it answers each operation with the bytes in ANSWERS."""
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        [("/workspace/..", "dir")],
+        [("/workspace/../../x", "file")],
+        [("/", "dir")],
+        [("x", "file")],
+        [("/workspace/a", "file"), ("/workspace/b/c", "file")],
+        [("/workspace/a\0b", "file")],
+    ],
+)
+def test_a_place_that_lists_what_cannot_be_leads_no_download_elsewhere(
+    listed: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    entries = [{"path": path, "kind": kind, "size": 1, "mode": 0o600, "mtime": 0.0} for path, kind in listed]
+    answers = {"list": json.dumps(entries).encode(), "read": b"x"}
+
+    def command(call: Sequence[str]) -> Sequence[str]:
+        return [sys.executable, "-I", "-S", "-c", f"import sys\nANSWERS = {answers!r}\n{ANSWER}"]
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            client = await RemoteClient.start_by(command, "none", {}, lambda *lost: None)
+            try:
+                slot = LocalSlot(client, "slot-1", 1, Rung.NONE, SlotSpec(), "t", no_fork, client.loop)
+                with pytest.raises(SandboxError, match="lists"):
+                    await download_dir(slot, "/workspace", tmp_path / "down/here")
+                with pytest.raises(SandboxError, match="lists"):
+                    await slot.list_dir()
+            finally:
+                await client.aclose()
+
+    asyncio.run(main())
+    assert {path.name for path in tmp_path.rglob("*")} == {"down", "here"}
+
+
+def no_fork(slot: LocalSlot) -> AbstractAsyncContextManager[Slot]:
+    raise AssertionError
 
 
 def test_a_place_that_falls_silent_in_a_frame_is_lost() -> None:

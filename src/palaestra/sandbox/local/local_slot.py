@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import os
+import posixpath
 import secrets
 import signal
 import stat
@@ -179,8 +180,14 @@ class LocalSlot(Slot):
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """The entries of a directory with absolute paths, sorted by name."""
-        found = await self.requests.listing("list", {**self.lease(), "path": path})
-        return [FileInfo(**entry) for entry in found]
+        listed = await self.requests.listing("list", {**self.lease(), "path": path})
+        found = [FileInfo(**entry) for entry in listed]
+        parents = {posixpath.dirname(entry.path) for entry in found}
+        for entry in found:  # a server in a place that was taken over could lead a download out of its directory
+            plain = posixpath.isabs(entry.path) and posixpath.normpath(entry.path) == entry.path
+            if len(parents) > 1 or not plain or entry.path == "/" or "\0" in entry.path:
+                raise SandboxError(f"the slot server lists {entry.path!r:.200}, which is not an entry of {path!r:.200}")
+        return found
 
     async def stat(self, path: str) -> FileInfo | None:
         entry = (await self.requests.call("stat", {**self.lease(), "path": path})).fields["entry"]
