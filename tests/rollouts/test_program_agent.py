@@ -130,6 +130,26 @@ def test_the_turn_limit_ends_the_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_refused_requests_count_as_turns(tmp_path: Path) -> None:
+    refused = AGENT + (
+        'ask([{"role": "user", "content": "hi"}])\n'
+        "while True:\n"
+        '    try: ask([{"role": "nobody", "content": "hi"}])\n'
+        "    except OSError: pass"
+    )
+    trajectory, _ = played(tmp_path, python(refused), max_agent_turns=4)
+    assert (trajectory.outcome, trajectory.reward, len(trajectory.turns)) == (Outcome.MAX_TURNS, 0.0, 1)
+
+
+@pytest.mark.long
+def test_an_agent_whose_requests_are_all_refused_is_not_scored(tmp_path: Path) -> None:
+    refused = AGENT + 'ask([{"role": "nobody", "content": "hi"}])'
+    trajectory, _ = played(tmp_path, python(refused), max_agent_turns=1)
+    assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.INFRA_ERROR, None, Blame.TOOL)
+    assert "nobody" in trajectory.error
+
+
+@pytest.mark.long
 def test_concurrent_calls_and_several_replies_stay_within_the_turn_limit(tmp_path: Path) -> None:
     greedy = (
         AGENT

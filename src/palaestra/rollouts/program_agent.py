@@ -198,9 +198,10 @@ class _Play:
 
     def _admit(self, replies: int) -> None:
         """Refuse a call that the rollout's limits forbid, and end the program. One that only exceeds them together with
-        those under way may come again."""
+        those under way may come again. Requests that were refused count as calls: each is work for the run."""
         rollout, settings = self._rollout, self._rollout.settings
-        if self._limit is None and self._calls >= settings.max_turns:
+        left = settings.max_turns - self._calls - self._conversations.refused
+        if self._limit is None and left <= 0:
             self._limit = Outcome.MAX_TURNS, ""
         used = Used(self._calls, self._usage.prompt_tokens, self._usage.completion_tokens, 0, self._wall.elapsed_s)
         if self._limit is None and (reached := settings.budget.used_up(used)):
@@ -212,10 +213,9 @@ class _Play:
         if self._limit is not None or self._cut is not None:
             self._stop.set()
             raise Refusal(403, "This rollout has reached its limit; no further call is answered.", code="limit_reached")
-        left = settings.max_turns - self._calls
         if replies > left:
             raise invalid("n", f"n is {replies}, and this rollout has {left} replies left.")
-        if replies + self._conversations.replies_under_way > left:
+        if replies and replies + self._conversations.replies_under_way > left:
             raise Refusal(429, f"This rollout has {left} replies left.", code="rate_limit_exceeded")
 
     def _answered(self, conversation: RecordedConversation, call: AnsweredCall) -> None:
@@ -224,11 +224,15 @@ class _Play:
         self._rollout.record(_turn(self._calls, call), [conversation.messages[-1]])
 
     def _ending(self, exit_code: int | None) -> tuple[Outcome, str, Blame | None]:
-        if self._limit is not None:
+        never_answered = not self._calls and self._conversations.failure is None and self._cut is None
+        if self._limit is not None and not (never_answered and self._conversations.refused):
             return *self._limit, None
-        if not self._calls and self._conversations.failure is None and self._cut is None:
+        if never_answered:
             told = b"".join(self.log.parts())[-1500:].decode(errors="replace").strip()
             missing = exit_code == 127 or "No such file" in told
+            if self._conversations.refused:
+                told = f"{told}\nThe last of its {self._conversations.refused} requests was refused: "
+                told += self._conversations.refusal
             hint = ". The sandbox has no files of this machine: give the task the program in `files`, or an image"
             raise ToolUnavailable(
                 f"agent {self._agent.program.name} ended with exit status {exit_code} without an answer of the model: "

@@ -176,7 +176,7 @@ def test_others_are_answered_while_a_long_request_is_encoded(path: str) -> None:
             assert await status(session, f"{there.openai_url}/chat/completions", bearer(there.key)) == 200
             answered += 1
         assert (await long).status == 200
-        assert answered > 3
+        assert answered > 8
 
     attack(run, *["hi"] * 100_000)
 
@@ -207,6 +207,40 @@ def test_a_conversation_kept_here_is_bounded_as_a_whole() -> None:
         assert await status(session, f"{here.openai_url}/responses", bearer(here.key), longer) == 400
 
     attack(run, *["hi"] * 5, limits=CallLimits(text_bytes=1000))
+
+
+def test_a_body_is_read_only_in_a_place_of_its_rollout() -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        host, _, port = here.url.split("/")[2].partition(":")
+        path = here.url.split("/", 3)[3]
+        head = f"POST /{path}/v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {here.key}\r\n"
+        waiting = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        for _, writer in waiting:
+            writer.write(f"{head}Content-Length: 8000000\r\n\r\n".encode() + b"{")
+            await writer.drain()
+        asked = f"{here.openai_url}/chat/completions", bearer(here.key)
+        async with asyncio.timeout(10):
+            while await status(session, *asked) != 429:
+                pass
+            for _, writer in waiting:
+                writer.close()
+            while await status(session, *asked) != 200:
+                pass
+
+    attack(run, *["hi"] * 100, limits=CallLimits(concurrent=2))
+
+
+def test_refused_requests_are_counted() -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        url = f"{here.openai_url}/chat/completions"
+        assert await status(session, url, bearer(here.key), {"model": "m"}) == 400
+        assert await status(session, url, bearer(here.key), {**CHAT, "temperature": 9}) == 400
+        assert await status(session, f"{here.url}/v1/messages/count_tokens", bearer(here.key), {}) == 400
+        assert await status(session, url, bearer(here.key)) == 200
+        assert await status(session, url, bearer(there.key)) == 401
+
+    mine, other = attack(run, "hi")
+    assert (mine.refused, other.refused) == (3, 0)
 
 
 class Long(ChatServer):

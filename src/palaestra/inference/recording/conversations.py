@@ -15,7 +15,8 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -165,12 +166,13 @@ class RecordedCalls:
 class Conversations:
     """Answers the calls of one rollout with `server`, which is the rollout's own session of an engine.
 
-    `sampling` replaces settings of the requests: the run's, which training assumes. `admit` is called before each call
-    with the number of replies that it asks for, and may raise `Refusal` (a budget); `answered` after each one, with its
-    conversation. `check_engine` makes a plain request and raises `EngineError` if the engine refuses that too: then a
-    refusal was not the agent's doing.
+    `sampling` replaces settings of the requests: the run's, which training assumes. `admit` is called before the body
+    of a call is read, with 0, and before the call with the number of replies that it asks for; it may raise `Refusal`
+    (a budget). `answered` is called after each reply, with its conversation. `check_engine` makes a plain request and
+    raises `EngineError` if the engine refuses that too: then a refusal was not the agent's doing.
 
-    `failure` is the failure of the engine that ends the rollout; `failed` is set with it.
+    `failure` is the failure of the engine that ends the rollout; `failed` is set with it. `refused` counts the requests
+    that were answered with an error, other than for their rate or after the end, and `refusal` is the last of them.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class Conversations:
         self.failed = asyncio.Event()
         self.ended = False
         self.replies_under_way = 0
+        self.refused, self.refusal = 0, ""
         self.ignored: Counter[str] = Counter()
         self._sampling = dict(sampling or {})
         self._admit, self._answered, self._check_engine = admit, answered, check_engine
@@ -199,6 +202,7 @@ class Conversations:
         self._replies: dict[str, tuple[list[Message], int]] = {}
         self._kept_bytes = 0
         self._under_way: set[asyncio.Task[object]] = set()
+        self._calls: set[asyncio.Task[object]] = set()
 
     @property
     def features(self) -> frozenset[str]:
@@ -215,20 +219,45 @@ class Conversations:
     def end(self) -> None:
         """Refuse all further calls and cancel those in progress. Idempotent."""
         self.ended = True
-        for task in self._under_way:
+        for task in self._calls | self._under_way:
             task.cancel()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One of the rollout's concurrent calls, from before its body is read until its reply is written. Raises
+        `Refusal`."""
+        if self.ended:
+            raise _ended()
+        if len(self._calls) >= self.limits.concurrent:
+            raise Refusal(
+                429, f"At most {self.limits.concurrent} calls at a time are answered.", code="rate_limit_exceeded"
+            )
+        if self._admit is not None:
+            self._admit(0)
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            yield
+        except Refusal as refusal:
+            self.note(refusal)
+            raise
+        finally:
+            self._calls.discard(task)
+
+    def note(self, refusal: Refusal) -> None:
+        """Count a refusal that the request itself caused."""
+        if refusal.status not in (401, 403, 429):
+            self.refused += 1
+            self.refusal = str(refusal)
 
     async def answer(self, request: ModelRequest, reply_id: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
         """The reply to one request. Raises `Refusal`."""
         for name in (each[:NAME_CHARS] for each in request.ignored):
             if name in self.ignored or len(self.ignored) < MOST_IGNORED:
                 self.ignored[name] += 1
-        if self.ended:
-            raise Refusal(401, "This rollout has ended.", code="invalid_api_key")
-        if len(self._under_way) >= self.limits.concurrent:
-            raise Refusal(
-                429, f"At most {self.limits.concurrent} calls at a time are answered.", code="rate_limit_exceeded"
-            )
+        if self.ended:  # while the body was read
+            raise _ended()
         if self._admit is not None:
             self._admit(request.n)
         task = asyncio.current_task()
@@ -431,6 +460,10 @@ def _number_segments(ledger: Ledger, lines: Sequence[RecordedConversation]) -> N
     numbers = {segment: place for place, (segment, _) in enumerate(order)}
     for line in lines:
         line.segments = [numbers[segment] for segment in line.server.segments]
+
+
+def _ended() -> Refusal:
+    return Refusal(401, "This rollout has ended.", code="invalid_api_key")
 
 
 def _system(text: str) -> Message:

@@ -141,11 +141,12 @@ class RecordingEndpoint:
                 raise Refusal(404, f"There is nothing at {printable(request.method)} /{printable(rest[:200])}.")
             if request.method != "POST":
                 raise Refusal(405, f"/{rest} takes POST.")
-            asked = await _read(request, dialect, address.conversations)
-            if rest == _COUNT_PATH:
-                return _json({"input_tokens": await address.conversations.prompt_tokens(asked)})
-            reply_id = f"{name}{next(self._numbers):06x}"
-            return await _Call(request, dialect, asked, address.conversations, reply_id).answer()
+            with address.conversations.call():
+                asked = await _read(request, dialect, address.conversations)
+                if rest == _COUNT_PATH:
+                    return _json({"input_tokens": await address.conversations.prompt_tokens(asked)})
+                reply_id = f"{name}{next(self._numbers):06x}"
+                return await _Call(request, dialect, asked, address.conversations, reply_id).answer()
         except Refusal as refusal:
             return _json(dialect.error(refusal), refusal.status, _error_headers(refusal))
 
@@ -221,6 +222,7 @@ class _Call:
         except Refusal as refusal:
             if not begun:
                 raise
+            self._conversations.note(refusal)
             await self._write(response, writer.failure(refusal))
         finally:
             if not answering.done():
