@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bug_fixing import Fixer, fix_calc
+from bug_fixing import TOKENIZER, Fixer, fix_calc
 
 import palaestra
 from palaestra.core.errors import ConfigError, EngineUnavailable
@@ -182,6 +182,21 @@ def test_a_failing_engine_is_not_the_agents_fault(tmp_path: Path) -> None:
 
     trajectory, _ = played(tmp_path, python(AGENT + "work()"), Gone())
     assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.API_ERROR, None, Blame.ENGINE)
+
+
+@pytest.mark.long
+def test_a_request_that_breaks_the_engine_is_the_agents_fault(tmp_path: Path) -> None:
+    class Fragile(Fixer):
+        async def generate(self, input_ids: JSON, sampling: JSON) -> JSON:
+            if "poison" in TOKENIZER.decode(list(input_ids)):
+                failure = EngineUnavailable("the server answered HTTP 500")
+                failure.by_request = True
+                raise failure
+            return await super().generate(input_ids, sampling)
+
+    poison = AGENT + 'ask([{"role": "user", "content": "hi"}])\nask([{"role": "user", "content": "poison"}])'
+    trajectory, _ = played(tmp_path, python(poison), Fragile())
+    assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.NATURAL, 0.0, None)
 
 
 @pytest.mark.long

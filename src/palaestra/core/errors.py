@@ -45,10 +45,12 @@ class InfraError(PalaestraError):
 
 
 class EngineError(InfraError):
-    """The model server failed."""
+    """The model server failed. `by_request`: perhaps because of this request, which an agent may have chosen; it failed
+    on it, refused it, or did not answer it in time."""
 
     blame = Blame.ENGINE
     exit_code = 4
+    by_request = False
 
 
 class EngineUnavailable(EngineError, ConnectionError):
@@ -58,6 +60,8 @@ class EngineUnavailable(EngineError, ConnectionError):
 class EngineRefused(EngineError, PermissionError):
     """The server rejected the request (key, model, parameters): retrying cannot help."""
 
+    by_request = True
+
 
 class ContextExceeded(EngineRefused):
     """The conversation does not fit the model's window. During a rollout, that is the agent's doing."""
@@ -65,6 +69,8 @@ class ContextExceeded(EngineRefused):
 
 class EngineReplyError(EngineError, ValueError):
     """The reply does not have the shape that the protocol requires."""
+
+    by_request = True
 
 
 class SandboxError(InfraError):

@@ -4,8 +4,9 @@ The slot reaches the recording endpoint over a forwarded port and nothing else. 
 ends the program. Its workspace is sealed and graded as after any agent.
 
 Whose failure it is: a failure of the engine ends the rollout, unscored (`engine`); so does a slot that is lost
-(`sandbox`). A program that ends without having asked the model never acted, so that is not scored either (`tool`).
-Whatever else it does, with any exit status, is the agent's doing and is scored.
+(`sandbox`). If the engine fails on a request (HTTP 500, no answer in time) and answers a plain one, the request is the
+cause: the program reads the error and continues. A program that ends without having asked the model never acted, so
+that is not scored either (`tool`). Whatever else it does, with any exit status, is the agent's doing and is scored.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from palaestra.agent.budget import Used, WallClock
 from palaestra.agent.programs import HOME, PROMPT_FILE, AgentAssignment, AgentProgram
 from palaestra.agent.result import AgentResult, Subagent, Turn
 from palaestra.core.clock import SystemClock
-from palaestra.core.errors import InfraError, SandboxError, TaskError, ToolUnavailable
+from palaestra.core.errors import EngineUnavailable, InfraError, SandboxError, TaskError, ToolUnavailable
 from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
+from palaestra.inference.engines.openai import PROBE
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.recording.conversations import AnsweredCall, RecordedConversation
 from palaestra.inference.recording.request import Refusal, invalid
@@ -46,9 +48,10 @@ LOG_BYTES = 4 << 20
 END_S = 5.0
 """How long a program may take to end when it is told to."""
 
-AUXILIARY_SCHEMA = "palaestra.auxiliary/1"
+CHECK_S = 60.0
+"""How long the model may take to answer a plain request after a failure."""
 
-PROBE: Message = {"role": "user", "content": "Answer with one word: ready"}
+AUXILIARY_SCHEMA = "palaestra.auxiliary/1"
 
 
 class ProgramAgent:
@@ -88,7 +91,11 @@ class ProgramAgent:
     async def check_engine(self) -> None:
         """Ask the model something plain, outside any rollout. Raises `EngineError`."""
         session = self._engine.session(SessionContext())
-        await session.chat_completion(messages=[PROBE], max_tokens=16)
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await session.chat_completion(messages=[PROBE], max_tokens=16)
+        except TimeoutError:
+            raise EngineUnavailable(f"Model '{self._engine.name}' gave no answer within {CHECK_S:g} s.") from None
 
     def open(self, conversations: Conversations) -> contextlib.AbstractContextManager[RolloutAddress]:
         """Serve the conversations of a rollout during a block."""

@@ -147,10 +147,12 @@ class TorchDecoder:
                     logits_to_keep=1,
                 )
         except torch.OutOfMemoryError as error:
-            raise EngineUnavailable(
+            full = EngineUnavailable(
                 f"The transformers engine ran out of memory with {len(lengths)} requests of up to {max(lengths)} "
                 "tokens: lower --openai.num_max_requests_at_once."
-            ) from error
+            )
+            full.by_request = True
+            raise full from error
         return out.logits[:, -1].float(), [(layer.keys, layer.values) for layer in cache.layers]
 
 

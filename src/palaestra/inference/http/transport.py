@@ -367,10 +367,12 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
 
 def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> EngineUnavailable:
     said = server_says(body)
-    return EngineUnavailable(
+    error = EngineUnavailable(
         f"The model server at {shown(url)} answered HTTP {status} (model '{model}', {_times(tries)}): "
         f"{said or 'no text'}. {'Lower the concurrency.' if status == 429 else 'Look at the log of the server.'}"
     )
+    error.by_request = status in (408, 500, 504, 520, 524)  # failures and timeouts; the others are of its load
+    return error
 
 
 def unreachable(url: URL, error: Exception, model: str, tries: int, timeout_s: float) -> EngineUnavailable:
@@ -382,7 +384,9 @@ def unreachable(url: URL, error: Exception, model: str, tries: int, timeout_s: f
         text = f"No answer from {where} within {timeout_s:g} s. Raise --openai.timeout or lower the concurrency."
     else:
         text = f"The connection to {where} broke: {error or type(error).__name__}. Look at the log of the server."
-    return EngineUnavailable(f"{text} (model '{model}', {_times(tries)})")
+    failure = EngineUnavailable(f"{text} (model '{model}', {_times(tries)})")
+    failure.by_request = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
+    return failure
 
 
 def _times(tries: int) -> str:

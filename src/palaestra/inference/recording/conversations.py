@@ -169,7 +169,8 @@ class Conversations:
     `sampling` replaces settings of the requests: the run's, which training assumes. `admit` is called before the body
     of a call is read, with 0, and before the call with the number of replies that it asks for; it may raise `Refusal`
     (a budget). `answered` is called after each reply, with its conversation. `check_engine` makes a plain request and
-    raises `EngineError` if the engine refuses that too: then a refusal was not the agent's doing.
+    raises `EngineError` if that fails too: then a failure on a request (`EngineError.by_request`) was not the agent's
+    doing. Rate limits and lost connections never are.
 
     `failure` is the failure of the engine that ends the rollout; `failed` is set with it. `refused` counts the requests
     that were answered with an error, other than for their rate or after the end, and `refusal` is the last of them.
@@ -268,12 +269,14 @@ class Conversations:
             return await self._ask(request, reply_id, on_delta)
         except ContextExceeded as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
-        except EngineRefused as error:
-            await self._blame(error)
-            raise Refusal(400, str(error), code="invalid_request") from None
         except (EngineError, TaskError) as error:
-            self._fail(error)
-            raise Refusal(503, str(error), code="server_error") from None
+            if not isinstance(error, EngineError) or not error.by_request:
+                self._fail(error)
+                raise Refusal(503, str(error), code="server_error") from None
+            await self._blame(error)
+            if isinstance(error, EngineRefused):
+                raise Refusal(400, str(error), code="invalid_request") from None
+            raise Refusal(500, str(error), code="server_error") from None
         except ConfigError as error:
             raise Refusal(400, str(error), code="invalid_request") from None
         finally:
@@ -284,11 +287,12 @@ class Conversations:
         self.failure = self.failure or error
         self.failed.set()
 
-    async def _blame(self, error: EngineRefused) -> None:
-        """Ask the engine something plain: if it refuses that too, the refusal ends the rollout, unscored."""
-        if self._check_engine is None:
-            return
+    async def _blame(self, error: EngineError) -> None:
+        """Ask the engine something plain: if that fails too, the failure ends the rollout, unscored. If not, the
+        request was the cause, and whoever sent it reads the error."""
         try:
+            if self._check_engine is None:
+                return
             await self._check_engine()
         except EngineError as failure:
             self._fail(failure)

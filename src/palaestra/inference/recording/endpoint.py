@@ -311,7 +311,7 @@ def _json(body: JSON, status: int = 200, headers: Mapping[str, str] | None = Non
 
 
 def _error_headers(refusal: Refusal) -> dict[str, str]:
-    headers = {"x-should-retry": "true" if refusal.status in (429, 503) else "false"}
+    headers = {"x-should-retry": "true" if refusal.status in (429, 500, 503) else "false"}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if refusal.status == 429:
