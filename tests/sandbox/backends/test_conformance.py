@@ -244,6 +244,32 @@ class TestSSH(BackendConformance):
 
         asyncio.run(main())
 
+    def test_a_place_ends_by_itself_when_the_network_to_it_fails(self) -> None:
+        """A connection that hangs is closed by nobody for hours; here `ssh` itself hangs."""
+
+        async def main() -> None:
+            backend = SSHBackend(["127.0.0.1"], options=self.options)
+            backend.silence_s, backend.gone_s = 2.0, 4.0
+            _, before = await run_command(["pgrep", "-P", str(os.getpid()), "-x", "ssh"], 20)
+            async with backend:
+                slot = await backend.create(SlotSpec(), "t")
+                await slot.spawn(f"sleep {os.getpid()}.5")
+                alive = ["pgrep", "-f", f"^sleep {os.getpid()}.5"]
+                assert (await run_command(alive, 20))[0] == 0
+                _, after = await run_command(["pgrep", "-P", str(os.getpid()), "-x", "ssh"], 20)
+                (ssh,) = set(after.split()) - set(before.split())
+                os.kill(int(ssh), signal.SIGSTOP)
+                try:
+                    for _ in range(200):
+                        if (await run_command(alive, 20))[0] != 0:
+                            return
+                        await asyncio.sleep(0.2)
+                    pytest.fail("the slot outlives the connection")
+                finally:
+                    os.kill(int(ssh), signal.SIGCONT)
+
+        asyncio.run(main())
+
     def test_keys_and_ports_of_this_machine_stay_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whatever the user's own configuration forwards: commands of a slot at `none` are the user of the login."""
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -26,7 +26,7 @@ from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.backends.server_backend import ServerBackend, StartedBackend, allowed_hosts, environment
 from palaestra.sandbox.creation_gate import CreationGate
-from palaestra.sandbox.remote.client import SILENCE_S, RemoteClient
+from palaestra.sandbox.remote.client import GONE_S, SILENCE_S, RemoteClient
 from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 
 _LEFT_OUT_S = 30.0
@@ -115,6 +115,7 @@ class Place(ServerBackend):
             settings,
             self._on_lost,
             silence_s=self._backend.silence_s,
+            gone_s=self._backend.gone_s,
         )
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
@@ -133,6 +134,8 @@ class RemoteBackend(StartedBackend):
     image_kinds: tuple[str, ...] = ("name",)
     silence_s = SILENCE_S
     """After so long without an answer a place counts as dead."""
+    gone_s = GONE_S
+    """After so long without this process a place ends by itself."""
     away_s = 60.0
     """How long to wait for the host, or one of several, if none answers any more: its daemon may be restarting."""
 

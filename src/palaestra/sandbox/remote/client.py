@@ -28,6 +28,9 @@ Command = Callable[[Sequence[str]], Sequence[str]]
 SILENCE_S = 60.0
 """After so long without an answer a slot server counts as gone."""
 
+GONE_S = 300.0
+"""After so long without a request from its client a slot server ends: a network that fails closes no stream."""
+
 _BEATS = 4  # how often a server is asked in that time
 _START_S = 900.0  # the platform may pull an image
 
@@ -64,16 +67,23 @@ class DistantClient(SlotClient):
 class RemoteClient(DistantClient):
     """A server started by a command that runs Python elsewhere and passes its streams on."""
 
-    def __init__(self, on_lost: OnLost, command: Command) -> None:
+    def __init__(self, on_lost: OnLost, command: Command, gone_s: float) -> None:
         super().__init__(on_lost)
-        self._command = command
+        self._command, self._gone_s = command, gone_s
 
     @classmethod
     async def start_by(
-        cls, command: Command, rung: str, settings: Fields, on_lost: OnLost, *, silence_s: float = SILENCE_S
+        cls,
+        command: Command,
+        rung: str,
+        settings: Fields,
+        on_lost: OnLost,
+        *,
+        silence_s: float = SILENCE_S,
+        gone_s: float = GONE_S,
     ) -> Self:
         """Start a server by a command. Raises `SlotLost` with the end of its standard error if it ends instead."""
-        client = cls(on_lost, command)
+        client = cls(on_lost, command, gone_s)
         try:
             async with asyncio.timeout(_START_S):
                 await client._launch(rung, settings)
@@ -86,7 +96,7 @@ class RemoteClient(DistantClient):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         fd = stream.fileno()
         self._process = await asyncio.create_subprocess_exec(
-            *self._command(call_of(rung)), stdin=fd, stdout=fd, stderr=self._log, start_new_session=True
+            *self._command(call_of(rung, self._gone_s)), stdin=fd, stdout=fd, stderr=self._log, start_new_session=True
         )
 
     async def _deliver(self, stream: socket.socket) -> None:

@@ -85,7 +85,7 @@ def relay(server: socket.socket, silence_s: float | None = None) -> None:
 def main(rung: str, silence_s: float | None = None) -> int:
     """Receive the server, run it at an isolation level, and remove it.
 
-    `silence_s` is for platforms that keep the streams of a client that is gone.
+    `silence_s` is for networks and platforms that keep the streams of a client that is gone.
     """
     if sys.version_info < NEEDED:
         here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
