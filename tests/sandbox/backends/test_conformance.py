@@ -25,6 +25,7 @@ import pytest
 from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
+from palaestra.core.types import Limits
 from palaestra.sandbox.backends.docker import LABEL, DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.owner import process_name, this_host
@@ -112,6 +113,13 @@ class TestDocker(BackendConformance):
                 await self.backend.destroy(slot)
 
         self.runner.run(main())
+
+    def test_slots_that_fork_as_often_as_they_may_keep_no_other_from_starting(self) -> None:
+        words = list(self.backend.command(self.backend.place_spec(SlotSpec()), ["true"]))
+        slots = DockerBackend("python:here", slots_per_container=64)
+        more = list(slots.command(slots.place_spec(SlotSpec()), ["true"]))
+        for options, count in ((words, 10), (more, 64)):
+            assert int(options[options.index("--pids-limit") + 1]) > count * (Limits().pids or 0)
 
     def test_a_run_has_its_slots_in_containers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError, ImageError, SandboxError
 from palaestra.core.io.host_process import run_process
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Limits
 from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend, run_command
 from palaestra.sandbox.backends.server_backend import levels
@@ -38,6 +38,7 @@ LABEL = "palaestra.slots"
 _log = logging.getLogger(__name__)
 _CHECK_S = 15.0
 _PULL_S = 1800.0
+_LEAST_PIDS, _SERVER_PIDS = 4096, 512
 _RIGHTS = (
     "--cap-add", "SYS_ADMIN", "--cap-add", "NET_ADMIN", "--security-opt", "apparmor=unconfined", "--cgroupns", "host",
     "--volume", "/sys/fs/cgroup:/sys/fs/cgroup",
@@ -47,11 +48,12 @@ _RIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """The resources of one container: all its slots together. `memory` as docker takes it (`2g`); None is no limit."""
+    """The resources of one container: all its slots together. `memory` as docker takes it (`2g`); None is no limit, and
+    for `pids` as many as its slots may have by default, and the server."""
 
     cpus: float | None = None
     memory: str | None = None
-    pids: int = 4096
+    pids: int | None = None
 
 
 class DockerBackend(RemoteBackend):
@@ -212,7 +214,8 @@ class DockerBackend(RemoteBackend):
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         assert place.image is not None
         limits = self._limits
-        options = ["--network", "bridge" if place.network else "none", "--pids-limit", str(limits.pids)]
+        pids = limits.pids or max(_LEAST_PIDS, self._per_place * (Limits().pids or 0) + _SERVER_PIDS)
+        options = ["--network", "bridge" if place.network else "none", "--pids-limit", str(pids)]
         options += [] if limits.cpus is None else ["--cpus", f"{limits.cpus:g}"]
         options += [] if limits.memory is None else ["--memory", limits.memory]
         options += _RIGHTS if self._privileged else []
