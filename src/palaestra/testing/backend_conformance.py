@@ -13,6 +13,7 @@ The tests of a class share one running backend. Tests are named after what a bac
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,8 +23,11 @@ from typing import Any, ClassVar
 import pytest
 
 from palaestra.core.errors import AcquireTimeout, SandboxError, SlotLost, StaleLease
+from palaestra.core.types import Limits, Network
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Backend, Rung, Slot, SlotSpec, TerminalSize, View
+
+_WITHOUT_NETWORK = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT)
 
 Body = Callable[[Backend], Awaitable[None]]
 
@@ -101,6 +105,57 @@ class BackendConformance(ABC):
             await asyncio.gather(*map(self.backend.destroy, slots))
 
         self.runner.run(main())
+
+    def test_its_statistics_count_the_slots(self) -> None:
+        before = self.backend.stats()
+        assert {"backend", "rung", "slots", "lost"} <= before.keys()
+
+        async def body(slot: Slot) -> None:
+            assert self.backend.stats()["slots"] == before["slots"] + 1
+
+        self.in_slot(body)
+        assert self.backend.stats()["slots"] == before["slots"]
+
+    def test_its_end_ends_the_slots_and_it_can_start_again(self) -> None:
+        async def main() -> None:
+            backend = self.make_backend()
+            await backend.start()
+            slot = await backend.create(SlotSpec(), "ended")
+            await backend.aclose()
+            await backend.aclose()
+            with pytest.raises(SandboxError):
+                await slot.execute("true")
+            await backend.start()
+            try:
+                again = await backend.create(SlotSpec(), "again")
+                assert again.epoch != slot.epoch
+                assert (await again.execute("echo here")).output == "here\n"
+            finally:
+                await backend.aclose()
+
+        self.runner.run(main())
+
+    # Settings of a slot
+
+    def test_variables_and_limits_reach_commands(self) -> None:
+        async def body(slot: Slot) -> None:
+            assert (await slot.execute("echo $COLOUR")).output == "dark red\n"
+            if slot.rung is not Rung.NONE:
+                assert int((await slot.execute("ulimit -n")).output) <= 128
+
+        self.in_slot(body, SlotSpec(env=(("COLOUR", "dark red"),), limits=Limits(open_files=128)))
+
+    def test_a_slot_without_a_network_reaches_no_address(self) -> None:
+        # An address that is nobody's (RFC 5737): with a network, the connection would time out.
+        connect = "import socket\ntry: socket.create_connection(('192.0.2.1', 80), 20)\n"
+        connect += "except OSError as error: print(type(error).__name__, error.errno)"
+
+        async def body(slot: Slot) -> None:
+            found = await slot.execute(["python3", "-c", connect], timeout_s=60)
+            assert found.output.split()[1:2] in ([str(code)] for code in _WITHOUT_NETWORK), found.output
+
+        if self.backend.rung is not Rung.NONE:
+            self.in_slot(body, SlotSpec(network=Network.OFF))
 
     # Commands
 
