@@ -67,6 +67,19 @@ def test_the_variables_of_ssh_are_in_force() -> None:
     assert " ".join(words[words.index("-l") : words.index("-l") + 6]) == "-l me -p 2222 -i /k"
 
 
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({}, 60.0),
+        ({"acquire_timeout_s": 5.0}, 5.0),
+        ({"modal_acquire_timeout": 7.0, "acquire_timeout_s": 5.0}, 7.0),
+    ],
+)
+def test_the_wait_for_a_slot_of_modal_is_the_one_that_is_set(settings: dict[str, float], seconds: float) -> None:
+    pool = make_pool(HermesAgentEnvConfig(tool_pool_mode="modal", **settings))  # type: ignore[arg-type]
+    assert pool.config.acquire_timeout == seconds
+
+
 def test_docker_direct_has_images_per_trajectory() -> None:
     pool = create_tool_backend(HermesAgentEnvConfig(tool_pool_mode="docker_direct", docker_image="a:1"))
     assert isinstance(pool, DockerDirectBackend)

@@ -213,7 +213,9 @@ def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
         slots = config.tool_pool_size
     wait_s = config.acquire_timeout_s
     if isinstance(config, HermesAgentEnvConfig) and name == "modal":
-        wait_s = config.modal_acquire_timeout
+        said = config.model_fields_set
+        if "acquire_timeout_s" not in said or "modal_acquire_timeout" in said:
+            wait_s = config.modal_acquire_timeout
     limits = SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s)
     if name == "docker_direct":
         from palaestra.sandbox.docker_pool import DockerDirectBackend  # few runs need it
