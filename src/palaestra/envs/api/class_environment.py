@@ -36,17 +36,20 @@ from palaestra.envs.api.base_env import (
     own_names,
 )
 from palaestra.envs.api.scored_data import (
+    PLACEHOLDER,
     ROW_KEYS,
     Row,
     ScoredDataItem,
     checked_row,
     is_of,
-    own_row,
+    placeholder_tokens,
     row_and_backlog,
     rows_of,
 )
 from palaestra.envs.config.build import mcp_servers
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
+from palaestra.inference.ledger import Ledger
+from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.environment import GroupCollection
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.grading.grader import Grading
@@ -423,3 +426,21 @@ def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
         error=end.error,
         blame=end.blame,
     )
+
+
+def own_row(item: Mapping[str, JSON], result: AgentResult | None) -> TokenRow | None:
+    """The environment's own row; None if it is one of the ledger's. Only the latter counts as exact."""
+    state = (result.managed_state if result is not None else None) or {}
+    row = TokenRow(
+        tokens=list(item["tokens"]),
+        masks=list(item["masks"]),
+        logprobs=item.get("inference_logprobs") or None,
+        source=item.get("token_source") or "environment",
+    )
+    if isinstance(state.get("ledger"), Ledger):
+        if any(row.tokens == node.tokens and row.masks == node.masked_tokens for node in state["nodes"]):
+            return None
+        row.source = "environment" if state["nodes"] else row.source
+    if row.source == PLACEHOLDER and (result is None or row.tokens != placeholder_tokens(result.messages)):
+        row.source = "environment"
+    return row

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict
 
-from palaestra.agent.result import AgentResult
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON, Message, number
-from palaestra.inference.ledger import Ledger
-from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.export.messages import chat_messages
 
 Row = Mapping[str, JSON]
@@ -144,21 +141,3 @@ def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
 def is_of(row: Row, given: Row) -> bool:
     """Whether a row of a group holds the tokens or the messages of a row that was given, also if others changed."""
     return any(row.get(key) is given.get(key) for key in ("tokens", "messages") if given.get(key))
-
-
-def own_row(item: Mapping[str, JSON], result: AgentResult | None) -> TokenRow | None:
-    """The environment's own row; None if it is one of the ledger's. Only the latter counts as exact."""
-    state = (result.managed_state if result is not None else None) or {}
-    row = TokenRow(
-        tokens=list(item["tokens"]),
-        masks=list(item["masks"]),
-        logprobs=item.get("inference_logprobs") or None,
-        source=item.get("token_source") or "environment",
-    )
-    if isinstance(state.get("ledger"), Ledger):
-        if any(row.tokens == node.tokens and row.masks == node.masked_tokens for node in state["nodes"]):
-            return None
-        row.source = "environment" if state["nodes"] else row.source
-    if row.source == PLACEHOLDER and (result is None or row.tokens != placeholder_tokens(result.messages)):
-        row.source = "environment"
-    return row
