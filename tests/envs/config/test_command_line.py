@@ -1,5 +1,6 @@
 """The command line of environment scripts, from words to validated settings."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import EvalHandlingEnum, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.server_group import ENGINES
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
 
 
@@ -267,6 +269,11 @@ def test_help_fits_a_screen_and_teaches(argv: list[str]) -> None:
     assert "--env.max_items int" in text
     assert "Rows used, at most; 0 means all. [0]" in text
     assert "[own]" in text
+
+
+def test_help_offers_the_server_types_that_there_are() -> None:
+    (offered,) = re.findall(r"--openai.server_type (\S+)", answer("--help-all"))
+    assert set(offered.split("|")) == set(ENGINES)
 
 
 def test_all_settings_are_in_the_long_help() -> None:
