@@ -79,6 +79,13 @@ def test_shipped_environments_are_found_in_an_empty_folder(
         assert "model_name: NAME" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", sorted(SHIPPED - {"terminal_test"}))
+def test_a_list_of_tasks_is_played_once(name: str) -> None:
+    config, _ = load_environment(name, Path()).defaults()
+    fields = load_environment(name, Path()).config_type().model_fields
+    assert (config.total_steps if config is not None else fields["total_steps"].default) == -1
+
+
 def test_an_installed_environment_runs_and_replays_by_its_name(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
