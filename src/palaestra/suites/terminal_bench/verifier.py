@@ -19,7 +19,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import SystemRandom
 
 from palaestra.core.errors import GraderError, InfraError
@@ -27,11 +27,13 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
 from palaestra.suites.grading.harness import has_started, read_records
+from palaestra.suites.grading.rewritten_tests import parse
 from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut, read_run
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.offline_script import OfflineScript, needs_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
+from palaestra.suites.terminal_bench.stub_tests import default_tests, empty_tests, may_skip, same_outcomes
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.suites.terminal_bench.verifier_files import install, place_tests, script_name
 
@@ -42,6 +44,7 @@ OUTPUT_BYTES = 20_000
 
 _MAX_REWARD_BYTES = 1 << 20
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
+_SKIPPED = frozenset({Status.SKIPPED, Status.XFAILED, Status.XFAIL_CALLED, Status.XPASSED})
 _NOT_STARTED = re.compile(
     r"^.*\b(?:pytest|uvx?|python\S*)\b.*(?:not found|No such file|Permission denied)|No module named '?pytest", re.M
 )
@@ -123,19 +126,48 @@ async def find_tampering(
     views: GradedViews, task: TerminalTask, script: OfflineScript, setup: VerifierSetup, verdict: VerifierVerdict
 ) -> ControlResult:
     """Why a positive verdict is wrong, and the tests that no control covers. Runs the verifier again in `views`."""
-    if verdict.doubt is not None or verdict.run is None or not verdict.run.statuses:
+    if verdict.doubt is not None or verdict.run is None:
         return ControlResult(verdict.doubt)
+    again = _Again(views, task, script, setup)
+    if problem := await again.unearned(verdict, verdict.run):
+        return ControlResult(problem)
     passed = [name for name, status in verdict.run.statuses.items() if status is Status.PASSED]
-    files = _test_files(task, passed)
+    files = _files_of(_test_files(task), passed)
     controls = Controls({path: text for path, (_, text) in files.items()}, passed, (), once=True)
     await controls.calibrate(None)
 
+    async def rewritten(texts: Mapping[str, str], _: object) -> TestRun:
+        return await again.with_tests({files[path][0]: text for path, text in texts.items()}, all_tests=True)
+
+    first_is_same = SystemRandom().random() < 0.5
+    if first_is_same and (problem := await again.pays_less(verdict)):
+        return ControlResult(problem, controls.uncontrolled)
+    result = await controls.find_tampering(rewritten, None)
+    if result.tampering is None and not first_is_same:
+        result = ControlResult(await again.pays_less(verdict), controls.uncontrolled)
+    skipped = [name for name, status in verdict.run.statuses.items() if status in _SKIPPED]
+    return replace(result, uncontrolled=(*result.uncontrolled, *skipped))
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Runs a verifier again, each time in a slot with the work in which it has not run."""
+
+    views: GradedViews
+    task: TerminalTask
+    script: OfflineScript
+    setup: VerifierSetup
+
     @asynccontextmanager
-    async def look() -> AsyncIterator[Slot]:
+    async def _look(self, *, ends_well: bool = False, all_tests: bool = False) -> AsyncIterator[Slot]:
         """A slot for one more run, which may judge nothing. Raises `GraderError` if the run does not end, since a slow
         machine is no sign of tampering."""
-        async with views() as fork:
-            await install(fork, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
+        setup = self.setup
+        library_path = setup.env.get("LD_LIBRARY_PATH")
+        async with self.views() as fork:
+            await install(
+                fork, setup.command, setup.dependencies, library_path, ends_well=ends_well, all_tests=all_tests
+            )
             try:
                 yield fork
             except TestsTimedOut:
@@ -143,41 +175,87 @@ async def find_tampering(
             except GraderError:
                 pass
 
-    async def same() -> str | None:
+    async def pays_less(self, verdict: VerifierVerdict) -> str | None:
+        """Run the same tests. Why the verdict is wrong, or None."""
         again = None
-        async with look() as fork:
-            again = await _once(fork, task, script, setup, alone=False, made=())
+        async with self._look() as fork:
+            again = await _once(fork, self.task, self.script, self.setup, alone=False, made=())
         if again is None or again.reward < verdict.reward:
             return "the verifier gives less when it runs the same tests again"
         return again.doubt
 
-    async def rewritten(texts: Mapping[str, str], _: object) -> TestRun:
-        """A script may write no reward if a test fails, as a falsified one must: only the tests count."""
-        instead = {files[path][0]: text for path, text in texts.items()}
-        async with look() as fork:
-            session = await _session(fork, task, script, setup, instead, alone=False, made=())
+    async def with_tests(self, texts: Mapping[str, str], *, all_tests: bool = False) -> TestRun:
+        """Run other tests. A script may write no reward if a test fails, as a falsified one must: only tests count."""
+        async with self._look(ends_well=True, all_tests=all_tests) as fork:
+            session = await _session(fork, self.task, self.script, self.setup, texts, alone=False, made=())
             if session.run is not None:
                 return session.run
         return TestRun({}, complete=False)
 
-    first_is_same = SystemRandom().random() < 0.5
-    if first_is_same and (problem := await same()):
-        return ControlResult(problem, controls.uncontrolled)
-    result = await controls.find_tampering(rewritten, None)
-    if result.tampering is None and not first_is_same:
-        return ControlResult(await same(), controls.uncontrolled)
-    return result
+    async def unearned(self, verdict: VerifierVerdict, run: TestRun) -> str | None:
+        """Why the outcomes of the tests are not those of all tests, or do not earn the reward; None if they do."""
+        texts = _test_files(self.task)
+        if problem := await self._left_out(run, texts):
+            return problem
+        if _FAILED.isdisjoint(run.statuses.values()):
+            return None
+        files = _files_of(texts, run.statuses)
+        stubs = {name: same_outcomes(_in_file(run.statuses, at)) for at, (name, _) in files.items()}
+        async with self._look() as fork:
+            paid = await _once(fork, self.task, self.script, self.setup, alone=True, made=(), instead=stubs)
+            if paid.reward >= verdict.reward:
+                return None
+        return "the verifier gives less for the same outcomes of tests that do not use the work"
+
+    async def _left_out(self, run: TestRun, texts: Mapping[str, str]) -> str | None:
+        """Why the work, not the verifier, left tests out; None if all of them passed or failed."""
+        skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
+        parsed = {name: text for name, text in texts.items() if parse(text) is not None}
+        wanted = {(name, test) for name, text in parsed.items() if _is_collected(name) for test in default_tests(text)}
+        for at, (name, _) in _files_of(texts, run.statuses).items():
+            wanted -= {(name, each.partition("[")[0]) for each in _in_file(run.statuses, at)}
+        if not skipped and not wanted and not any("parametrize" in text for text in parsed.values()):
+            return None
+        for decorated in (True, False):
+            stubs = {name: empty_tests(text, decorated=decorated) for name, text in parsed.items()}
+            shown = await self.with_tests({name: text for name, text in stubs.items() if default_tests(text)})
+            if not shown.collect_errors:
+                break
+        heads = {name.partition("[")[0] for name in run.statuses}
+        for name in sorted(shown.statuses):
+            if name not in run.statuses and (decorated or name not in heads):
+                return f"{name} was not reported, although the verifier selects it"
+        if any(map(may_skip, texts.values())):
+            return None
+        odd = [name for name in skipped if shown.statuses.get(name, Status.SKIPPED) not in _SKIPPED]
+        return f"{odd[0]} was skipped, although the verifier does not skip it" if odd else None
 
 
-def _test_files(task: TerminalTask, node_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+def _test_files(task: TerminalTask) -> dict[str, str]:
+    """The Python files of a verifier by their path below its folder."""
+    files = task.verifier.files().items()
+    return {name: read_text(path, "replace") for name, path in files if name.endswith(".py") and path.is_file()}
+
+
+def _is_collected(name: str) -> bool:
+    """Whether pytest looks for tests in a file of this name by default."""
+    base = name.rpartition("/")[2]
+    return base.startswith("test_") or base.endswith("_test.py")
+
+
+def _files_of(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, tuple[str, str]]:
     """The files of these tests by the path in node ids: each file's name below the folder, and its text."""
     found = {}
-    known = {name: path for name, path in task.verifier.files().items() if name.endswith(".py") and path.is_file()}
     for at in {node_id.partition("::")[0] for node_id in node_ids}:
-        match = next((name for name in known if at == name or at.endswith(f"/{name}")), None)
+        match = next((name for name in texts if at == name or at.endswith(f"/{name}")), None)
         if match is not None:
-            found[at] = match, read_text(known[match], "replace")
+            found[at] = match, texts[match]
     return found
+
+
+def _in_file(statuses: Mapping[str, Status], path: str) -> dict[str, Status]:
+    """The statuses of a file's tests by the part of their node ids after its path."""
+    return {name.partition("::")[2]: each for name, each in statuses.items() if name.partition("::")[0] == path}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +305,9 @@ async def _once(
     *,
     alone: bool,
     made: Collection[str],
+    instead: Mapping[str, str] | None = None,
 ) -> VerifierVerdict:
-    session = await _session(slot, task, script, setup, {}, alone=alone, made=made)
+    session = await _session(slot, task, script, setup, instead or {}, alone=alone, made=made)
     records, run, output = session.records, session.run, session.output
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None

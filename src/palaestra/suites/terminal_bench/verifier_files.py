@@ -71,10 +71,19 @@ def script_name(task: TerminalTask) -> str:
     return task.verifier.script.rpartition("/")[2]
 
 
-async def install(slot: Slot, command: Sequence[str], dependencies: Sequence[str], library_path: str | None) -> None:
+async def install(
+    slot: Slot,
+    command: Sequence[str],
+    dependencies: Sequence[str],
+    library_path: str | None,
+    *,
+    ends_well: bool = False,
+    all_tests: bool = False,
+) -> None:
     """Copy our commands into the slot, to precede PATH.
 
-    `command` starts Python (empty: not needed); `library_path` is the image's LD_LIBRARY_PATH.
+    `command` starts Python (empty: not needed); `library_path` is the image's LD_LIBRARY_PATH. `ends_well`: pytest ends
+    with status 0, so that the script starts it as often as for passing work. `all_tests`: ignore a selection by name.
     """
     await slot.remove(HARNESS_DIR)
     await send_scripts(
@@ -84,6 +93,8 @@ async def install(slot: Slot, command: Sequence[str], dependencies: Sequence[str
         "dependencies": list(dependencies),
         "tests": TESTS_DIR,
         "library_path": library_path,
+        "ends_well": ends_well,
+        "all_tests": all_tests,
     }
     await slot.write_text(f"{HARNESS_DIR}/plan.json", json.dumps(plan))
     for name, check in _CHECKS.items():

@@ -59,7 +59,7 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     sys.path.remove(_HERE)
     sys.path += own
     pytest.hookimpl(hookwrapper=True)(reporter.Reporter.pytest_runtest_makereport)
-    plugins: list[object] = [_Ctrf()]
+    plugins: list[object] = [_Ctrf(), _EveryTest()]
     if os.environ.pop("PALAESTRA_VERDICT", ""):
         channel = VerdictChannel()
         channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
@@ -71,7 +71,23 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     sys.executable = os.path.join(shims, "palaestra-python")
     path = [place for place in os.environ.get("PATH", "").split(os.pathsep) if place != shims]
     os.environ["PATH"] = os.pathsep.join([*path, shims])
-    return int(pytest.main([*_pinned(plan["tests"], arguments), *arguments], plugins=plugins))
+    wanted = _unselected(arguments) if plan["all_tests"] else arguments
+    status = int(pytest.main([*_pinned(plan["tests"], wanted), *wanted], plugins=plugins))
+    return 0 if plan["ends_well"] else status
+
+
+def _unselected(arguments: list[str]) -> list[str]:
+    """The arguments without a selection by name: rewritten tests have other names, and there are no others."""
+    words, found = list(arguments), []
+    while words:
+        word = words.pop(0)
+        if word in ("-k", "--deselect"):
+            del words[:1]
+        elif word.startswith("-"):
+            found += [] if word.startswith(("-k", "--deselect=")) else [word]
+        else:
+            found.append(word.partition("::")[0])
+    return list(dict.fromkeys(found))
 
 
 def _restore(library_path: str | None) -> None:
@@ -88,6 +104,13 @@ def _pinned(tests: str, arguments: list[str]) -> list[str]:
     inside = bool(paths) and all(os.path.commonpath([path, tests]) == tests for path in paths)
     own = [f"--rootdir={tests}", f"--confcutdir={tests}"] if inside else []
     return ["-p", "no:cacheprovider", *own]
+
+
+class _EveryTest:
+    """Run all tests, also after the first failure (`-x`): falsified tests fail, and the others must still report."""
+
+    def pytest_configure(self, config: Any) -> None:
+        config.option.maxfail = 0
 
 
 class _Ctrf:
