@@ -166,11 +166,11 @@ class RecordedCalls:
 class Conversations:
     """Answers the calls of one rollout with `server`, which is the rollout's own session of an engine.
 
-    `sampling` replaces settings of the requests: the run's, which training assumes. `admit` is called before the body
-    of a call is read, with 0, and before the call with the number of replies that it asks for; it may raise `Refusal`
-    (a budget). `answered` is called after each reply, with its conversation. `check_engine` makes a plain request and
-    raises `EngineError` if that fails too: then a failure on a request (`EngineError.by_request`) was not the agent's
-    doing. Rate limits and lost connections never are.
+    `sampling` has the run's settings, which training assumes; a request may only shorten its replies. `admit` is called
+    before the body of a call is read, with 0, and before the call with the number of replies that it asks for; it may
+    raise `Refusal` (a budget). `answered` is called after each reply, with its conversation. `check_engine` makes a
+    plain request and raises `EngineError` if that fails too: then a failure on a request (`EngineError.by_request`) was
+    not the agent's doing. Rate limits and lost connections never are.
 
     `failure` is the failure of the engine that ends the rollout; `failed` is set with it. `refused` counts the requests
     that were answered with an error, other than for their rate or after the end, and `refusal` is the last of them.
@@ -300,7 +300,8 @@ class Conversations:
 
     async def _ask(self, request: ModelRequest, reply_id: str, on_delta: DeltaHook | None) -> ChatCompletion:
         settings = {**request.settings, **self._sampling}
-        most = [each for each in (settings.get("max_tokens"), self.limits.max_tokens) if each is not None]
+        limits = request.settings.get("max_tokens"), self._sampling.get("max_tokens"), self.limits.max_tokens
+        most = [each for each in limits if each is not None]
         if most:
             settings["max_tokens"] = min(most)
         if request.prompt is not None:

@@ -32,8 +32,9 @@ class Refusal(Exception):
 
 @dataclass(slots=True)
 class ModelRequest:
-    """One request. `settings` are sampling settings in OpenAI's names. `prompt` is the text of a legacy completion,
-    which has no messages. `ignored` names the fields without an effect; `echo` are fields that the reply repeats."""
+    """One request. `settings` are `AGENTS_OWN` and what forces a reply's form, in OpenAI's names. `prompt` is the text
+    of a legacy completion, which has no messages. `ignored` names the fields without an effect; `echo` are fields that
+    the reply repeats."""
 
     model: str
     messages: list[Message] = field(default_factory=list)
@@ -85,13 +86,15 @@ class Dialect(Protocol):
     def error(self, refusal: Refusal) -> JSON: ...
 
 
-SAMPLING = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "min_p", "stop", "seed", "max_tokens", "presence_penalty"),
-        *("frequency_penalty", "repetition_penalty", "chat_template_kwargs", "stop_token_ids", "min_tokens"),
-    }
-)
-"""Fields that go to the engine as they are."""
+AGENTS_OWN = frozenset({"max_tokens", "stop"})
+"""The sampling settings that an agent may choose, which only shorten a reply."""
+
+_SAMPLING = AGENTS_OWN | {
+    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "chat_template_kwargs", "stop_token_ids", "min_tokens"),
+}
+"""Those that are checked. All but `AGENTS_OWN` are the run's, because training assumes that every token was sampled as
+the run says: from a request they have no effect, and are named as ignored."""
 
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
@@ -105,8 +108,9 @@ _COUNTS: Mapping[str, int] = {"max_tokens": 1, "min_tokens": 0, "top_k": -1}
 
 
 def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The sampling settings of a request. Raises `Refusal` for values that no engine takes."""
-    settings = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    """The sampling settings that an agent may choose. Raises `Refusal` for values, of these and others, that no engine
+    takes."""
+    settings = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     for name, value in settings.items():
         if name in _RANGES:
             least, most = _RANGES[name]
@@ -122,7 +126,7 @@ def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
             raise invalid(name, "stop_token_ids must be a list of token ids")
         elif name == "chat_template_kwargs" and not isinstance(value, dict):
             raise invalid(name, "chat_template_kwargs must be an object")
-    return settings
+    return {name: value for name, value in settings.items() if name in AGENTS_OWN}
 
 
 def _is_text_or_texts(value: JSON) -> bool:

@@ -1,7 +1,7 @@
 """OpenAI's chat completions: `POST /v1/chat/completions`.
 
 Source: the OpenAI API reference (`CreateChatCompletionRequest`, `ChatCompletion`, `ChatCompletionChunk`), with the
-fields `reasoning_content` and `chat_template_kwargs` of vLLM.
+field `reasoning_content` of vLLM.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import AssistantMessage, ChatCompletion
 from palaestra.inference.recording.request import (
-    SAMPLING,
+    AGENTS_OWN,
     ModelRequest,
     Refusal,
     choice_count,
@@ -32,7 +32,7 @@ from palaestra.inference.recording.request import (
 )
 
 _REFUSED = ("functions", "function_call", "audio", "prediction", "web_search_options", "logit_bias", "top_logprobs")
-_USED = SAMPLING | {
+_USED = AGENTS_OWN | {
     *("model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "response_format"),
     *("max_completion_tokens", "modalities", "logprobs"),
 }

@@ -11,7 +11,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.recording.dialects.chat import ChunkStream, openai_error, usage
 from palaestra.inference.recording.request import (
-    SAMPLING,
+    AGENTS_OWN,
     ModelRequest,
     Refusal,
     choice_count,
@@ -26,7 +26,7 @@ from palaestra.inference.recording.request import (
 )
 
 _REFUSED = ("suffix", "logprobs", "logit_bias")
-_USED = SAMPLING | {"model", "prompt", "n", "best_of", "stream", "stream_options", "echo"}
+_USED = AGENTS_OWN | {"model", "prompt", "n", "best_of", "stream", "stream_options", "echo"}
 _DEFAULT_MAX_TOKENS = 16
 
 

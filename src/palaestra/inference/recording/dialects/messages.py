@@ -36,8 +36,8 @@ from palaestra.inference.recording.request import (
 _REFUSED = ("container", "mcp_servers")
 _USED = frozenset(
     {
-        *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "temperature", "top_p", "top_k"),
-        *("stop_sequences", "stream", "output_config", "output_format"),
+        *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences"),
+        *("stream", "output_config", "output_format"),
     }
 )
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -34,8 +34,8 @@ from palaestra.inference.recording.request import (
 _REFUSED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs")
 _USED = frozenset(
     {
-        *("model", "input", "instructions", "tools", "tool_choice", "stream", "text", "temperature", "top_p"),
-        *("max_output_tokens", "previous_response_id", "metadata", "stop", "seed", "top_k", "chat_template_kwargs"),
+        *("model", "input", "instructions", "tools", "tool_choice", "stream", "text", "max_output_tokens"),
+        *("previous_response_id", "metadata", "stop"),
     }
 )
 _ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens", "tools")
@@ -54,10 +54,7 @@ class ResponsesDialect:
         for number, item in enumerate(items):
             reader.take(item, f"input[{number}]")
         reader.finish()
-        limit = body.get("max_output_tokens")
-        settings = sampling(
-            {**{name: body.get(name) for name in _USED}, **({} if limit is None else {"max_tokens": limit})}
-        )
+        settings = sampling({**body, "max_tokens": body.get("max_output_tokens")})
         request = ModelRequest(
             model=model,
             messages=messages,
