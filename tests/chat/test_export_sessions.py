@@ -10,13 +10,14 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import palaestra
 from palaestra import Task, environment
 from palaestra.chat.conversation import Conversation
 from palaestra.chat.events import TurnEnded
-from palaestra.chat.export import NO_CONSENT, SECRET, session_groups
+from palaestra.chat.export import NO_CONSENT, SECRET, UNREAD, session_groups
 from palaestra.chat.service import ChatService, ChatSettings
 from palaestra.chat.store import ConversationStore
 from palaestra.core.types import JSON, Message
@@ -158,3 +159,32 @@ def test_tokens_of_a_conversation_with_a_secret_stay_out(tmp_path: Path) -> None
         groups = list(session_groups(store, [], left_out, tokens=True))
         assert left_out[SECRET] == 2
         assert ["nothing secret" in str(group.trajectories[0].messages) for group in groups] == [True]
+
+
+def test_tokens_that_only_a_sub_agent_saw_stay_out(tmp_path: Path) -> None:
+    def call(name: str, **arguments: str) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+    show = f"printf sk-; for i in 1 2 3; do printf {KEY[3:11]}; done"
+    replies = [call("delegate_task", goal="look"), call("terminal", command=show), "seen", "fine"]
+    tokenizer = toy_tokenizer(replies)
+    engine = ToyEngine(tokenizer, iter(replies))
+
+    async def go() -> None:
+        async with TokenLoopback(engine, tokenizer, kind="sglang") as server:
+            config = APIServerConfig(base_url=server.url, model_name="toy", server_type="sglang")
+            settings = ChatSettings(toolsets=("terminal", "delegation"), system_prompt=None)
+            async with ChatService(SGLangEngine(config, tokenizer=tokenizer), store, settings) as service:
+                await talk(service, "go")
+
+    with ConversationStore(tmp_path / "c.sqlite") as store:
+        asyncio.run(go())
+        store.set_consent("", True)
+        [(*_, raw)] = store.ledgers(store.conversations()[0].id)
+        rows = record_rows(msgspec.msgpack.decode(raw, type=LedgerRecord))
+        assert any(KEY in tokenizer.decode(row.tokens) for row in rows)
+        left_out: Counter[str] = Counter()
+        for group in session_groups(store, [], left_out, tokens=True):
+            for trajectory in group.trajectories:
+                assert not any(KEY in tokenizer.decode(row.tokens) for row in trajectory.rows)
+        assert left_out[UNREAD] == 1

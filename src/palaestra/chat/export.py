@@ -1,7 +1,7 @@
 """Stored conversations as the groups that exporters write: `palaestra export --from sessions`.
 
-Only conversations of users who have consented are read, and secrets in their text are replaced. Invariant: a
-conversation in which a secret was found is exported without its tokens, which would spell it.
+Only conversations of users who have consented are read, and secrets in their text are replaced. Invariant: tokens are
+exported only if all their text is stored and has no secret, which they would spell. The text of sub-agents is not.
 
 A conversation is a group of one rollout without a reward. With a token-exact server it has one token record for each
 process that it ran in; a format of tokens gets one rollout for each.
@@ -17,11 +17,12 @@ import msgspec
 from palaestra.chat.store import ConversationRecord, ConversationStore
 from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON, Message, Outcome
-from palaestra.inference.ledger import LedgerRecord
+from palaestra.inference.ledger import LedgerRecord, SegmentReason
 from palaestra.rollouts.records import Group, Trajectory, TurnRecord
 
 NO_CONSENT = "its user has not consented (palaestra chat --consent yes)"
 SECRET = "tokens of a conversation with a secret"  # noqa: S105 - a reason, not a secret
+UNREAD = "tokens of a conversation with sub-agents, whose text is not stored and may have secrets"
 
 
 def session_groups(
@@ -85,6 +86,9 @@ def _trajectories(
     for index, (_, _, last_turn, raw) in enumerate(store.ledgers(record.id)):
         messages = store.history(record.id, until=last_turn)
         ledger = msgspec.msgpack.decode(raw, type=LedgerRecord)
+        if any(segment.reason == SegmentReason.SUBAGENT for segment in ledger.segments):
+            left_out[UNREAD] += 1
+            continue
         found.append(
             msgspec.structs.replace(
                 trajectory,
