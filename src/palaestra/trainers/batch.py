@@ -20,6 +20,7 @@ from palaestra.trainers.trainer import TrainedRow
 
 UNSCORED, EQUAL, FAILED = "unscored_rollouts", "equal_groups", "failed_groups"
 STALE, WITHOUT_TOKENS, DIFFERENT = "stale_rows", "rollouts_without_tokens", "rows_that_differ"
+TOO_LONG = "rows_too_long"
 
 _SMALLEST_DEVIATION = 1e-6
 

@@ -13,6 +13,7 @@ import pytest
 from tabular import REPLIES, REWARDS, TabularTrainer
 
 from palaestra import ConfigError, TrainingConfig
+from palaestra.core.errors import TrainerRefused
 from palaestra.trainers.atropos import batch_trainer
 from palaestra.trainers.atropos.batch_trainer import BatchTrainer, scored_batch
 from palaestra.trainers.atropos.connection import TrajectoryClient
@@ -135,6 +136,33 @@ def test_a_trainer_that_dies_anywhere_trains_every_batch_once(tmp_path: Path, se
     trainer = asyncio.run(until_done())
     assert deaths > 0
     assert trainer.trained == [round(1 + number / 1000, 3) for number in range(STEPS)]
+
+
+def test_ids_of_another_tokenizer_end_the_training_before_they_are_kept(tmp_path: Path) -> None:
+    async def both() -> None:
+        async with serving() as url:
+            client = TrajectoryClient(url)
+            training = asyncio.create_task(train(url, TabularTrainer(), tmp_path))
+            sent = group(TabularTrainer(), 0)
+            sent["tokens"][1][0] = 10**6
+            while (await client.ask("POST", "/scored_data", sent)).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await client.aclose()
+            await asyncio.wait_for(training, 20)
+
+    with pytest.raises(TrainerRefused, match="1000000"):
+        asyncio.run(both())
+    assert not list((tmp_path / "batches").iterdir())
+
+
+def test_rows_beyond_the_trainers_limit_are_left_out() -> None:
+    data = group(TabularTrainer(), 0)
+    longest = max(map(len, data["tokens"]))
+    read = read_scored(json.dumps(data).encode())
+    assert len(scored_batch([read], most_tokens=longest).rows) == 2
+    batch = scored_batch([read], most_tokens=longest - 1)
+    assert len(batch.rows) + batch.refused["rows_too_long"] == 2
+    assert batch.refused["rows_too_long"] > 0
 
 
 def test_a_batch_without_log_probabilities_or_with_equal_scores_trains_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from palaestra.inference.ledger import UNTRAINED
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.trainers.atropos.connection import TrajectoryClient
 from palaestra.trainers.atropos.wire import RequestRefusal, ScoredData, checked
-from palaestra.trainers.batch import EQUAL, WITHOUT_TOKENS, Batch, advantages
+from palaestra.trainers.batch import EQUAL, TOO_LONG, WITHOUT_TOKENS, Batch, advantages
 from palaestra.trainers.checkpoints import STEP, TrainingFiles, TrainingState
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.trainer import TrainedRow, Trainer
@@ -113,12 +113,27 @@ class BatchTrainer:
             await self._clock.sleep(POLL_S)
         try:
             groups = [checked(each) for each in msgspec.convert(answer["batch"], list[ScoredData], strict=False)]
+            self._check_ids(groups)
         except (msgspec.ValidationError, RequestRefusal) as error:
             raise TrainerRefused(f"{self._client.url} gave a batch that cannot be trained: {error}") from None
         path = self._path(step)
         with writing(path), replaced(path) as file:
             file.write(msgspec.json.encode(groups))
         return groups
+
+    def _check_ids(self, groups: Sequence[ScoredData]) -> None:
+        """Raises `RequestRefusal` for an id that the model does not have: the environment has another tokenizer."""
+        tokenizer = getattr(self.trainer.engine, "tokenizer", None)
+        if not isinstance(tokenizer, Sized):
+            return
+        count = len(tokenizer)
+        for number, group in enumerate(groups):
+            wrong = [each for row in group.tokens for each in (min(row, default=0), max(row, default=0))]
+            wrong = [each for each in wrong if not 0 <= each < count]
+            if wrong:
+                field = f"batch[{number}].tokens"
+                message = f"{field} have the id {wrong[0]}, and model '{self.trainer.model}' has {count} tokens"
+                raise RequestRefusal(422, message, field=field)
 
     def _received(self, step: int) -> list[ScoredData] | None:
         """The batch of a step, if an earlier process received it."""
@@ -139,7 +154,7 @@ class BatchTrainer:
         return self._batches / f"{step:06d}.json"
 
     async def _step(self, state: TrainingState, groups: Sequence[ScoredData]) -> None:
-        batch = scored_batch(groups, scaled=self.config.scale_advantages)
+        batch = scored_batch(groups, most_tokens=self._most_tokens, scaled=self.config.scale_advantages)
         most = 0.0
         if batch.rows:
             most = batch.compare(await self.trainer.logprobs(batch.rows), self.config.max_difference)
@@ -178,8 +193,9 @@ class BatchTrainer:
             return answer.body if answer.status == 200 and isinstance(answer.body, dict) else None
 
 
-def scored_batch(groups: Sequence[ScoredData], *, scaled: bool = True) -> Batch:
-    """The rows of a batch. The advantages are the groups' own, else those of `trainers.batch.advantages`."""
+def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None, scaled: bool = True) -> Batch:
+    """The rows of a batch, without those of more than `most_tokens`. The advantages are the groups' own, else those of
+    `trainers.batch.advantages`."""
     batch = Batch()
     for number, group in enumerate(groups):
         batch.rewards += group.scores
@@ -194,6 +210,9 @@ def scored_batch(groups: Sequence[ScoredData], *, scaled: bool = True) -> Batch:
         gains = given or advantages(group.scores, scaled=scaled)
         rows = zip(group.tokens, group.masks, group.inference_logprobs, group.scores, gains, strict=True)
         for place, (tokens, masks, logprobs, score, gain) in enumerate(rows):
+            if most_tokens is not None and len(tokens) > most_tokens:
+                batch.refused[TOO_LONG] += 1
+                continue
             row = _row(tokens, masks, logprobs, score, f"{number}/{place}")
             if row is not None:
                 batch.rows.append(TrainedRow(row, gain))
