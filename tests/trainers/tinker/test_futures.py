@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from functools import partial
 
 import pytest
 
 from manual_clock import ManualClock
 from palaestra.trainers.tinker import futures as module
-from palaestra.trainers.tinker.futures import KEPT_S, UNFETCHED_S, Busy, FutureAnswer, Futures
+from palaestra.trainers.tinker.futures import KEPT_S, UNFETCHED_S, Busy, FutureAnswer, Futures, PendingRequest
 
 
 def test_an_answer_stays_until_some_time_after_it_was_fetched() -> None:
@@ -43,6 +45,38 @@ def test_a_full_server_is_busy_until_results_are_fetched(monkeypatch: pytest.Mon
         futures.add("c", "s")
     futures.fetched(first)
     assert futures.add("c", "s").answer is None
+
+
+def test_requests_that_wait_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    futures = Futures(ManualClock())
+    bodies: list[int] = []
+
+    async def body(size: int) -> bytes:
+        bodies.append(size)
+        return b"x" * size
+
+    async def submit(name: str, size: int, announced: int | None = None) -> PendingRequest:
+        def add(raw: bytes) -> PendingRequest:
+            return futures.find(name) or futures.add(name, "s")
+
+        return await futures.read(partial(body, size), announced or size, add)
+
+    async def go() -> None:
+        first = await submit("a", 60, announced=100)
+        assert await submit("a", 60 - 20) is first  # repeated: held once
+        await submit("b", 40)
+        with pytest.raises(Busy, match="waiting"):
+            await submit("c", 1)
+        assert bodies == [60, 40, 40]  # the last one was not read
+        futures.finish(first, FutureAnswer(b""))
+        await submit("c", 60)
+        with pytest.raises(Busy):
+            await submit("d", 1)
+        futures.end_session("s")
+        await submit("e", 1000)  # one alone is always taken
+
+    asyncio.run(go())
 
 
 def test_the_end_of_a_session_cancels_what_waits() -> None:

@@ -1,13 +1,13 @@
 """Results that clients fetch later: each accepted request has an id and, once it is done, one answer.
 
 Invariants: a request that a client repeats gets the same id and runs once; an answer stays until `KEPT_S` after it was
-fetched, so that a broken connection loses nothing; what waits and what is kept is bounded.
+fetched, so that a broken connection loses nothing; what waits and what is kept is bounded, in number and in bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +23,7 @@ MOST_WAITING = 8192
 """Requests without an answer."""
 
 MOST_BYTES = 1 << 30
-"""Of answers that are kept."""
+"""Of answers that are kept, and of requests that wait or are being read."""
 
 
 class Busy(Exception):
@@ -54,6 +54,8 @@ class PendingRequest:
     sequences: list[str] | None = None
     cancel: Callable[[], object] | None = None
     answer: FutureAnswer | None = None
+    size: int = 0
+    """The bytes of the request, which are held until it is done."""
     done_s: float = 0.0
     fetched_s: float | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,7 +68,26 @@ class Futures:
         self._clock = clock
         self._all: dict[str, PendingRequest] = {}
         self._bytes = 0
+        self._held = 0
         self._waiting = 0
+
+    async def read(
+        self, body: Callable[[], Awaitable[bytes]], size: int, submit: Callable[[bytes], PendingRequest]
+    ) -> PendingRequest:
+        """Submit a large request, whose `body` of `size` bytes is read only if there is room for it. Raises `Busy`."""
+        if self._held and self._held + size > MOST_BYTES:
+            raise Busy(f"requests of {self._held >> 20} MiB are waiting")
+        self._held += size
+        try:
+            raw = await body()
+            self._held += len(raw) - size
+            size = len(raw)
+            pending = submit(raw)
+            if pending.answer is None and not pending.size:  # it is not a request that was repeated
+                pending.size, size = size, 0
+        finally:
+            self._held -= size
+        return pending
 
     def find(self, request_id: str) -> PendingRequest | None:
         return self._all.get(request_id)
@@ -89,6 +110,8 @@ class Futures:
             pending.answer, pending.cancel, pending.done_s = answer, None, self._clock.monotonic()
             self._bytes += len(answer.body)
             self._waiting -= 1
+            self._held -= pending.size
+            pending.size = 0
             pending.done.set()
 
     def fetched(self, pending: PendingRequest) -> None:

@@ -189,8 +189,18 @@ class TinkerServer:
         return _accepted(self.service.unload(asked.model_id))
 
     async def _batch(self, request: web.Request) -> web.Response:
-        batch = read_batch(await request.read())
-        return _accepted(self.service.batch(batch), batch.model_id)
+        models: list[str] = []
+
+        def submit(raw: bytes) -> PendingRequest:
+            batch = read_batch(raw)
+            models.append(batch.model_id)
+            return self.service.batch(batch)
+
+        return _accepted(await self._large(request, submit), models[0])
+
+    async def _large(self, request: web.Request, submit: Callable[[bytes], PendingRequest]) -> PendingRequest:
+        size = MOST_REQUEST_BYTES if request.content_length is None else request.content_length
+        return await self.service.futures.read(request.read, size, submit)
 
     async def _optim_step(self, request: web.Request) -> web.Response:
         return await self._queued(request, types.OptimStepRequest, self.service.optim_step)
@@ -240,7 +250,10 @@ class TinkerServer:
         return web.json_response(body)
 
     async def _asample(self, request: web.Request) -> web.Response:
-        return _accepted(self.service.sample(await _read(request, types.SampleRequest)))
+        def submit(raw: bytes) -> PendingRequest:
+            return self.service.sample(types.SampleRequest.model_validate_json(raw or b"{}"))
+
+        return _accepted(await self._large(request, submit))
 
     # Results
 
