@@ -1,8 +1,8 @@
 """A chat completions server whose replies follow from the last message of the user, for tests of the gateway.
 
-`run CMD` calls the terminal, `start CMD` starts CMD in the background and `watch CMD` with a check every second; the
-answer to a tool's result is `done: RESULT`. `slowly TEXT` streams TEXT a word every 50 ms. Everything else is answered
-with `echo N: TEXT`, where N is the number of messages of the user.
+`run CMD` calls the terminal, `start CMD` starts CMD in the background and `watch CMD` with a check every second;
+`call TOOL JSON` calls any tool. The answer to a tool's result is `done: RESULT`. `slowly TEXT` streams TEXT a word
+every 50 ms. Everything else is answered with `echo N: TEXT`, where N is the number of messages of the user.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ def _reply(messages: list[Any]) -> tuple[str | None, list[Any], float]:
     if word in options and rest:
         arguments = {"command": rest, **options[word]}
         function = {"name": "terminal", "arguments": json.dumps(arguments)}
+        return None, [{"id": f"call_{len(messages)}", "type": "function", "function": function}], 0.0
+    if word == "call":
+        name, _, given = rest.partition(" ")
+        function = {"name": name, "arguments": given}
         return None, [{"id": f"call_{len(messages)}", "type": "function", "function": function}], 0.0
     if word == "ask":
         function = {"name": "clarify", "arguments": json.dumps({"question": rest})}

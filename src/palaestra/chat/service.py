@@ -61,13 +61,15 @@ class ChatSettings:
 
     `max_turns` are the model calls for one message, `budget` is for one message, `context_tokens` the size of the
     model's window (None: unknown). `spec` is that of slots, and `prepare` fills a new one. `tools` are added to every
-    toolset's; `build_tools` replaces `build_tool_registry`. `memory` is the folder of the `memory` tool's notes.
-    `shared` are objects that tools find by their type (`ToolRun.state`).
+    toolset's, `provided` take the place of built-in ones of their name; `build_tools` replaces `build_tool_registry`.
+    `memory` is the folder of the `memory` tool's notes. `shared` are objects that tools find by their type
+    (`ToolRun.state`).
     """
 
     system_prompt: str | None = SYSTEM_PROMPT
     toolsets: Sequence[str] = TOOLSETS
     tools: Sequence[Tool] = ()
+    provided: Sequence[Tool] = ()
     build_tools: BuildTools | None = None
     tool_settings: ToolSettings | None = None
     max_turns: int = 60
@@ -160,7 +162,10 @@ class ChatService:
     def _build(self, toolsets: Sequence[str]) -> ToolRegistry:
         if self.settings.build_tools is not None:
             return self.settings.build_tools(toolsets)
-        return build_tool_registry(list(toolsets), extra=self.settings.tools, settings=self.settings.tool_settings)
+        settings = self.settings
+        return build_tool_registry(
+            list(toolsets), extra=settings.tools, settings=settings.tool_settings, provided=settings.provided
+        )
 
     async def engine(self, server: Server | Sequence[Server]) -> ServerGroup:
         """The started client of a model server. Raises `EngineError` if it does not answer, and tries again later."""

@@ -54,6 +54,7 @@ platforms:
       palaestra gateway                                                # serve until Ctrl-C
       palaestra gateway pair K7QX2MPA                                  # allow the person with this code
       palaestra gateway users
+      palaestra gateway jobs                                           # what agents have scheduled
 
     Each person's messages are answered in order by one agent with its own sandbox. Who is not in `allowed_users` gets a
     code, which you confirm with `pair`. In a chat, /help lists the commands: /stop, /new, /retry, /undo, /status,
@@ -147,6 +148,22 @@ def refused(home: Path, as_json: bool) -> None:
             click.echo(json.dumps({**place, "text": text, "reason": reason}, ensure_ascii=False))
         else:
             click.echo("\t".join([*place.values(), " ".join(text.split())[:80], reason]))
+
+
+@command.command("jobs", context_settings=_CONTEXT, help="List the prompts that agents have scheduled, or remove one.")
+@click.option("--remove", metavar="JOB", help="The id of a job to remove.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per job.")
+@click.pass_obj
+def jobs(home: Path, remove: str | None, as_json: bool) -> None:
+    from palaestra.gateway import jobs as scheduled
+
+    if remove is not None and not _with_mailbox(home, lambda mailbox: scheduled.remove(mailbox, remove)):
+        raise ConfigError(f"there is no job {remove}; `palaestra gateway jobs` lists them")
+    for job in _with_mailbox(home, scheduled.all_jobs):
+        row = {"session": job.session_key, **scheduled.shown(job)}
+        prompt = " ".join(job.prompt.split())[:80]
+        columns = (job.id, job.session_key, job.schedule, row["next_run"] or "paused", prompt)
+        click.echo(json.dumps(row, ensure_ascii=False) if as_json else "\t".join(columns))
 
 
 def _person(platform: str, user_id: str, name: str = "") -> str:

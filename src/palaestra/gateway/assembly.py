@@ -57,8 +57,8 @@ async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]
             pool = SlotPool(SlotPoolConfig(max_slots=config.max_sandboxes), _backend(config, home))
             settings = _chat_settings(config)
             async with ChatService(config.server, store, settings, pool=pool, checkpoint=home / PROCESSES) as chat:
-                chat.registry(config.toolsets)  # an unknown toolset raises here, and not at the first message
                 gateway = Gateway(config, platforms, mailbox, chat)
+                chat.registry(config.toolsets)  # an unknown toolset raises here, and not at the first message
                 async with gateway.running():
                     yield gateway
         finally:

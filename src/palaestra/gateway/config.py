@@ -93,6 +93,11 @@ class GatewayConfig(Settings):
     max_sandboxes: int | None = setting(None, "Sandboxes at a time, at most; None: what this machine can hold.", ge=1)
     keep_sandboxes: bool = setting(True, "Whether sandboxes and their processes outlive a restart of the gateway.")
     platforms: dict[str, PlatformConfig] = Field(default_factory=dict, description="The platforms, by name.")
+    message_targets: list[str] = Field(
+        default_factory=list,
+        description="Chats that the tool send_message may write to besides its own and the home channels: "
+        "PLATFORM:CHAT, or `*` for every chat that has a session.",
+    )
     default_reset_policy: SessionResetPolicy = Field(
         default_factory=SessionResetPolicy, description="When a session begins anew."
     )

@@ -26,7 +26,7 @@ from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incomin
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 KEPT_S = 30 * 86_400.0
 """How long the ids of answered messages are kept, so that one that comes again is recognised."""
 CODE_VALID_S = 3600.0
@@ -56,6 +56,11 @@ create table codes (code text primary key, platform text not null, user_id text 
 create table sessions (
   key text primary key, conversation text not null, address text not null, last_used real not null);
 """
+_JOBS = """
+create table jobs (id text primary key, session_key text not null, next_at real, body blob not null);
+create index due on jobs (next_at) where next_at is not null;
+"""
+"""Since version 2 (`jobs.py`)."""
 
 Decision: TypeAlias = Literal["taken", "duplicate", "limited", "full"]
 
@@ -182,12 +187,7 @@ class Mailbox:
                 ).fetchone()[0]
                 if count >= most_waiting:
                     return Receipt("full")
-            row = connection.execute(
-                "insert into incoming (platform, chat_id, message_id, session_key, user_id, body, received_at, done)"
-                " values (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*identity, session_key, message.user_id, None if done else _encode(message), now, int(done)),
-            ).lastrowid
-            return Receipt("taken", row or 0)
+            return Receipt("taken", add_incoming(connection, message, session_key, now, done=done))
 
         return await self.do(work, synced=True)
 
@@ -233,7 +233,7 @@ class Mailbox:
             if connection.execute(
                 "update incoming set done = 1, body = null where id = ? and done = 0", (row,)
             ).rowcount:
-                _post(connection, answers, now)
+                add_outgoing(connection, answers, now)
                 if cost:
                     user = (message.address.platform, message.user_id)
                     connection.execute("insert into costs values (?, ?, ?, ?)", (*user, now, cost))
@@ -249,7 +249,7 @@ class Mailbox:
 
     async def post(self, messages: Sequence[Outgoing], now: float) -> None:
         """Add messages to send. One whose key is known is not added again."""
-        await self.do(lambda connection: _post(connection, messages, now))
+        await self.do(lambda connection: add_outgoing(connection, messages, now))
 
     async def chats_to_send_to(self) -> list[ChatAddress]:
         rows = await self.do(
@@ -431,20 +431,39 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("begin immediate")
         version = connection.execute("pragma user_version").fetchone()[0]
         tables = connection.execute("select count(*) from sqlite_master").fetchone()[0]
-        if version == 0 and tables == 0:
-            for statement in _TABLES.split(";"):
+        if (version == 0 and tables == 0) or version == 1:
+            for statement in (_JOBS if version else _TABLES + _JOBS).split(";"):
                 connection.execute(statement)
             connection.execute(f"pragma user_version = {VERSION}")
+            version = VERSION
         connection.execute("commit")
     except sqlite3.Error as error:
         raise ConfigError(f"{path} is not a mailbox of the gateway: {error}; name another folder with --home") from None
-    if version not in (0, VERSION) or (version == 0 and tables):
+    if version != VERSION:
         raise ConfigError(
             f"{path} has version {version}; this version reads {VERSION}. Name another folder with --home"
         )
 
 
-def _post(connection: sqlite3.Connection, messages: Sequence[Outgoing], now: float) -> None:
+def add_incoming(
+    connection: sqlite3.Connection, message: Incoming, session_key: str, now: float, *, done: bool = False
+) -> int:
+    """Add a message that came in, in the transaction of `Mailbox.do`; returns its row. Raises `sqlite3.IntegrityError`
+    for one that is there already."""
+    address = message.address
+    row = connection.execute(
+        "insert into incoming (platform, chat_id, message_id, session_key, user_id, body, received_at, done)"
+        " values (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            address.platform, _place(address), message.message_id, session_key, message.user_id,
+            None if done else _encode(message), now, int(done),
+        ),
+    ).lastrowid  # fmt: skip
+    return row or 0
+
+
+def add_outgoing(connection: sqlite3.Connection, messages: Sequence[Outgoing], now: float) -> None:
+    """Add messages to send, in the transaction of `Mailbox.do`. One whose key is known is not added again."""
     for message in messages:
         connection.execute(
             "insert or ignore into outgoing (key, platform, chat, body, state, created_at)"

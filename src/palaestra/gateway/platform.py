@@ -48,7 +48,8 @@ class Attachment:
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """A message from a person. `message_id` is unique in its chat. `problem` is what could not be read of it. For a
-    `trusted` message the platform has checked a secret of the sender's, so that no allow-list is needed."""
+    `trusted` message the platform has checked a secret of the sender's, so that no allow-list is needed. The message of
+    a scheduled `job` comes from nobody; its answer goes to `deliver`, or nowhere if that is None."""
 
     address: ChatAddress
     message_id: str
@@ -58,6 +59,8 @@ class Incoming:
     user_name: str = ""
     problem: str = ""
     trusted: bool = False
+    job: str = ""
+    deliver: ChatAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, tzinfo
 from typing import TypeVar
 
@@ -31,8 +31,10 @@ from palaestra.core.types import JSON
 from palaestra.gateway import commands, files
 from palaestra.gateway.commands import ChatCommand
 from palaestra.gateway.config import GatewayConfig
+from palaestra.gateway.jobs import Jobs, shown
 from palaestra.gateway.long_replies import split_reply
 from palaestra.gateway.mailbox import Mailbox, Outgoing, SessionRow, Waiting
+from palaestra.gateway.messaging import Messaging
 from palaestra.gateway.outbox import Outbox
 from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incoming, Platform, session_key
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
@@ -104,6 +106,12 @@ class Gateway:
         self._clock = clock or SystemClock()
         self._zone = zone
         self._outbox = Outbox(mailbox, self.platforms, self._on_refused, self._start, self._clock)
+        messaging = Messaging(config, self.platforms, mailbox, self.notify)
+        self.jobs = Jobs(
+            mailbox, messaging, self._clock, zone, enqueue=self._enqueue, wake=self._outbox.wake,
+            user_of=self._user_of, refusal=self._refusal_of_job, platforms=self.platforms,
+        )  # fmt: skip
+        chat.settings = replace(chat.settings, provided=(*chat.settings.provided, messaging.tool, self.jobs.tool))
         self._sessions: dict[str, _Session] = {}
         self._notices: asyncio.Queue[tuple[ChatAddress, str]] = asyncio.Queue()
         self._background: list[asyncio.Task[None]] = []
@@ -127,6 +135,7 @@ class Gateway:
                         self._enqueue(key, address, row)
                 self._start(self._post_notices(), "notices")
                 self._start(self._sweep(), "sweep")
+                self._start(self.jobs.run_due(), "jobs")
                 yield self
             finally:
                 await asyncio.shield(self._stop())
@@ -210,12 +219,9 @@ class Gateway:
                     await self._say(message, "Answered.")
             return
         limits = self.config.limits
-        if limits.cost_per_day and command is None:
-            spent = await self.mailbox.cost_since(message.address.platform, message.user_id, now - 86_400)
-            if spent >= limits.cost_per_day:
-                text = f"You have used ${spent:.2f} of ${limits.cost_per_day:.2f} in 24 hours; write again later."
-                await self._answer_now(message, key, text)
-                return
+        if command is None and (refusal := await self._over_cost(message.address.platform, message.user_id)):
+            await self._answer_now(message, key, refusal)
+            return
         receipt = await self.mailbox.take(
             message, key, now, most_per_hour=limits.messages_per_hour, most_waiting=self.config.max_queued
         )
@@ -240,12 +246,26 @@ class Gateway:
         return True
 
     async def _is_allowed(self, message: Incoming) -> bool:
-        if message.trusted:
-            return True
-        platform = message.address.platform
+        return message.trusted or await self._is_listed(message.address.platform, message.user_id)
+
+    async def _is_listed(self, platform: str, user_id: str) -> bool:
         settings = self.config.platforms.get(platform)
         allowed = settings.allowed_users if settings is not None else []
-        return "*" in allowed or message.user_id in allowed or await self.mailbox.is_paired(platform, message.user_id)
+        return "*" in allowed or user_id in allowed or await self.mailbox.is_paired(platform, user_id)
+
+    async def _refusal_of_job(self, platform: str, user_id: str) -> str:
+        """Why a person's job may not run now, or the empty string."""
+        if not self.platforms[platform].limits.requests and not await self._is_listed(platform, user_id):
+            return "Who made it may no longer write to the agent."
+        return await self._over_cost(platform, user_id)
+
+    async def _over_cost(self, platform: str, user_id: str) -> str:
+        """Why a person may start no turn now, or the empty string."""
+        most = self.config.limits.cost_per_day
+        spent = await self.mailbox.cost_since(platform, user_id, self._clock.wall() - 86_400) if most else 0.0
+        if not most or spent < most:
+            return ""
+        return f"You have used ${spent:.2f} of ${most:.2f} in 24 hours; write again later."
 
     async def _turn_away(self, message: Incoming, key: str, now: float) -> None:
         """Answer a stranger with a code, in a chat of two only; in a group they are not answered."""
@@ -308,9 +328,9 @@ class Gateway:
         session.stopped = False
         try:
             notes = await self._begin(session, waiting)
-            command = commands.parse(message.text)
+            command = None if message.job else commands.parse(message.text)
             answer = await (self._turn(session, message) if command is None else self._do(command, session, message))
-            answer.texts[:0] = notes
+            answer.texts[:0] = [*notes, f"(Scheduled job {message.job}:)"] if message.job else notes
         except PalaestraError as error:
             logger.warning("%s: %s", session.key, error)
             answer = _Answer([f"This message could not be answered: {error}"])
@@ -321,12 +341,26 @@ class Gateway:
         await self.mailbox.finish(
             waiting.row, message, self._outgoing(message, answer), self._clock.wall(), answer.cost
         )
-        self._outbox.wake(message.address)
+        self._outbox.wake(self._to(message))
+
+    def _to(self, message: Incoming) -> ChatAddress:
+        """Where the answer goes. A chat whose platform is no longer connected is replaced by that of the message."""
+        to = message.deliver
+        return message.address if to is None or to.platform not in self.platforms else to
+
+    def _user_of(self, conversation: str) -> str:
+        """The user id of the person of a conversation, without the platform."""
+        return self.chat.store.find(conversation).user.partition(":")[2]
 
     def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
-        """The messages of an answer, at least one. Their keys derive from the message that is answered."""
-        address, limits = message.address, self.platforms[message.address.platform].limits
-        identity = f"{address.platform}\0{address.chat_id}\0{address.thread_id}\0{message.message_id}"
+        """The messages of an answer, at least one. Their keys derive from the message that is answered. That of a job
+        answers no message of a person."""
+        if message.job and message.deliver is None:
+            return []
+        address = self._to(message)
+        limits = self.platforms[address.platform].limits
+        origin = message.address
+        identity = f"{origin.platform}\0{origin.chat_id}\0{origin.thread_id}\0{message.message_id}"
         stem = hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:24]
         texts = [*answer.texts]
         small = [file for file in answer.files if len(file.data) <= limits.max_file_bytes]
@@ -336,7 +370,9 @@ class Gateway:
         if not pieces and not small:
             pieces = ["(The model gave no answer.)"]
         count = len(pieces) + len(small)
-        about = [Answers(message.message_id, last=number == count - 1) for number in range(count)]
+        about = [
+            None if message.job else Answers(message.message_id, last=number == count - 1) for number in range(count)
+        ]
         sent = [Outgoing(f"{stem}-{n}", address, text, answers=about[n]) for n, text in enumerate(pieces)]
         return sent + [
             Outgoing(f"{stem}-{n}", address, file=file, answers=about[n]) for n, file in enumerate(small, len(pieces))
@@ -449,7 +485,7 @@ class Gateway:
 
     async def _content(self, conversation: Conversation, message: Incoming) -> JSON:
         text, address = message.text, message.address
-        if address.chat_type != "dm" and not self.config.group_sessions_per_user:
+        if address.chat_type != "dm" and not message.job and not self.config.group_sessions_per_user:
             text = f"{message.user_name or message.user_id}: {text}"
         lines: list[str] = []
         if message.attachments and self.chat.store.turn_of(conversation.id, message.message_id) is None:
@@ -538,6 +574,10 @@ class Gateway:
             lines.append(f"Session {session.conversation.id}, model {session.conversation.model}")
             for each in await self.chat.processes.list_sessions(session.conversation.id):
                 lines.append(f"Background process {each['session_id']} {each['status']}: {each['command']}")
+        for job in await self.jobs.of_session(session.key):
+            lines.append(
+                f"Scheduled job {job.title} ({job.schedule}): {shown(job, self._zone)['next_run'] or 'paused'}"
+            )
         return "\n".join(lines)
 
     async def _do(self, command: ChatCommand, session: _Session, message: Incoming) -> _Answer:

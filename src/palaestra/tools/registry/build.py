@@ -162,10 +162,12 @@ def build_tool_registry(
     installed: Sequence[Installed] | None = None,
     settings: ToolSettings | None = None,
     conditions: RunConditions = RunConditions(),
+    provided: Iterable[Tool] = (),
 ) -> ToolRegistry:
     """The tools of the enabled toolsets (None: all that work here) without those of the disabled ones.
 
-    `extra` are an environment's own tools, which only `disabled_toolsets` removes. `installed` are those of other
+    `extra` are an environment's own tools, which only `disabled_toolsets` removes. `provided` ones take the place
+    of built-in tools of their name, which are missing where nobody provides them. `installed` are those of other
     packages, by default of entry points. External tools run at `tool_server_url` (an address, `inprocess`, or a link)
     if given. Tools that cannot be used are left out and named in the registry's `missing`; with `strict` they are an
     error, and the toolsets must be named. Raises `ConfigError` also for unknown toolsets and two tools of one name.
@@ -180,6 +182,7 @@ def build_tool_registry(
     names = resolve_toolsets(enabled, disabled, {**_toolsets_of(brought, others), **TOOLSETS})
     here = builtin_tools(settings, {BUILTIN_NAMES[name] for name in names if name in BUILTIN_NAMES})
     known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *here)}
+    known |= {tool.name: tool for tool in provided if tool.name in known}
     own = [tool for tool in brought if tool.toolset not in disabled]
     unasked = enabled is None and not conditions.network
     chosen = [known[name] for name in names if not (unasked and known[name].touches_world)]

@@ -1,4 +1,5 @@
-"""Tools of the contract that this version lacks. They are never shown to a model, and answer with the reason."""
+"""Tools of the contract that this version lacks, or that only some programs provide: `palaestra gateway` puts its own
+tools in their place (`build_tool_registry`). Others are never shown to a model, and answer with the reason."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _DOMAIN = text("A kind of entity, such as light, switch or climate.")
 _RUN = {"run_id": text("The training run's id.")}
 
 # fmt: off
-CRONJOB = unavailable("cronjob", "this version runs nothing at set times", {
+CRONJOB = unavailable("cronjob", "only palaestra gateway runs prompts at set times", {
     "cronjob": ("Schedule prompts to be run later or again and again, and look after those that are scheduled.", {
         "action": text("What to do.", enum=_JOB_ACTIONS),
         "job_id": text("The job, for everything but create and list."),
@@ -52,7 +53,7 @@ CRONJOB = unavailable("cronjob", "this version runs nothing at set times", {
     }, ("action",)),
 })
 
-MESSAGING = unavailable("messaging", "this version sends no messages", {
+MESSAGING = unavailable("messaging", "only an agent of palaestra gateway can send messages", {
     "send_message": ("Send a message to a person or channel, or list whom one can be sent to.", {
         "action": text("What to do.", enum=["send", "list"], default="send"),
         "target": text("Whom to send to: a platform, or platform:chat."),
