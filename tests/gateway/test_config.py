@@ -7,9 +7,10 @@ import yaml
 
 from palaestra.cli.gateway import EXAMPLE
 from palaestra.core.errors import ConfigError
-from palaestra.gateway.assembly import assembled
+from palaestra.gateway.assembly import _chat_settings, assembled
 from palaestra.gateway.config import GatewayConfig, PlatformConfig, read_config
 from palaestra.gateway.platforms.registry import PLATFORMS, make_platform
+from palaestra.tools.registry.build import build_tool_registry
 
 PAGE = Path(__file__).parents[2] / "docs/gateway.md"
 
@@ -65,3 +66,11 @@ def test_an_unknown_toolset_ends_the_start(tmp_path):
                 pass
 
     asyncio.run(main())
+
+
+def test_tools_have_their_settings(tmp_path):
+    config = GatewayConfig.from_dict({"toolsets": ["tts"], "tools": {"speech_base_url": "http://127.0.0.1:1"}})
+    registry = build_tool_registry(config.toolsets, settings=_chat_settings(config).tool_settings)
+    assert registry.list_tools() == ["text_to_speech"]
+    with pytest.raises(ConfigError, match="speech_bas_url"):
+        GatewayConfig.from_dict({"tools": {"speech_bas_url": "http://127.0.0.1:1"}})

@@ -70,6 +70,7 @@ def _chat_settings(config: GatewayConfig) -> ChatSettings:
     return ChatSettings(
         system_prompt=config.system_prompt or SYSTEM_PROMPT,
         toolsets=config.toolsets,
+        tool_settings=config.tools,
         max_turns=config.max_turns,
         context_tokens=config.context_tokens,
         prices=prices,

@@ -15,6 +15,7 @@ from palaestra.core.types import JSON
 from palaestra.gateway.platform import ChatAddress, ChatType
 from palaestra.gateway.session_reset import SessionResetPolicy
 from palaestra.inference.config import APIServerConfig
+from palaestra.tools.settings import ToolSettings
 
 CONFIG_NAME = "gateway.yaml"
 
@@ -82,6 +83,10 @@ class GatewayConfig(Settings):
     server: APIServerConfig | None = setting(None, "The model server: base_url, model_name, api_key and so on.")
     toolsets: list[str] = Field(
         default=["terminal", "file", "todo", "clarify"], description="The toolsets of the agent."
+    )
+    tools: ToolSettings = Field(
+        default_factory=ToolSettings,
+        description="Settings of tools, such as web_provider, vision_base_url and skills_dir.",
     )
     system_prompt: str | None = setting(None, "The system prompt; None: a short one.")
     max_turns: int = setting(60, "Model calls for one message, at most.", ge=1)

@@ -89,6 +89,28 @@ class ToolSettings(Settings):
     vision_max_tokens: int = Field(default=1024, ge=1, description="Tokens that an answer about an image may have.")
     vision_max_image_bytes: int = Field(default=10 << 20, ge=1, description="Larger images are refused.")
 
+    image_base_url: str | None = Field(
+        default=None, description="The server of the model that makes images (OpenAI's images API); None: none."
+    )
+    image_model: str = Field(default="default", description="That model's name at its server.")
+    image_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
+    image_sizes: dict[Literal["landscape", "square", "portrait"], str] = Field(
+        default={"landscape": "1536x1024", "square": "1024x1024", "portrait": "1024x1536"},
+        description="The size that is asked for, by shape.",
+    )
+    speech_base_url: str | None = Field(
+        default=None, description="The server of the model that speaks (OpenAI's speech API); None: none."
+    )
+    speech_model: str = Field(default="default", description="That model's name at its server.")
+    speech_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
+    speech_voice: str = Field(default="alloy", description="The voice, as its server names it.")
+    speech_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = Field(
+        default="mp3", description="The format of the audio file."
+    )
+    media_timeout_s: float = Field(
+        default=100, gt=0, description="Seconds that one image or speech may take, before it is asked for again."
+    )
+
     moa_base_url: str | None = Field(
         default=None, description="The server of the models that mixture_of_agents asks; None: none."
     )

@@ -164,6 +164,8 @@ class ToolRun:
         """The beginning of the prompt."""
         self.timeout_s = timeout_s
         """The default time limit of a command."""
+        self.replayed = False
+        """Whether a recording answers for all tools that touch the world."""
         self.session_key = ""
         """The conversation that background processes belong to; empty: the task."""
         self.shared = States() if shared is None else shared
@@ -197,6 +199,10 @@ class ToolRun:
     async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolOutcome:
         """Run another tool as if the model had called it. Raises `PalaestraError`."""
         raise ToolMistake(f"There is no tool '{name}' to call: this call is outside of a rollout")
+
+    def call_tool(self, tool: Tool, arguments: Mapping[str, JSON]) -> Awaitable[ToolOutcome]:
+        """Run a tool that models do not see, such as the request of another one. Raises `PalaestraError`."""
+        return run_tool(tool, arguments, self)
 
     async def aclose(self) -> None:
         """Close the objects of `state`. A later call creates new ones. Idempotent."""
@@ -319,7 +325,7 @@ async def run_tool(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> T
 
 async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
     try:
-        if (reason := tool.missing()) is not None:
+        if (reason := tool.missing_in(replayed=run.replayed)) is not None:
             return ToolOutcome.refused(f"{tool.name} cannot be used here: {reason}")
         return ToolOutcome.of(await tool.run(arguments, run))
     except ToolMistake as mistake:

@@ -60,10 +60,21 @@ class JsonServer:
         """The JSON reply to a POST. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
         return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
+    async def post_for_bytes(self, path: str, payload: JSON) -> bytes:
+        """The reply to a POST as it is. Raises as `post` does."""
+        return await self._ask_for_bytes("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
+
     async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:
+        told = await self._ask_for_bytes(method, url, body)
+        try:
+            return msgspec.json.decode(told)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise self._down(f"answers with no JSON: {_said(told)}") from None
+
+    async def _ask_for_bytes(self, method: str, url: URL, body: bytes | None) -> bytes:
         clock = self.clock or SystemClock()
 
-        async def send(tries: int, left_s: float) -> JSON:
+        async def send(tries: int, left_s: float) -> bytes:
             try:
                 status, told, retry_after = await self._send(method, url, body, min(left_s, self.try_timeout_s))
             except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError too
@@ -99,17 +110,14 @@ class JsonServer:
         finally:
             self.lane.release()
 
-    def _accepted(self, status: int, told: bytes) -> JSON:
+    def _accepted(self, status: int, told: bytes) -> bytes:
         if status in (401, 402, 403):
             raise self._down(f"refuses the caller (HTTP {status}); look at {self.key}: {_said(told)}")
         if status in (400, 413, 414, 422):
             raise ToolMistake(f"{self.name} refuses this request (HTTP {status}): {_said(told)}")
         if not 200 <= status < 300:
             raise self._down(f"answers HTTP {status}; look at its address: {_said(told)}")
-        try:
-            return msgspec.json.decode(told)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._down(f"answers with no JSON: {_said(told)}") from None
+        return told
 
     def _down(self, what: str) -> ToolUnavailable:
         return ToolUnavailable(f"{self.name} at {URL(self.base_url).origin()} {what}")

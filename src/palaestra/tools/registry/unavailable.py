@@ -9,9 +9,6 @@ from palaestra.core.types import JSON
 from palaestra.tools.parameters import integer, text
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
-EXTERNAL = frozenset({"web", "vision", "image_gen", "tts", "moa"})
-"""Toolsets that need no slot: a tool server may have what is missing here."""
-
 Parameters = Mapping[str, Mapping[str, JSON]]
 
 
@@ -23,9 +20,8 @@ def unavailable(
     async def refuse(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise ToolMistake(f"This tool cannot be used here: {reason}")
 
-    external = toolset in EXTERNAL
     return tuple(
-        FunctionTool(ToolSchema(name, *definition, external=external), refuse, toolset, missing=lambda: reason)
+        FunctionTool(ToolSchema(name, *definition), refuse, toolset, missing=lambda: reason)
         for name, definition in tools.items()
     )
 
@@ -75,19 +71,6 @@ HOME_ASSISTANT = unavailable("homeassistant", "this version does not connect to 
         "entity_id": _ENTITY,
         "data": text("Further settings, as a JSON object in text."),
     }, ("domain", "service")),
-})
-
-IMAGE_GEN = unavailable("image_gen", "this version cannot make images", {
-    "image_generate": ("Make an image from a description. The reply has its address.", {
-        "prompt": text("What the image shows."),
-        "aspect_ratio": text("Its shape.", enum=["landscape", "square", "portrait"], default="landscape"),
-    }, ("prompt",)),
-})
-
-TTS = unavailable("tts", "this version cannot make speech", {
-    "text_to_speech": (
-        "Turn text into an audio file. The reply has its path.",
-        {"text": text("What to say."), "output_path": text("Where to write the audio file.")}, ("text",)),
 })
 
 TRAINING = unavailable("rl", "this version starts no trainings from inside an agent", {

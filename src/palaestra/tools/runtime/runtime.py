@@ -89,6 +89,7 @@ class ToolRuntime(ToolRun):
     ) -> None:
         super().__init__(task_id, user_task, timeout_s, shared if shared is not None else registry.shared)
         self.registry = registry
+        self.replayed = registry.replayed
         self.middleware = tuple(middleware)
         self.conversation = conversation
         self.parallel_safe: frozenset[str] = registry.parallel_safe()
@@ -125,6 +126,9 @@ class ToolRuntime(ToolRun):
     def run(self, call: CheckedCall) -> Awaitable[ToolOutcome]:
         """Run a checked call through the middleware. Raises `PalaestraError`."""
         return self._answer(call)
+
+    def call_tool(self, tool: Tool, arguments: Mapping[str, JSON]) -> Awaitable[ToolOutcome]:
+        return self._answer(CheckedCall(tool, arguments, self, self.conversation))
 
     async def call(
         self,

@@ -1,0 +1,161 @@
+"""The tools `image_generate` and `text_to_speech`: a model server makes a file, which is written into the slot.
+
+Any server with OpenAI's images or speech API works. Asking and writing are two steps: the request is a call of its own
+that touches the world, so it is recorded with the file's bytes, and a replay writes the same file without asking. A new
+file is named by its bytes. Invariant: only bytes that begin as an image does are written as one.
+
+Formats: https://platform.openai.com/docs/api-reference/images/create and …/audio/createSpeech
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import PurePosixPath
+
+from palaestra.core.types import JSON
+from palaestra.tools import parameters
+from palaestra.tools.builtin.text_files import as_mistake
+from palaestra.tools.net.json_client import JsonServer
+from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolResult, ToolRun, ToolSchema
+
+_IMAGES = {
+    "png": rb"\x89PNG\r\n\x1a\n",
+    "jpg": rb"\xff\xd8\xff",
+    "webp": rb"RIFF....WEBPVP",
+    "gif": rb"GIF8[79]a",
+}
+
+IMAGE = ToolSchema(
+    name="image_generate",
+    description="Make an image from a description. The reply has its path.",
+    parameters={
+        "prompt": parameters.text("What the image shows."),
+        "aspect_ratio": parameters.text("Its shape.", enum=["landscape", "square", "portrait"], default="landscape"),
+    },
+    required=("prompt",),
+    external=True,
+)
+SPEECH = ToolSchema(
+    name="text_to_speech",
+    description="Turn text into an audio file. The reply has its path.",
+    parameters={
+        "text": parameters.text("What to say."),
+        "output_path": parameters.text("Where to write the audio file."),
+    },
+    required=("text",),
+    external=True,
+)
+
+
+class FileMaker(Tool):
+    """A tool that writes a file. `request` asks for it and replies `{"data": base64, "suffix": …}`; `folder` is for new
+    files, and `key` is the name of the path in the reply."""
+
+    parallel_safe = True
+
+    def __init__(self, request: FunctionTool, folder: str, key: str) -> None:
+        self.toolset = request.toolset
+        self._request, self._folder, self._key = request, folder, key
+
+    @property
+    def schema(self) -> ToolSchema:
+        return self._request.schema
+
+    def is_available(self) -> tuple[bool, str | None]:
+        return self._request.is_available()
+
+    def missing_in(self, *, replayed: bool) -> str | None:
+        return self._request.missing_in(replayed=replayed)
+
+    async def execute(self, **arguments: JSON) -> ToolResult:
+        raise ToolMistake(f"{self.name} writes a file, and there is no sandbox to write it in")
+
+    async def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> ToolReply:
+        slot = await run.slot()
+        asked = {name: value for name, value in arguments.items() if name != "output_path"}
+        reply = (await run.call_tool(self._request, asked)).reply
+        if not isinstance(reply, Mapping) or "data" not in reply:
+            return reply
+        data = base64.b64decode(reply["data"])
+        name = f"{hashlib.sha256(data).hexdigest()[:12]}.{reply['suffix']}"
+        path = str(arguments.get("output_path") or PurePosixPath(self._folder, name))
+        with as_mistake(f"Cannot write {path}"):
+            await slot.write_bytes(path, data)
+        return {"success": True, self._key: path, "bytes": len(data)}
+
+
+def image_tool(settings: ToolSettings) -> Tool:
+    """`image_generate` with these settings."""
+    missing = partial(_missing, settings.image_base_url, "makes images", "image")
+    request = FunctionTool(
+        IMAGE, partial(_image, settings), toolset="image_gen", missing=missing, touches_world=True, parallel_safe=True
+    )
+    return FileMaker(request, "images", "image")
+
+
+def speech_tool(settings: ToolSettings) -> Tool:
+    """`text_to_speech` with these settings."""
+    missing = partial(_missing, settings.speech_base_url, "speaks", "speech")
+    request = FunctionTool(
+        SPEECH, partial(_speech, settings), toolset="tts", missing=missing, touches_world=True, parallel_safe=True
+    )
+    return FileMaker(request, "speech", "file_path")
+
+
+def _missing(base_url: str | None, does: str, name: str) -> str | None:
+    """Why the tool cannot be used, with the remedy, or None."""
+    if base_url is not None:
+        return None
+    return (
+        f"no model that {does} is configured: set {name}_base_url (--env.{name}_base_url http://HOST/v1), {name}_model "
+        f"and, where it asks for one, {name}_api_key"
+    )
+
+
+async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    server = _server(settings, "makes images", "image", settings.image_base_url, settings.image_api_key)
+    size = settings.image_sizes[arguments.get("aspect_ratio") or "landscape"]
+    request: dict[str, JSON] = {"model": settings.image_model, "prompt": arguments["prompt"], "n": 1, "size": size}
+    if not settings.image_model.startswith("gpt-image"):  # those have no such parameter, and always reply so
+        request["response_format"] = "b64_json"
+    reply = await server.post("images/generations", request)
+    try:
+        data = base64.b64decode(reply["data"][0]["b64_json"], validate=True)
+    except (LookupError, TypeError, binascii.Error):
+        raise server.malformed(reply if len(str(reply)) < 1000 else "a long reply without b64_json") from None
+    for suffix, magic in _IMAGES.items():
+        if re.match(magic, data, re.DOTALL):
+            return {"data": base64.b64encode(data).decode(), "suffix": suffix}
+    raise server.malformed("bytes that are not an image")
+
+
+async def _speech(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+    server = _server(settings, "speaks", "speech", settings.speech_base_url, settings.speech_api_key)
+    request = {
+        "model": settings.speech_model,
+        "input": arguments["text"],
+        "voice": settings.speech_voice,
+        "response_format": settings.speech_format,
+    }
+    data = await server.post_for_bytes("audio/speech", request)
+    if not data:
+        raise server.malformed("nothing")
+    return {"data": base64.b64encode(data).decode(), "suffix": settings.speech_format}
+
+
+def _server(settings: ToolSettings, does: str, name: str, base_url: str | None, key: str | None) -> JsonServer:
+    url = (base_url or "").rstrip("/")
+    return JsonServer(
+        f"the model that {does}",
+        url if url.endswith("/v1") else f"{url}/v1",
+        f"{name}_api_key",
+        {"Authorization": f"Bearer {key}"} if key else {},
+        settings.lane(),
+        try_timeout_s=settings.media_timeout_s,
+    )
