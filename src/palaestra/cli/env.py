@@ -26,10 +26,15 @@ from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from palaestra.envs.cheats.proof import PolicyResult, Proof
 
 _PLAIN = ("oracle", "noop")
 """The policies of a check that are no cheats."""
+
+_TRAINED_WITH = ("group_size", "max_agent_turns", "max_token_length", "max_num_workers", "seed")
+"""Common settings that a training is tuned with."""
 
 _NAMED = 5
 """How many failed policies the last line of a check names."""
@@ -152,32 +157,34 @@ def _example_config(name: str) -> str:
 
 
 def _about(reference: str) -> dict[str, JSON]:
-    """The environment's name, form and docstring, its own settings, common settings with defaults of its own, and the
-    settings without effect with their reasons."""
+    """The environment's name, form and docstring, its own settings, common settings with defaults of its own, the
+    settings of a training on it (`training`, and `rollouts` of those that runs have too), and the settings without
+    effect with their reasons."""
     from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.config.layers import exported, read_dotenv
     from palaestra.envs.discovery import load_environment
+    from palaestra.trainers.config import TrainingConfig
 
     with exported(read_dotenv(Path.cwd())):
         form = load_environment(reference, Path.cwd())
         config, _ = form.defaults()
     common = {**BaseEnvConfig.model_fields, **HermesAgentEnvConfig.model_fields}
     changed = set_fields(config) if config is not None else {}
+    fields = form.config_type().model_fields
+
+    def row(name: str, field: FieldInfo, values: Mapping[str, JSON] = changed) -> dict[str, JSON]:
+        value = values.get(name, field.get_default(call_default_factory=True))
+        return {"name": name, "value": value, "about": field.description or ""}
+
     return {
         "name": form.name,
         "form": form.cls.__name__ if isinstance(form, ClassForm) else "function",
         "about": form.about,
-        "settings": [
-            {
-                "name": name,
-                "value": changed.get(name, field.get_default(call_default_factory=True)),
-                "about": field.description or "",
-            }
-            for name, field in form.config_type().model_fields.items()
-            if name not in common or name in changed
-        ],
+        "settings": [row(name, field) for name, field in fields.items() if name not in common or name in changed],
+        "rollouts": [row(name, fields[name]) for name in _TRAINED_WITH if name in fields],
+        "training": [row(name, field, {}) for name, field in TrainingConfig.model_fields.items()],
         "without_effect": {
             name: why for name in form.config_type().model_fields if (why := why_no_effect(form.config_type(), name))
         },

@@ -79,7 +79,8 @@ _OPTIONS: dict[str, type] = {
     --resume RUN        continue a training that ended or was killed; no step counts twice
     --unchecked ENV     train although `palaestra env check` fails for this environment
     --batches-from URL  train on the batches of a trajectory API: --batch 64 sequences of
-                        --most-tokens 16384; --out FOLDER; weights are served at --port 8001
+                        --most-tokens 16384; weights are served at --port 8001
+    --out FOLDER        the run's folder, which must not exist; default: a new one below runs/
 
     Further settings (--group N, --concurrency N, --env.FIELD V, --json) are those of `palaestra run`.
     """,
@@ -145,6 +146,8 @@ def command(
             form, recorded, before = _recorded(resume)
             trainer = trainer or before["trainer"]
             settings = before["training"] | settings
+        if resume is not None and out is not None:
+            raise ConfigError("--out is for a new training: --resume continues in the run's own folder")
         config = TrainingConfig(**settings)
         server = APIServerConfig(health_check=False)
         line = command_line(form, f"palaestra train {environment}", "process", [server])
@@ -158,7 +161,7 @@ def command(
         chosen = make_trainer(cast("TrainerName", trainer or "trl"), parsed, config, tinker_url, Path(RUNS))
         if resume is None and not {environment, form.name} & set(unchecked):
             _check(form, environment)
-        report = asyncio.run(train_line(form, parsed, chosen, config))
+        report = asyncio.run(train_line(form, parsed, chosen, config, folder=out))
     result = report.result
     if result.before is not None and result.after is not None:
         click.echo(

@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from palaestra.core.config import Settings
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
 from palaestra.tools.net.host_policy import HostPolicy
 
 WEB_KEYS: Mapping[str, str] = {
@@ -27,6 +28,16 @@ WEB_KEYS: Mapping[str, str] = {
 
 WEB_URLS: Mapping[str, str] = {"searxng": "SEARXNG_URL", "firecrawl": "FIRECRAWL_API_URL"}
 """The same for `web_urls`."""
+
+
+RL_LOCKED: dict[str, JSON] = {
+    "max_token_length": 8192,
+    "max_num_workers": None,
+    "steps": 2500,
+    "lora_rank": 32,
+    "learning_rate": 4e-5,
+}
+"""What an agent that trains models cannot change, unless the settings say so: the contract's values."""
 
 
 class ToolSettings(Settings):
@@ -128,6 +139,38 @@ class ToolSettings(Settings):
         default=None,
         description="A folder of skills for skills_list, skill_view and skill_manage; None: none, so that rollouts do "
         "not learn from each other.",
+    )
+
+    rl_dir: str | None = Field(
+        default=None,
+        description="The folder of the trainings that rl_* tools start; None: these tools are missing. Rollouts with a "
+        "common folder see each other's trainings.",
+    )
+    rl_model: str | None = Field(
+        default=None, description="The model that agents train: a folder, or the OWNER/NAME of a model of the hub."
+    )
+    rl_trainer: Literal["trl", "tinker"] = Field(default="trl", description="Who trains: --trainer of `train`.")
+    rl_tinker_url: str | None = Field(default=None, description="The server of the trainer tinker: --tinker-url.")
+    rl_locked: dict[str, JSON] = Field(
+        default=RL_LOCKED,
+        description="Settings of a training that its agent cannot change, with their values; null: the default's.",
+    )
+    rl_unchecked: list[str] = Field(
+        default_factory=list,
+        description="Environments that agents may train on although `palaestra env check` fails for them.",
+    )
+    rl_max_running: int = Field(default=1, ge=1, description="Trainings in rl_dir at a time.")
+    rl_status_interval_s: float = Field(
+        default=1800, ge=0, description="Seconds between two looks of an agent at a training that has not ended."
+    )
+    rl_outlive: bool = Field(
+        default=False, description="Let trainings go on when the conversation that started them has ended."
+    )
+    rl_test_url: str | None = Field(
+        default=None, description="The server that rl_test_inference asks; None: rl_model, in a process of its own."
+    )
+    rl_test_models: list[str] = Field(
+        default_factory=list, description="The models that rl_test_inference may ask there, by their names."
     )
 
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)

@@ -1,6 +1,7 @@
 """A trainer whose whole model is one number per reply: it samples, learns and saves in microseconds.
 
-As a program it trains in the folder of its first argument: `python tabular.py FOLDER [--resume RUN]`.
+As a program it trains in the folder of its first argument, `python tabular.py FOLDER [--resume RUN]`, or
+takes some words of `palaestra train`.
 """
 
 from __future__ import annotations
@@ -115,15 +116,28 @@ class TabularTrainer:
     async def aclose(self) -> None: ...
 
 
+def _given(name: str) -> str | None:
+    """The value of a flag, as `--name VALUE` or `--name=VALUE`."""
+    for place, word in enumerate(sys.argv):
+        flag, equals, value = word.partition("=")
+        if flag == name:
+            return value if equals else sys.argv[place + 1]
+    return None
+
+
 if __name__ == "__main__":
-    resume = sys.argv[sys.argv.index("--resume") + 1] if "--resume" in sys.argv else None
-    asyncio.run(
+    out = _given("--out")
+    report = asyncio.run(
         palaestra.train(
             words(),
-            trainer=TabularTrainer(sampling_s=0.002, rate=0.15),
+            trainer=TabularTrainer(sampling_s=float(_given("--sampling-s") or 0.002), rate=0.15),
             group_size=4,
-            folder=sys.argv[1],
-            resume=resume,
-            training={"steps": 12, "groups": 3, "eval_every": 4, "eval_tasks": 4, "save_every": 3},
+            folder=sys.argv[1] if out is None else "runs",
+            out=out,
+            resume=_given("--resume"),
+            training={
+                "steps": int(_given("--steps") or 12), "groups": 3, "eval_every": 4, "eval_tasks": 4, "save_every": 3
+            },
         )
-    )
+    )  # fmt: skip
+    print(json.dumps(report.to_json()))

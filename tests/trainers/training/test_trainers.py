@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import pytest
 import palaestra
 from palaestra import ConfigError, EngineUnavailable, Rollout, Slot, Task, TrainerError, TrainingReport, environment
 from palaestra.testing.tiny_model import make_tiny
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.trainers.checkpoints import read_steps
 
 pytestmark = [
@@ -47,6 +50,28 @@ async def some(rollout: Rollout, sandbox: Slot) -> float:
     assert rollout.result is not None
     ran = any(message["role"] == "tool" and '"error"' not in message["content"] for message in rollout.result.messages)
     return 0.5 * ran + 0.5 * (rollout.index % 2)
+
+
+NOTE = '''
+from palaestra import Rollout, Slot, Task, environment
+
+
+@environment(toolsets=[])
+def note(n: int = 6):
+    for i in range(n):
+        yield Task(id=f"note-{i}", prompt="Write hello to note.txt")
+
+
+@note.tool
+async def terminal(command: str, sandbox: Slot) -> str:
+    """Run a command."""
+    return (await sandbox.execute(command)).output
+
+
+@note.score
+async def some(rollout: Rollout) -> float:
+    return 0.5 * (rollout.index % 2)
+'''
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +203,42 @@ def test_a_checkpoint_of_a_model_of_another_size_is_refused(folder: Path, tmp_pa
 def test_a_model_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         train(Path("/nowhere"), "trl", 1)
+
+
+def test_an_agent_trains_a_model(folder: Path, tmp_path: Path) -> None:
+    """The rl_* tools: the training is `palaestra train` with TRL, and its checkpoint a model."""
+    (tmp_path / "environments").mkdir()
+    (tmp_path / "environments" / "note_env.py").write_text(NOTE)
+    settings = palaestra.ToolSettings(
+        rl_dir=str(tmp_path / "rl"),
+        rl_model=str(folder),
+        rl_unchecked=["note"],
+        rl_locked={"learning_rate": 1e-3, "max_token_length": 24},
+        rl_status_interval_s=0,
+    )
+    edits = {"steps": 1, "groups": 1, "group_size": 4, "eval_every": 0, "max_agent_turns": 2}
+
+    async def agent() -> dict[str, Any]:
+        async with ToolRuntime(build_tool_registry(["rl"], settings=settings), None, "t") as tools:
+
+            async def call(name: str, /, **arguments: Any) -> dict[str, Any]:
+                return json.loads(await tools.handle(f"rl_{name}", arguments))
+
+            assert (await call("select_environment", name="note"))["environment"] == "note"
+            tried = await call("test_inference", num_steps=1, group_size=2)
+            assert tried["models_tested"][0]["total_completions"] == 2, tried
+            for field, value in edits.items():
+                assert "error" not in await call("edit_config", field=field, value=value)
+            started = await call("start_training")
+            assert started["status"] == "started", started
+            while (  # noqa: ASYNC110
+                status := await call("check_status", run_id=started["run_id"])
+            )["status"] in ("starting", "running"):
+                await asyncio.sleep(0.5)
+            assert status["status"] == "completed", status
+            return await call("get_results", run_id=started["run_id"])
+
+    results = asyncio.run(agent())
+    assert results["final_metrics"]["step"] == 1
+    assert results["final_metrics"]["logprob_difference"] < 1e-4
+    assert list(Path(results["result"]["last"]).rglob("*.safetensors"))

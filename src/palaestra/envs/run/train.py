@@ -56,14 +56,15 @@ async def train(
     group_size: int | None = None,
     resume: str | Path | None = None,
     folder: str | Path = RUNS,
+    out: str | Path | None = None,
     progress: bool = False,
     training: TrainingConfig | Mapping[str, JSON] | None = None,
     **settings: JSON,
 ) -> TrainingReport:
     """Train `model` on an environment, as `palaestra train` does. A `trainer` of your own brings its model.
 
-    `training` are the settings of `TrainingConfig`, `settings` those of `palaestra.run`. Raises what `palaestra.run`
-    raises, and `TrainerError`.
+    `training` are the settings of `TrainingConfig`, `settings` those of `palaestra.run`. The run gets a new folder
+    below `folder`, or is kept in `out`. Raises what `palaestra.run` raises, and `TrainerError`.
     """
     dotenv = read_dotenv(Path.cwd())
     with python_names(), exported(dotenv):
@@ -74,7 +75,10 @@ async def train(
         take_variables(parsed, dotenv)
         config = training if isinstance(training, TrainingConfig) else TrainingConfig(**(training or {}))
         stream = sys.stderr if progress else StringIO()
-        return await train_line(form, parsed, trainer, config, root=Path(folder), stream=stream, tinker_url=tinker_url)
+        root, named = Path(folder), None if out is None else Path(out)
+        return await train_line(
+            form, parsed, trainer, config, root=root, folder=named, stream=stream, tinker_url=tinker_url
+        )
 
 
 async def train_line(
@@ -84,10 +88,12 @@ async def train_line(
     config: TrainingConfig,
     *,
     root: Path = Path(RUNS),
+    folder: Path | None = None,
     stream: TextIO | None = None,
     tinker_url: str | None = None,
 ) -> TrainingReport:
-    """Train to the end. The model is loaded before anything is written."""
+    """Train to the end. The model is loaded before anything is written. The run gets a new folder below `root`, or is
+    kept in `folder`."""
     chosen = make_trainer(trainer, parsed, config, tinker_url, root) if isinstance(trainer, str) else trainer
     training = Training(chosen, config)
     try:
@@ -96,6 +102,7 @@ async def train_line(
             form,
             parsed,
             root=root,
+            folder=folder,
             stream=stream,
             drive=training.drive,
             engines=[chosen.engine],

@@ -57,7 +57,7 @@ _BUILTIN: Mapping[str, tuple[str, ...]] = {
     "cronjob": ("registry.unavailable:CRONJOB",),
     "messaging": ("registry.unavailable:MESSAGING",),
     "homeassistant": ("registry.unavailable:HOME_ASSISTANT",),
-    "rl": ("registry.unavailable:TRAINING",),
+    "rl": ("builtin.rl_training:rl_tools",),
 }
 # fmt: on
 """Where the tools of each toolset are, `module:name` below `palaestra.tools`: a tool, several, or a function that

@@ -63,7 +63,7 @@ TOOLSETS: Mapping[str, Toolset] = {
     "homeassistant": Toolset(
         "See and control a smart home", ("ha_list_entities", "ha_get_state", "ha_list_services", "ha_call_service")
     ),
-    "rl": Toolset("Set up, start and watch training runs", _TRAINING),
+    "rl": Toolset("Set up, start and watch training runs", _TRAINING, on_request=True),
     "default": Toolset("Terminal and files: what most tasks need", includes=("terminal", "file")),
     "debugging": Toolset("Terminal, files and the web", includes=("terminal", "file", "web")),
     "safe": Toolset("What needs no terminal", includes=("web", "vision", "image_gen", "moa")),

@@ -33,7 +33,6 @@ def _texts(description: str) -> dict[str, JSON]:
 _JOB_ACTIONS = ["create", "list", "update", "pause", "resume", "remove", "run"]
 _ENTITY = text("The entity's id, such as light.kitchen.")
 _DOMAIN = text("A kind of entity, such as light, switch or climate.")
-_RUN = {"run_id": text("The training run's id.")}
 
 # fmt: off
 CRONJOB = unavailable("cronjob", "only palaestra gateway runs prompts at set times", {
@@ -73,23 +72,4 @@ HOME_ASSISTANT = unavailable("homeassistant", "this version does not connect to 
     }, ("domain", "service")),
 })
 
-TRAINING = unavailable("rl", "this version starts no trainings from inside an agent", {
-    "rl_list_environments": ("List the environments that can be trained on.", {}, ()),
-    "rl_select_environment": ("Choose the environment to train on.", {"name": text("Its name.")}, ("name",)),
-    "rl_get_current_config": (
-        "The chosen environment's settings: those that can be changed and those that cannot.", {}, ()),
-    "rl_edit_config": (
-        "Change a setting of the chosen environment.",
-        {"field": text("The setting's name."), "value": {"description": "Its new value."}}, ("field", "value")),
-    "rl_start_training": ("Start a training run with the current settings.", {}, ()),
-    "rl_check_status": ("How a training run is doing, at most every 30 minutes.", _RUN, ("run_id",)),
-    "rl_stop_training": ("Stop a training run.", _RUN, ("run_id",)),
-    "rl_get_results": ("The figures of a training run.", _RUN, ("run_id",)),
-    "rl_list_runs": ("List the training runs, finished ones too.", {}, ()),
-    "rl_test_inference": ("Roll out the chosen environment with a few models, without training.", {
-        "num_steps": integer("How many steps.", default=3, minimum=1),
-        "group_size": integer("Rollouts per step.", default=16, minimum=1),
-        "models": _texts("The models to try."),
-    }, ()),
-})
 # fmt: on
