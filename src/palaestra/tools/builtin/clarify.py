@@ -30,8 +30,9 @@ class User:
 SCHEMA = ToolSchema(
     name="clarify",
     description=(
-        "Ask the user a question and wait for the answer. Use it where what is wanted can be understood in ways that "
-        "lead to different work, or before something that cannot be undone; not for what you can find out yourself."
+        "Ask the user a question and wait for the answer. Use it when the request is ambiguous in a way that "
+        "changes the work, or before an irreversible action. Do not ask for information that you can find "
+        "yourself."
     ),
     parameters={
         "question": parameters.text("The question.", {"minLength": 1}),
@@ -39,7 +40,7 @@ SCHEMA = ToolSchema(
             "type": "array",
             "items": {"type": "string"},
             "maxItems": MAX_CHOICES,
-            "description": "Answers to choose from; the user may also give another one.",
+            "description": "Suggested answers. The user may also give a different one.",
         },
     },
     required=("question",),

@@ -54,23 +54,23 @@ class Delegation:
 
 _PART: Mapping[str, JSON] = {
     "goal": parameters.text(
-        "What to do, complete in itself: the sub-agent sees nothing of this conversation.", {"minLength": 1}
+        "The task, self-contained: the sub-agent does not see this conversation.", {"minLength": 1}
     ),
-    "context": parameters.text("What the sub-agent should know: paths, findings, limits."),
+    "context": parameters.text("Background information: file paths, findings, constraints."),
     "toolsets": {
         "type": "array",
         "items": {"type": "string"},
-        "description": "The toolsets that the sub-agent has, of those that you have. Left out: all of them.",
+        "description": "Toolsets available to the sub-agent, a subset of yours. Omit for all of them.",
     },
 }
 
 SCHEMA = ToolSchema(
     name="delegate_task",
     description=(
-        "Give work to sub-agents that have a conversation of their own and report what came of it: one `goal`, or up "
-        f"to {MAX_TASKS} `tasks` that are done at the same time. Use it for work that can be told in a few sentences "
-        "and whose details you need not read. They share your files and background processes, cannot ask you anything, "
-        "and you read only their last words."
+        f"Delegate work to sub-agents, each with its own conversation: one `goal`, or up to {MAX_TASKS} independent "
+        "`tasks` in parallel. Use it for self-contained work whose intermediate steps you do not need to see. "
+        "Sub-agents share your files and background processes, and cannot ask you questions. You get only their "
+        "final message."
     ),
     parameters={
         **_PART,
@@ -79,11 +79,11 @@ SCHEMA = ToolSchema(
             "items": {"type": "object", "properties": dict(_PART), "required": ["goal"]},
             "minItems": 1,
             "maxItems": MAX_TASKS,
-            "description": "Several pieces of work that do not need each other.",
+            "description": "Independent tasks to run in parallel.",
         },
-        "model": parameters.text("Sub-agents use the model of this conversation; leave it out."),
+        "model": parameters.text("Omit: sub-agents use the model of this conversation."),
         "max_iterations": parameters.integer(
-            "How many model calls each sub-agent may make. Left out, and at most: as many as you.", {"minimum": 1}
+            "Maximum model calls of each sub-agent. Default and maximum: your own limit.", {"minimum": 1}
         ),
     },
 )

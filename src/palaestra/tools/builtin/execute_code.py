@@ -54,18 +54,18 @@ exec python3 -I -S "$folder/supervisor.py" "$folder"
 SCHEMA = ToolSchema(
     name="execute_code",
     description=(
-        "Run a Python program in the sandbox that can call your other tools as functions, and return what it printed "
-        "with its exit code. Use it where many calls or much output would be between you and an answer: loop, filter "
-        f"and count there, and print only what you need. `from {MODULE} import terminal, read_file` gives functions "
-        "with the parameters of your tools; each returns what the tool replies, a dict with the same keys (`error` "
-        f"where it failed) or text. At most {MAX_CALLS} calls. Every program starts anew in {WORKSPACE}, without "
-        "stdin; files stay, variables do not."
+        "Run a Python program in the sandbox that can call your other tools as functions. Returns the program's "
+        "output and exit code. Use it when a task needs many tool calls or produces much intermediate output: loop, "
+        f"filter and count in the program, and print only what you need. `from {MODULE} import terminal, read_file` "
+        "imports functions with the parameters of your tools; each returns the tool's reply, a dict with the same "
+        f"keys (`error` on failure) or text. At most {MAX_CALLS} tool calls. Each program starts in a new process in "
+        f"{WORKSPACE}, without stdin; files persist, variables do not."
     ),
     parameters={
-        "code": parameters.text("The program."),
+        "code": parameters.text("The Python code to run."),
         "timeout": parameters.integer(
-            "Time limit in seconds, 1 to 600, for the program with all its calls. At the limit it is killed and "
-            "its output up to then is returned with exit code 124. Leave it out for the usual limit."
+            "Timeout in seconds, 1 to 600, for the program with all its tool calls. On timeout, the program is "
+            "killed, and its output so far is returned with exit code 124. Omit for the default."
         ),
     },
     required=("code",),

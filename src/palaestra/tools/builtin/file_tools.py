@@ -31,16 +31,17 @@ _UNREADABLE = re.compile("[\udc80-\udcff]")
 READ_SCHEMA = ToolSchema(
     name="read_file",
     description=(
-        "Read a text file. The content comes with line numbers as LINE|CONTENT, starting at `offset`, `limit` lines at "
-        "most; the numbers and bars are not part of the file. For a long file read the part you need, and go on with "
-        "the offset that the reply's hint names. Prefer this to cat, head and sed in the terminal. Binary files are "
-        "refused; if the path does not exist, similar names are suggested."
+        "Read a text file. Returns up to `limit` lines starting at line `offset`, each formatted as "
+        "LINE|CONTENT; the line number and bar are not part of the file. For long files, read only the part "
+        "you need, and continue with the offset given in the reply's hint. Use this instead of cat, head or "
+        "sed in the terminal. Binary files are rejected. If the path does not exist, similar names are "
+        "suggested."
     ),
     parameters={
         "path": PATH_PARAMETER,
-        "offset": parameters.integer("First line to show, counted from 1.", default=1, minimum=1),
+        "offset": parameters.integer("Line number to start from (1-based).", default=1, minimum=1),
         "limit": parameters.integer(
-            f"How many lines to show, at most {MAX_LINES}.", default=500, minimum=1, maximum=MAX_LINES
+            f"Maximum number of lines to return (up to {MAX_LINES}).", default=500, minimum=1, maximum=MAX_LINES
         ),
     },
     required=("path",),
@@ -49,13 +50,13 @@ READ_SCHEMA = ToolSchema(
 WRITE_SCHEMA = ToolSchema(
     name="write_file",
     description=(
-        "Write a file: the whole content, replacing whatever the file held. Missing directories are created. Use patch "
-        "instead to change a part of an existing file. The reply says whether the file is new and, for Python, JSON, "
-        "YAML and TOML, whether it parses."
+        "Write content to a file, replacing any existing content. Missing parent directories are created. To "
+        "change part of an existing file, use patch instead. The reply reports whether the file is new and, "
+        "for Python, JSON, YAML and TOML, whether it parses."
     ),
     parameters={
         "path": PATH_PARAMETER,
-        "content": parameters.text("The complete new content, exactly as it should be in the file."),
+        "content": parameters.text("The complete content of the file."),
     },
     required=("path", "content"),
 )

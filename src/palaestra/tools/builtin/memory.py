@@ -28,18 +28,16 @@ _BETWEEN = "\n§\n"
 SCHEMA = ToolSchema(
     name="memory",
     description=(
-        "Keep notes that later sessions see: on the work (`memory`: facts about this place, what was learnt, what "
-        "went wrong before) or on the user (`user`: who they are, what they want). Write what will still matter, in "
-        "one or two sentences; not what is done in this session. The reply has all notes of the target; there is room "
-        f"for {MAX_CHARS['memory']} and {MAX_CHARS['user']} characters."
+        "Manage notes that persist across sessions: about the work (`memory`: facts about this environment, lessons "
+        "learned, past mistakes) or about the user (`user`: identity, preferences). Save facts that will still "
+        "matter later, in one or two sentences each; do not log the progress of this session. Returns all notes of "
+        f"the target. Limits: {MAX_CHARS['memory']} and {MAX_CHARS['user']} characters."
     ),
     parameters={
-        "action": parameters.choice("What to do with the notes.", ["add", "replace", "remove", "read"]),
-        "target": parameters.choice("Which notes.", list(MAX_CHARS)),
-        "content": parameters.text("The note, for add and replace.", {"minLength": 1}),
-        "old_text": parameters.text(
-            "A part of the note that replace and remove are about; it must name exactly one.", {"minLength": 1}
-        ),
+        "action": parameters.choice("The action to perform.", ["add", "replace", "remove", "read"]),
+        "target": parameters.choice("Which notes to use.", list(MAX_CHARS)),
+        "content": parameters.text("For add and replace: the text of the note.", {"minLength": 1}),
+        "old_text": parameters.text("For replace and remove: a unique part of the existing note.", {"minLength": 1}),
     },
     required=("action", "target"),
 )

@@ -21,10 +21,10 @@ from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, Too
 SCHEMA = ToolSchema(
     name="mixture_of_agents",
     description=(
-        "Ask several models a hard question and get one answer made from theirs. They see only the question, so it "
-        "must contain everything they need."
+        "Ask several models a difficult question and get one combined answer. The models see only the "
+        "question, so include all the context that they need."
     ),
-    parameters={"user_prompt": parameters.text("The question, complete in itself.", {"minLength": 1})},
+    parameters={"user_prompt": parameters.text("The question, self-contained.", {"minLength": 1})},
     required=("user_prompt",),
 )
 

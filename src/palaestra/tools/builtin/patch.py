@@ -36,22 +36,22 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 SCHEMA = ToolSchema(
     name="patch",
     description=(
-        "Change existing files. mode replace: in the file at `path` replace `old_string` by `new_string`. Copy "
-        "old_string exactly from the file, without read_file's line numbers, with enough surrounding lines to be "
-        "unique; small differences in white space, indentation or quotes are forgiven and the reply says so. "
-        "mode patch: apply a V4A patch, which can change several files at once and is applied whole or not at all:\n"
+        "Edit files. mode replace: replace `old_string` with `new_string` in the file at `path`. Copy old_string "
+        "exactly from the file, without the line numbers of read_file, and include enough surrounding lines to make it "
+        "unique. Small differences in whitespace, indentation or quotes are tolerated and reported. mode patch: apply "
+        "a V4A patch. It can change several files, and is applied completely or not at all:\n"
         "*** Begin Patch\n*** Update File: src/a.py\n@@ def total(items):\n     result = 0\n-    return None\n"
         "+    return result\n*** Add File: notes.txt\n+first line\n*** Delete File: old.txt\n"
         "*** Move File: x.py -> y.py\n*** End Patch\n"
-        "The reply has the unified diff and, for Python, JSON, YAML and TOML, whether each file still parses."
+        "Returns the unified diff and, for Python, JSON, YAML and TOML, whether each file still parses."
     ),
     parameters={
-        "mode": parameters.choice("replace or patch, as described.", ["replace", "patch"]),
-        "path": {**PATH_PARAMETER, "description": f"mode replace: {PATH_PARAMETER['description']}"},
-        "old_string": parameters.text("mode replace: the text to find."),
-        "new_string": parameters.text("mode replace: what takes its place; empty to delete it."),
-        "replace_all": parameters.flag("mode replace: replace every occurrence instead of requiring exactly one."),
-        "patch": parameters.text("mode patch: the V4A patch, from Begin Patch to End Patch."),
+        "mode": parameters.choice("The edit mode: replace or patch.", ["replace", "patch"]),
+        "path": {**PATH_PARAMETER, "description": f"For mode replace: {PATH_PARAMETER['description']}"},
+        "old_string": parameters.text("For mode replace: the text to find."),
+        "new_string": parameters.text("For mode replace: the replacement. Use an empty string to delete the text."),
+        "replace_all": parameters.flag("For mode replace: replace all occurrences instead of requiring exactly one."),
+        "patch": parameters.text("For mode patch: the V4A patch, from Begin Patch to End Patch."),
     },
     required=("mode",),
 )

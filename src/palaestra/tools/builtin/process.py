@@ -19,27 +19,30 @@ LOG_LINES = 200
 SCHEMA = ToolSchema(
     name="process",
     description=(
-        "Work with background processes that terminal started with background=true, by their session_id. "
-        "list: all of them. poll: status, exit code and the end of the output; with since, exactly what was written "
-        "after that cursor. log: lines of the output. wait: until it has ended or the timeout is over. kill: end it "
-        "and everything it has started. write: data to its input as it is. submit: data and Enter."
+        "Manage background processes that terminal started with background=true, by session_id. list: show all "
+        "processes. poll: status, exit code and recent output; with since, exactly the output after that "
+        "cursor. log: output lines. wait: wait until the process exits or the timeout expires. kill: terminate "
+        "the process and its children. write: send data to stdin unchanged. submit: send data followed by "
+        "Enter."
     ),
     parameters={
-        "action": parameters.choice("What to do.", ["list", "poll", "log", "wait", "kill", "write", "submit"]),
-        "session_id": parameters.text("Which process; needed for everything but list."),
+        "action": parameters.choice(
+            "The action to perform.", ["list", "poll", "log", "wait", "kill", "write", "submit"]
+        ),
+        "session_id": parameters.text("The process ID returned by terminal. Required for all actions except list."),
         "data": parameters.text("For write and submit: the text to send."),
-        "eof": parameters.flag("For write and submit: end its input after the data."),
+        "eof": parameters.flag("For write and submit: close stdin after the data."),
         "timeout": parameters.integer(
-            "For wait: how many seconds at most. Left out: the usual limit, which is also the longest.", {"minimum": 0}
+            "For wait: maximum seconds to wait. Omit for the default, which is also the maximum.", {"minimum": 0}
         ),
         "since": parameters.integer(
-            "For poll: the cursor of an earlier reply, or 0 for the beginning.", {"minimum": 0}
+            "For poll: the cursor from an earlier reply, or 0 for the beginning.", {"minimum": 0}
         ),
         "offset": parameters.integer(
-            "For log: how many lines to skip. 0 means the last lines.", {"minimum": 0}, default=0
+            "For log: number of lines to skip. 0 returns the last lines.", {"minimum": 0}, default=0
         ),
         "limit": parameters.integer(
-            f"For log: how many lines. The last {MAX_OUTPUT_CHARS} bytes of the output are kept.",
+            f"For log: maximum number of lines. The last {MAX_OUTPUT_CHARS} bytes of output are kept.",
             {"minimum": 1},
             default=LOG_LINES,
         ),

@@ -39,31 +39,31 @@ _NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")
 SCHEMA = ToolSchema(
     name="search_files",
     description=(
-        "Search the contents of files, or find files by name. target content: every line that matches `pattern`, a "
-        "regular expression (Perl style, case-sensitive, (?i) for any case; escape ( [ { . and the like to mean them "
-        "literally), line by line. target files: files whose name matches `pattern`, a glob such as *.py or "
-        "src/**/*_test.go; without wildcards, every file whose name contains it. Hidden files are searched; .git "
-        "directories and binary files are not. Results are sorted by path and come in pages of `limit` from `offset`. "
-        "Prefer this to grep, rg, find and ls in the terminal."
+        "Search file contents, or find files by name. target content: return each line that matches the regular "
+        "expression `pattern` (Perl syntax, case-sensitive; use (?i) to ignore case, and escape literal ( [ { and "
+        ".). Matches never span lines. target files: return files whose name matches the glob `pattern`, such as "
+        "*.py or src/**/*_test.go; a pattern without wildcards matches any file name that contains it. Hidden files "
+        "are included; .git directories and binary files are not. Results are sorted by path and paginated with "
+        "`limit` and `offset`. Use this instead of grep, rg, find or ls in the terminal."
     ),
     parameters={
-        "pattern": parameters.text("Regular expression, or glob for target files.", minLength=1),
-        "target": parameters.choice("Search inside files, or for file names.", ["content", "files"], default="content"),
-        "path": parameters.text(f"Directory or file to search, absolute or relative to {WORKSPACE}.", default="."),
+        "pattern": parameters.text("A regular expression, or a glob for target files.", minLength=1),
+        "target": parameters.choice("Search file contents, or file names.", ["content", "files"], default="content"),
+        "path": parameters.text(f"The directory or file to search, absolute or relative to {WORKSPACE}.", default="."),
         "file_glob": parameters.text(
-            "Only files that match this glob, e.g. *.py or *.{ts,tsx}; with a /, relative to `path`."
+            "Only search files that match this glob, e.g. *.py or *.{ts,tsx}. A glob with / is relative to `path`."
         ),
         "limit": parameters.integer(
-            f"How many results to return, at most {MAX_LIMIT}.", default=50, minimum=1, maximum=MAX_LIMIT
+            f"Maximum number of results (up to {MAX_LIMIT}).", default=50, minimum=1, maximum=MAX_LIMIT
         ),
-        "offset": parameters.integer("How many results to skip.", default=0, minimum=0),
+        "offset": parameters.integer("Number of results to skip.", default=0, minimum=0),
         "output_mode": parameters.choice(
-            "For target content: matching lines, only the files that match, or matches per file.",
+            "For target content: return matching lines, matching files only, or counts per file.",
             ["content", "files_only", "count"],
             default="content",
         ),
         "context": parameters.integer(
-            "Lines to show before and after each matching line.", default=0, minimum=0, maximum=20
+            "Number of context lines before and after each match.", default=0, minimum=0, maximum=20
         ),
     },
     required=("pattern",),

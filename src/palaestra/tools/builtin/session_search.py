@@ -40,13 +40,15 @@ _NAME = re.compile(r"[\w.-]{1,128}")
 SCHEMA = ToolSchema(
     name="session_search",
     description=(
-        "Search earlier conversations for words that were said, best fit first, with the places where they stand. Use "
-        "it when the user speaks of something from before, or when you may have done the like already."
+        "Search past conversations by keywords. Returns the best matches first, with excerpts. Use it when the "
+        "user refers to earlier work, or when you may have solved a similar problem before."
     ),
     parameters={
-        "query": parameters.text("What to look for: words that were said."),
-        "role_filter": parameters.text("Only messages of these roles, separated by commas: user, assistant, tool."),
-        "limit": parameters.integer("How many conversations, at most.", {"minimum": 1, "maximum": 20, "default": 3}),
+        "query": parameters.text("Keywords to search for."),
+        "role_filter": parameters.text("Only messages with these roles, comma-separated: user, assistant, tool."),
+        "limit": parameters.integer(
+            "Maximum number of conversations to return.", {"minimum": 1, "maximum": 20, "default": 3}
+        ),
     },
     required=("query",),
 )

@@ -35,39 +35,44 @@ MAX_BYTES = 256 << 10
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _MAX_NAME, _MAX_DESCRIPTION = 64, 1024
 _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
-_FILE = parameters.text("A file of the skill, relative to it.")
+_FILE = parameters.text("Path of a file, relative to the skill's directory.")
 
 LIST = ToolSchema(
     name="skills_list",
     description=(
-        "List the available skills: documents on how to do something here. Read one with skill_view before you do "
-        "what it is about."
+        "List the available skills: documents that describe how to do a task. Read the relevant one with "
+        "skill_view before you start such a task."
     ),
-    parameters={"category": parameters.text("Only skills of this category.")},
+    parameters={"category": parameters.text("Only list skills of this category.")},
     required=(),
 )
 VIEW = ToolSchema(
     name="skill_view",
-    description="Read a skill, or one of its files. The reply lists the files of the skill.",
-    parameters={"name": parameters.text("The skill's name."), "file_path": _FILE},
+    description="Read a skill or one of its files. The reply lists the files of the skill.",
+    parameters={"name": parameters.text("The name of the skill."), "file_path": _FILE},
     required=("name",),
 )
 MANAGE = ToolSchema(
     name="skill_manage",
     description=(
-        "Create a skill from something that worked, change it or delete it. A skill is Markdown after a header with "
-        "its name and description:\n---\nname: run-the-tests\ndescription: How the tests of this project run\n---"
+        "Create a skill from a procedure that worked, or edit or delete one. A skill is a Markdown document with a "
+        "header that contains its name and description:\n"
+        "---\nname: run-the-tests\ndescription: How the tests of this project run\n---"
     ),
     parameters={
-        "action": parameters.choice("What to do.", ["create", "patch", "edit", "delete", "write_file", "remove_file"]),
-        "name": parameters.text("The skill's name: small letters, digits and hyphens."),
-        "content": parameters.text("The whole document with its header, for create and edit."),
-        "old_string": parameters.text("The text to replace, for patch; it must occur once unless replace_all."),
-        "new_string": parameters.text("Its replacement, for patch."),
-        "replace_all": parameters.flag("Replace every occurrence, for patch."),
+        "action": parameters.choice(
+            "The action to perform.", ["create", "patch", "edit", "delete", "write_file", "remove_file"]
+        ),
+        "name": parameters.text("The name of the skill: lowercase letters, digits and hyphens."),
+        "content": parameters.text("For create and edit: the complete document with its header."),
+        "old_string": parameters.text(
+            "For patch: the text to replace. It must occur exactly once unless replace_all is set."
+        ),
+        "new_string": parameters.text("For patch: the replacement."),
+        "replace_all": parameters.flag("For patch: replace all occurrences."),
         "category": parameters.text("The category of a new skill."),
         "file_path": _FILE,
-        "file_content": parameters.text("The content of that file, for write_file."),
+        "file_content": parameters.text("For write_file: the content of the file."),
     },
     required=("action", "name"),
 )

@@ -42,19 +42,20 @@ _FACTS = ("returncode", "timeout", "sandboxed", "network_isolated", "stateful")
 
 _BACKGROUND: Mapping[str, JSON] = {
     "background": parameters.flag(
-        "Start the command and return at once with a session_id for the process tool: for servers, watchers and "
-        "long jobs. It runs until it ends, is killed or the task is over; timeout does not apply."
+        "Run in the background and return immediately with a session_id for the process tool. Use for servers, "
+        "watchers and long jobs. The process runs until it exits, is killed, or the task ends; timeout does "
+        "not apply."
     ),
-    "pty": parameters.flag("With background: give it a terminal of 30x120, for programs that want one."),
+    "pty": parameters.flag("With background: allocate a 30x120 pseudo-terminal, for programs that require one."),
     "check_interval": parameters.integer(
-        "With background: report new output so often, in seconds, 30 at least.", {"minimum": 1}
+        "With background: report new output every N seconds (minimum 30).", {"minimum": 1}
     ),
-    "notify_on_complete": parameters.flag("With background: report its end."),
+    "notify_on_complete": parameters.flag("With background: report when the process exits."),
     "watch_patterns": {
         "type": "array",
         "items": {"type": "string", "minLength": 1},
         "maxItems": 16,
-        "description": "With background: report output lines that contain one of these texts. For rare signals.",
+        "description": "With background: report output lines that contain one of these strings. Use for rare events.",
     },
 }
 """Parameters for background commands. Their reports come with the next reply of the process tool."""
@@ -62,20 +63,20 @@ _BACKGROUND: Mapping[str, JSON] = {
 SCHEMA = ToolSchema(
     name="terminal",
     description=(
-        "Run a shell command (bash) in the sandbox and return its combined stdout and stderr with its exit code. "
-        f"Every call starts a fresh shell in {WORKSPACE}: cd, variables and activated environments do not carry over, "
-        "files do. There is no terminal and no stdin: use non-interactive flags, no editors and no pagers. Of long "
-        "output you see the beginning and the end, and full_output_path names a file with all of it. For servers and "
-        "long jobs set background and look after them with the process tool. To read, edit or search files prefer "
-        "read_file, patch and search_files where you have them."
+        "Run a bash command in the sandbox. Returns stdout and stderr combined, and the exit code. Each call starts "
+        f"a new shell in {WORKSPACE}: files persist, but cd, variables and activated environments do not. There is "
+        "no TTY and no stdin, so use non-interactive flags and do not open editors or pagers. Long output is "
+        "truncated in the middle; full_output_path names a file with the complete output. For servers and "
+        "long-running jobs, set background and use the process tool. Prefer read_file, patch and search_files for "
+        "reading, editing and searching files, if you have them."
     ),
     parameters={
-        "command": parameters.text("The command line, passed to bash -c as it is."),
+        "command": parameters.text("The command, passed to bash -c."),
         "timeout": parameters.integer(
-            "Time limit in seconds, 1 to 600. At the limit the command and everything it started is killed and the "
-            "output up to then is returned with exit code 124. Leave it out for the usual limit."
+            "Timeout in seconds, 1 to 600. On timeout, the command and all its child processes are killed, and "
+            "the output so far is returned with exit code 124. Omit for the default."
         ),
-        "workdir": parameters.text(f"Directory to run in, absolute or relative to {WORKSPACE}, which is the default."),
+        "workdir": parameters.text(f"Working directory, absolute or relative to {WORKSPACE} (the default)."),
         **_BACKGROUND,
     },
     required=("command",),

@@ -26,17 +26,17 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 SCHEMA = ToolSchema(
     name="terminal_stateful",
     description=(
-        f"Run a command in a bash shell that goes on between calls and begins in {WORKSPACE}: directory, variables, "
-        "functions and activated environments carry over. Returns the combined stdout and stderr with the exit code. "
-        "There is no terminal and no stdin. Of long output you see the beginning and the end, and full_output_path "
-        "names a file with all of it. After exit, exec or a command that had to be killed together with the shell, "
-        "the reply says shell_restarted: the next command starts in a new shell."
+        f"Run a command in a persistent bash shell that starts in {WORKSPACE}: the directory, variables, functions "
+        "and activated environments persist between calls. Returns stdout and stderr combined, and the exit code. "
+        "There is no TTY and no stdin. Long output is truncated in the middle; full_output_path names a file with "
+        "the complete output. If the shell ends (exit, exec, or a command that had to be killed together with the "
+        "shell), the reply contains shell_restarted, and the next command runs in a new shell."
     ),
     parameters={
-        "command": parameters.text("The command line, as one would type it."),
+        "command": parameters.text("The command."),
         "timeout": parameters.integer(
-            "Time limit in seconds, 1 to 600. At the limit the command is stopped and the output up to then is "
-            "returned with exit code 124; the shell goes on where it can. Leave it out for the usual limit."
+            "Timeout in seconds, 1 to 600. On timeout, the command is stopped, and the output so far is "
+            "returned with exit code 124; the shell survives if possible. Omit for the default."
         ),
     },
     required=("command",),

@@ -29,41 +29,44 @@ DEFAULT_STREAM_BYTES = 20_000
 SCHEMA = ToolSchema(
     name="tmux",
     description=(
-        "Use a terminal with a bash shell in it, as a person would: for editors, debuggers, installers and whatever "
-        "draws on the screen or asks for keys. start opens it; send_keys types and shows the screen; capture shows the "
-        "screen; stream gives what was written since the last stream; stop ends it and all that runs in it."
+        "Control an interactive terminal that runs a bash shell. Use it for editors, debuggers, installers and "
+        "other programs that draw on the screen or read keys. start: open the terminal. send_keys: type keys "
+        "and return the screen. capture: return the screen. stream: return the output since the last stream. "
+        "stop: close the terminal and end its processes."
     ),
     parameters={
-        "action": parameters.choice("What to do.", ["start", "send_keys", "capture", "stream", "stop"]),
+        "action": parameters.choice("The action to perform.", ["start", "send_keys", "capture", "stream", "stop"]),
         "keys": {
             "type": ["string", "array"],
             "items": {"type": "string"},
             "description": (
-                "For send_keys: text, or a list of texts and keys by tmux's names (Enter, C-c, Up, Escape, F5). "
-                'A command is sent as ["make", "Enter"].'
+                "For send_keys: text, or a list of text and tmux key names (Enter, C-c, Up, Escape, F5). To "
+                'run a command, send ["make", "Enter"].'
             ),
         },
         "block": parameters.flag(
-            "For send_keys: wait until the command has ended and the shell is back, max_wait_s at most."
+            "For send_keys: wait until the command finishes and the shell prompt returns, at most max_wait_s."
         ),
         "min_wait_s": {
             "type": "number",
             "minimum": 0,
-            "description": "For send_keys: show the screen when nothing has been written for so long. Default 0.1.",
+            "description": "For send_keys: return the screen after this many seconds without output. Default 0.1.",
         },
         "max_wait_s": {
             "type": "number",
             "minimum": 0,
-            "description": f"For send_keys: show the screen then in any case. Default {DEFAULT_MAX_WAIT_S:g}.",
+            "description": (
+                f"For send_keys: return the screen after this many seconds at most. Default {DEFAULT_MAX_WAIT_S:g}."
+            ),
         },
-        "pane_width": parameters.integer("For start: columns.", {"minimum": 20, "maximum": 500}),
-        "pane_height": parameters.integer("For start: rows.", {"minimum": 10, "maximum": 200}),
-        "capture_entire": parameters.flag("For capture: the kept output in plain lines instead of the screen."),
+        "pane_width": parameters.integer("For start: width in columns.", {"minimum": 20, "maximum": 500}),
+        "pane_height": parameters.integer("For start: height in rows.", {"minimum": 10, "maximum": 200}),
+        "capture_entire": parameters.flag("For capture: return the scrollback as plain lines instead of the screen."),
         "reset": parameters.flag(
-            "For start: end the terminal that is open and open another. For stream: from the beginning."
+            "For start: close the open terminal and open a new one. For stream: start from the beginning."
         ),
         "max_bytes": parameters.integer(
-            f"For stream: how much at most. Default {DEFAULT_STREAM_BYTES}.",
+            f"For stream: maximum bytes to return. Default {DEFAULT_STREAM_BYTES}.",
             {"minimum": 1, "maximum": MAX_OUTPUT_CHARS},
         ),
     },

@@ -18,14 +18,15 @@ STATES = ("pending", "in_progress", "completed", "cancelled")
 SCHEMA = ToolSchema(
     name="todo",
     description=(
-        "Keep a list of the steps of this task. Without `todos` it shows the list; with them it writes it. Use it for "
-        "work of three steps or more: write the steps down first, most important first, have one of them in progress "
-        "at a time, and mark each as completed when it is done. The reply is always the whole list."
+        "Manage the task list of this session. Call without `todos` to read the list, or with `todos` to write "
+        "it. Use it for tasks with three or more steps: list the steps first, in order of priority, keep "
+        "exactly one in_progress, and mark each step completed as soon as it is done. Always returns the full "
+        "list."
     ),
     parameters={
         "todos": {
             "type": "array",
-            "description": "The steps to write; leave it out to show the list.",
+            "description": "The steps to write. Omit to read the list.",
             "items": {
                 "type": "object",
                 "properties": {
@@ -37,8 +38,7 @@ SCHEMA = ToolSchema(
             },
         },
         "merge": parameters.flag(
-            "true: change the steps that have these ids and add the others at the end. false: the steps given are "
-            "the whole new list."
+            "true: update steps with matching ids and append the others. false: replace the whole list."
         ),
     },
 )

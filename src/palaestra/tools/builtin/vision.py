@@ -38,10 +38,10 @@ _MAGIC = {
 
 SCHEMA = ToolSchema(
     name="vision_analyze",
-    description="Look at an image and answer a question about it.",
+    description="Analyze an image and answer a question about it.",
     parameters={
-        "image_url": parameters.text("Where the image is: a path of a file, an http(s) address, or a data URL."),
-        "question": parameters.text("What to find out about the image."),
+        "image_url": parameters.text("The image: a file path, an http(s) URL or a data URL."),
+        "question": parameters.text("The question about the image."),
     },
     required=("image_url", "question"),
     aliases={"user_prompt": "question"},

@@ -32,12 +32,11 @@ SEARCH_SCHEMA = ToolSchema(
     name="web_search",
     external=True,
     description=(
-        "Search the web. The reply lists titles, addresses and short extracts of the best results. Read a page whole "
-        "with web_extract."
+        "Search the web. Returns titles, URLs and short excerpts of the best results. Use web_extract to read a page."
     ),
     parameters={
-        "query": parameters.text("What to search for.", minLength=1),
-        "limit": parameters.integer("How many results, at most.", default=5, minimum=1, maximum=MAX_RESULTS),
+        "query": parameters.text("The search query.", minLength=1),
+        "limit": parameters.integer("Maximum number of results.", default=5, minimum=1, maximum=MAX_RESULTS),
     },
     required=("query",),
 )
@@ -46,18 +45,18 @@ EXTRACT_SCHEMA = ToolSchema(
     name="web_extract",
     external=True,
     description=(
-        f"Read web pages as text, up to {MAX_PAGES} at once. A long page is cut after {MAX_PAGE_CHARS} characters; go "
-        "on with the offset that its hint names."
+        f"Read web pages as text, up to {MAX_PAGES} per call. Long pages are truncated after {MAX_PAGE_CHARS} "
+        "characters; continue with the offset given in the hint."
     ),
     parameters={
         "urls": {
             "type": "array",
             "items": {"type": "string"},
-            "description": "The addresses of the pages.",
+            "description": "The URLs of the pages.",
             "minItems": 1,
             "maxItems": MAX_PAGES,
         },
-        "offset": parameters.integer("Where to begin in each page, in characters.", default=0, minimum=0),
+        "offset": parameters.integer("Character offset at which to start in each page.", default=0, minimum=0),
     },
     required=("urls",),
 )

@@ -44,17 +44,15 @@ SCHEMA = ToolSchema(
     name="web_crawl",
     external=True,
     description=(
-        "Read a web site from one page on, following its links within the same site. Of each page the first "
-        f"{PAGE_CHARS} characters are shown; read one whole with web_extract."
+        f"Crawl a website from a start page, following links within the same site. Returns the first {PAGE_CHARS} "
+        "characters of each page. Use web_extract to read a complete page."
     ),
     parameters={
-        "url": parameters.text("The address of the page to begin with.", minLength=1),
-        "instructions": parameters.text(
-            "What to look for, in words that its links may have: those with most of them come first."
-        ),
-        "limit": parameters.integer("How many pages, at most.", default=10, minimum=1, maximum=MAX_PAGES),
+        "url": parameters.text("The URL of the start page.", minLength=1),
+        "instructions": parameters.text("Keywords to look for. Links that contain more of them are followed first."),
+        "limit": parameters.integer("Maximum number of pages.", default=10, minimum=1, maximum=MAX_PAGES),
         "depth": parameters.integer(
-            "How many links away from the first page.", default=2, minimum=1, maximum=MAX_DEPTH
+            "Maximum link distance from the start page.", default=2, minimum=1, maximum=MAX_DEPTH
         ),
     },
     required=("url",),
