@@ -255,6 +255,35 @@ def test_a_package_that_takes_its_version_from_git(tmp_path: Path, installed_pyt
     assert trajectory.detail["patch"].count("diff --git") == 1
 
 
+PACKAGE = """
+[build-system]
+requires = ["setuptools>=64"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "named"
+version = "1.0"
+[tool.setuptools]
+packages = ["pkg"]
+"""
+
+
+@pytest.mark.network
+def test_packages_for_the_tests_are_named_for_a_run_or_a_repository(
+    tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
+    tests = {"pyproject.toml": PACKAGE, "tests/test_calc.py": f"import tomli_w\nimport toolz\n{TESTS}"}
+    row = Source.make(tmp_path / "source", {**BASE, **tests}).row()
+    del row["install"]
+    without = ("--env.requirements=toolz", "--env.controls=false")
+    (group,) = roll_out([row], "oracle", tmp_path / "without", installed_pytest, *without)
+    assert "its tests import tomli_w, which pip did not install" in group.error
+    assert "repo_requirements" in group.error
+    assert group.trajectories == []
+    named = (*without, '--env.repo_requirements={"o/n": ["tomli-w"]}')
+    (group,) = roll_out([row], "oracle", tmp_path / "named", installed_pytest, *named)
+    assert [each.reward for each in group.trajectories] == [1.0], group.error
+
+
 def test_a_patch_that_does_not_apply_has_no_score(tmp_path: Path, installed_pytest: DependencyCache) -> None:
     source, work = Source.make(tmp_path / "source"), tmp_path / "work.patch"
     work.write_text(source.diff({"pkg/calc.py": RIGHT}).replace("a - b", "a * b"))

@@ -102,13 +102,23 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
             statuses[name] = Status.XFAILED
         if after is Status.MISSING and before is Status.MISSING:
             raise _TestsCannotRun(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
-    for module in sorted(_missing(run.collect_errors) & _missing(prepared.collect_errors)):
-        if not _is_own(module, files, row):
-            raise _TestsCannotRun(
-                f"{row.instance_id}: its tests import {module}, which is not installed; add it with requirements or "
-                "repo_requirements"
-            )
+    missing = _missing(run.collect_errors) & _missing(prepared.collect_errors)
+    if packages := [module for module in sorted(missing) if not _is_own(module, files, row)]:
+        raise _TestsCannotRun(f"{row.instance_id}: {_not_installed(packages)}")
     return replace(run, statuses=statuses)
+
+
+def name_missing_packages(run: TestRun, row: SweRow) -> str:
+    """A sentence about the packages that tests import and that are not installed; empty if there are none."""
+    packages = [module for module in sorted(_missing(run.collect_errors)) if not _is_own(module, (), row)]
+    return _not_installed(packages) if packages else ""
+
+
+def _not_installed(packages: Sequence[str]) -> str:
+    return (
+        f"its tests import {', '.join(packages)}, which pip did not install; add packages with requirements or "
+        "repo_requirements"
+    )
 
 
 def _why(run: TestRun) -> str:

@@ -44,7 +44,14 @@ from palaestra.suites.swe.install_recipe import is_requirement
 from palaestra.suites.swe.protected import hidden_files, protected_paths, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
-from palaestra.suites.swe.row_tests import compare, is_loose, needs_comparison, run_row, with_node_ids
+from palaestra.suites.swe.row_tests import (
+    compare,
+    is_loose,
+    name_missing_packages,
+    needs_comparison,
+    run_row,
+    with_node_ids,
+)
 from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
 from palaestra.suites.swe.unified_diff import DiffError
 from palaestra.suites.swe.workspace import (
@@ -282,9 +289,10 @@ class SweEnvironment(ContractEnvironment):
         passing, total = verdict.pass_to_pass
         if passing < total:
             bad = [f"{name}: {verdict.not_passed[name]}" for name in row.pass_to_pass if name in verdict.not_passed]
+            reason = name_missing_packages(run, row) or "the environment differs from the one the row was made in"
             raise PrepareError(
-                f"{row.instance_id}: only {passing} of {total} tests that must pass before and after pass now; the "
-                f"environment differs from the one the row was made in ({', '.join(bad[:3])}):\n{run.output[-1500:]}"
+                f"{row.instance_id}: only {passing} of {total} tests that must pass before and after pass now; "
+                f"{reason} ({', '.join(bad[:3])}):\n{run.output[-1500:]}"
             )
         if not set(row.fail_to_pass) & set(verdict.not_passed):
             raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
