@@ -1,9 +1,10 @@
-"""What a command costs before it does anything: python benchmarks/startup.py [--quick] [--json FILE]
+"""What a command costs before it does anything: python benchmarks/startup.py [--peers] [--quick] [--json FILE]
 
 Each command is a process of its own. Reported is the processor time of the process with its children, which does not
 depend on what else the machine does, and beside it the wall time. The five-task run plays the reference solutions of an
-environment with one command each. `inspect --help` (inspect_ai) and `vf-eval --help` (verifiers) are the peers; they
-are left out where they are not installed (an environment of their own on PATH will do).
+environment with one command each. `inspect --help` (inspect-ai) and `vf-eval --help` (verifiers) are the peers. With
+--peers they are installed once, with pip, into a virtual environment in the user's cache folder; otherwise they are
+measured if they are on PATH.
 """
 
 from __future__ import annotations
@@ -61,9 +62,23 @@ CEILINGS_S = {
     "palaestra run my_env.py --help": 0.35,
     "palaestra run my_env.py --polcy x": 0.35,
     "palaestra run class_env.py --polcy x": 0.35,
+    "palaestra run class_env.py --env.bogus x": 0.35,
     "palaestra run my_env.py --policy oracle": 1.2,
 }
-PEERS = ("inspect", "vf-eval")
+PEERS = {"inspect": "inspect-ai", "vf-eval": "verifiers"}
+"""The peers' programs, and the distributions that they come with."""
+
+
+def installed_peers() -> Path:
+    """The programs of a virtual environment with the peers, made on the first call (1 to 3 minutes)."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "startup-peers"
+    programs, python = folder / "bin", Path(sys.executable).resolve()
+    if not all((programs / name).exists() for name in PEERS):
+        print(f"installing {', '.join(PEERS.values())} into {folder}", file=sys.stderr)
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
+        pip = (programs / "python", "-m", "pip", "--disable-pip-version-check", "--quiet")
+        subprocess.run([*pip, "install", *PEERS.values()], check=True)
+    return programs
 
 
 def sample(words: tuple[str, ...], folder: str) -> measure.Sample:
@@ -75,14 +90,18 @@ def sample(words: tuple[str, ...], folder: str) -> measure.Sample:
 
 
 def main() -> int:
-    options = measure.parse_options(__doc__)
+    parser = measure.options_parser(__doc__)
+    parser.add_argument("--peers", action="store_true", help="install the peers in an environment of their own")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.quick else 5)
+    places = str(installed_peers()) if options.peers else None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "my_env.py").write_text(ENVIRONMENT)
         (Path(folder) / "class_env.py").write_text(CLASS_ENVIRONMENT)
         cases: dict[str, Callable[[], measure.Sample]] = {
             name: partial(sample, (*PALAESTRA, *words), folder) for name, words in COMMANDS.items()
         }
-        peers = {f"{name} --help": found for name in PEERS if (found := shutil.which(name)) is not None}
+        peers = {f"{name} --help": path for name in PEERS if (path := shutil.which(name, path=places)) is not None}
         cases |= {name: partial(sample, (path, "--help"), folder) for name, path in peers.items()}
         found = measure.interleaved(cases, options.rounds)
     rows = []
