@@ -118,6 +118,7 @@ def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
         ("group_size", True, "group_size True: must be a number"),
         ("metrics_port", False, "metrics_port False: must be a number"),
         ("data_path_to_save_groups", "a/b.html", "name a .jsonl file"),
+        ("rollout_server_url", "localhost:8000", "http://localhost:8000"),
         ("total_steps", -2, "greater than or equal to -1"),
     ],
 )

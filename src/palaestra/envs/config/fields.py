@@ -200,6 +200,13 @@ class BaseEnvConfig(Settings):
             raise ConfigError("must be a URL of OTLP over HTTP, for example http://localhost:4318")
         return endpoint
 
+    @field_validator("rollout_server_url")
+    @classmethod
+    def _trainer_has_an_address(cls, url: str) -> str:
+        if url and not url.startswith(("http://", "https://")):
+            raise ConfigError("must be the address of a trajectory server, for example http://localhost:8000")
+        return url
+
     @field_validator("idle_limits")
     @classmethod
     def _limits_of_stages(cls, limits: dict[str, float]) -> dict[str, float]:
