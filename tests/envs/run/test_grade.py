@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import palaestra
 from palaestra import ConfigError, Run, Score
-from palaestra.cli.main import cli
+from palaestra.cli.main import cli, main
 
 LENIENT = """
 from palaestra import Task, environment
@@ -72,10 +72,12 @@ def test_a_moved_run_is_graded_where_it_is() -> None:
     assert len(grades(palaestra.open_run("elsewhere"))) == 6
 
 
-def test_a_run_that_kept_nothing_names_the_setting() -> None:
+def test_a_run_that_kept_nothing_names_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
     run = palaestra.run_sync("lines_env.py", policy="oracle")
-    with pytest.raises(ConfigError, match="save_workspaces"):
-        grades(run)
+    with pytest.raises(ConfigError, match=r"run with save_workspaces$"):
+        asyncio.run(palaestra.grade("lines_env.py", run.trajectories[0]))
+    assert main(["grade", "last"]) == 2
+    assert "run with --env.save_workspaces\n" in capsys.readouterr().err
 
 
 def test_an_isolation_level_without_layers_is_refused_before_the_run() -> None:

@@ -46,11 +46,11 @@ async def grade(env: object, trajectory: Trajectory) -> Score:
     The environment's settings are those of the run; arguments of `env` replace them. Raises `ConfigError` for a rollout
     that cannot be graded again, and `GraderError` if the check fails.
     """
-    folder = _workspace(trajectory).parents[2]
-    recording = open_recording(folder)
-    with python_names(), where_it_ran(recording.meta.config):
-        async with reopened(recording, environment_form(env)) as run:
-            return await _Grader(run).grade(trajectory)
+    with python_names():
+        recording = open_recording(_workspace(trajectory).parents[2])
+        with where_it_ran(recording.meta.config):
+            async with reopened(recording, environment_form(env)) as run:
+                return await _Grader(run).grade(trajectory)
 
 
 async def grade_run(run: Run, env: str | None = None, *, network: bool = False) -> AsyncIterator[Regraded]:
@@ -148,7 +148,7 @@ def _result(trajectory: Trajectory) -> AgentResult:
 def _workspace(trajectory: Trajectory) -> Path:
     kept = trajectory.beside.sandbox.get("workspace")
     if kept is None:
-        raise ConfigError(f"the workspace of {trajectory.rollout_id} was not kept: run with save_workspaces")
+        raise ConfigError(f"the workspace of {trajectory.rollout_id} was not kept: run with --env.save_workspaces")
     if not Path(kept).is_dir():
         raise ConfigError(f"the workspace of {trajectory.rollout_id} was kept in {kept}, which is gone")
     return Path(kept)
