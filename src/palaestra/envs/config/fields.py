@@ -363,7 +363,9 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         "atropos-sandbox:local", "Nomad: the image of tasks that name none. It needs Python 3.11."
     )
     min_containers: int = setting(1, "Nomad: containers that stay when they are idle.", ge=0)
-    privileged: bool = setting(False, "Nomad: privileged containers, whose slots can be isolated as `full`.")
+    privileged: bool = setting(
+        False, "Nomad: privileged containers, for slots at `userns` or `full` as the node allows."
+    )
     purge_job_on_start: bool = setting(False, "Nomad: remove a job of this name first that no live run has.")
     purge_job_on_shutdown: bool = setting(True, "Nomad: remove the job from Nomad's list at the end.")
     driver: str = setting("docker", "Nomad: the task driver, `docker` or `raw_exec`.")
