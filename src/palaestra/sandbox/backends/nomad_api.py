@@ -59,7 +59,8 @@ class NomadAPI:
             await self._send("GET", "/v1/jobs", None, {"prefix": "palaestra-check"}, _TIMEOUT_S)
         except TransientFailure as failure:
             raise ConfigError(
-                f"Nomad at {self.address} does not answer: {failure.problem}. Start it, or set nomad_address"
+                f"Nomad at {self.address} does not answer: {failure.problem}. Start it, set nomad_address, or use this "
+                "machine with --env.tool_pool_mode local"
             ) from None
         except NomadRefused as refused:
             raise ConfigError(f"Nomad at {self.address} refuses requests: {refused}. Set nomad_token") from None
