@@ -201,8 +201,13 @@ class TestDocker(BackendConformance):
         async def main() -> None:
             (tmp_path / "file").write_text("")
             self.daemon.load(tmp_path, "empty:here")
-            with pytest.raises(SandboxError, match="python3"):
-                await self.backend.create(SlotSpec(image="empty:here"), "there")
+            for backend in (
+                self.backend,
+                DockerBackend("python:here", hosts=[self.daemon.address], rung=Rung.CONFINED),
+            ):
+                with pytest.raises(SandboxError, match="python3") as caught:
+                    await backend.create(SlotSpec(image="empty:here"), "there")
+                assert not isinstance(caught.value, IsolationUnavailable)
 
         self.runner.run(main())
 

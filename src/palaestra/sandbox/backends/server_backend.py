@@ -82,6 +82,8 @@ class ServerBackend(StartedBackend):
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
         self._lost = 0
+        self._never_ran = False
+        """Whether the last start ended before the server had spoken."""
         self._last_epoch = 0
         self._restarting = asyncio.Lock()
 
@@ -101,18 +103,21 @@ class ServerBackend(StartedBackend):
     async def start(self) -> None:
         """Start the server at the best allowed level and prove it in a throw-away slot. Idempotent.
 
-        Raises `IsolationUnavailable` with the reasons before any other slot exists, or `SandboxError` if no level was
-        reached for one and the same reason.
+        Raises `IsolationUnavailable` with the reasons before any other slot exists, or `SandboxError` if no server ran,
+        or no level was reached for one and the same reason.
         """
         if self._server is not None:
             return
         reasons: dict[str, str] = {}
+        spoke = False
         for rung in self._candidates():
             reason = await self.attempt(rung)
             if reason is None:
                 return
             reasons[rung.label] = reason
-        if len(reasons) > 1 and len(set(reasons.values())) == 1:  # then it is not the level
+            spoke = spoke or not self._never_ran
+        same = len(reasons) > 1 and len(set(reasons.values())) == 1
+        if same or not spoke:  # then it is not the level
             raise SandboxError(f"{self.name} cannot start slots: {reason}")
         found = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
         any_level = self._wanted is None and self._required is None
@@ -138,6 +143,7 @@ class ServerBackend(StartedBackend):
                 await prove(slot, server_is_root=hello.get("uid", os.geteuid()) == 0)
                 await self.destroy(slot)
         except (SandboxError, OSError) as error:
+            self._never_ran = isinstance(error, SlotLost) and self._server is None
             await self.aclose()
             return explain(str(error))
         except BaseException:
