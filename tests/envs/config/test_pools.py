@@ -102,7 +102,7 @@ def test_what_no_run_can_start_with_is_refused() -> None:
         ("--backend modal --env.slots_per_container 3", "modal_slots_per_sandbox"),
         ("--backend docker --env.modal_gpu A100", "modal_gpu"),
         ("--backend singularity --env.container_memory 2g", "container_memory"),
-        ("--env.docker_image py:1", "docker_image"),
+        ("--env.docker_image py:1", "docker_image.*docker.*local.*tool_pool_mode"),
         ("--env.creates_per_s 2", "creates_per_s"),
         ("--backend ssh --env.backend_options.level 5", "backend_options"),
     ],

@@ -91,7 +91,7 @@ def require_read(names: str, settings: Iterable[str]) -> None:
             others = (_INSTEAD[setting, name] for name in sorted(used) if (setting, name) in _INSTEAD)
             other = next(others, None)
             whose = f"the backend {' or '.join(readers)}" if readers else "a backend from another package"
-            fix = "leave it out" if other is None else f"set {other} instead"
+            fix = "leave it out, or set tool_pool_mode" if other is None else f"set {other} instead"
             raise ConfigError(f"{setting} is a setting of {whose}, and the slots are in {' and '.join(used)}: {fix}")
 
 
