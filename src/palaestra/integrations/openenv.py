@@ -101,22 +101,27 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
         if done is None:
             artifacts = {"blame": getattr(self._failure, "blame", Blame.RUN), "error": str(self._failure)}
             return VerifyResult(env_reward=None, done=True, artifacts=artifacts)
-        return VerifyResult(
-            env_reward=done.reward,
-            done=True,
-            metrics=dict(done.metrics),
-            artifacts={
-                "rollout_id": done.rollout_id,
-                "outcome": str(done.outcome),
-                "blame": None if done.blame is None else str(done.blame),
-                "error": done.error,
-            },
-        )
+        return verify_result(done)
 
     def close(self) -> None:
         """End the rollout, if it was not verified."""
         if self.trajectory is None and self._failure is None:
             self.verify([])
+
+
+def verify_result(trajectory: Trajectory) -> VerifyResult:
+    """The result of a graded rollout. `env_reward` is None for an unscored one, which OpenEnv leaves out."""
+    return VerifyResult(
+        env_reward=trajectory.reward if trajectory.scored else None,
+        done=True,
+        metrics=dict(trajectory.metrics),
+        artifacts={
+            "rollout_id": trajectory.rollout_id,
+            "outcome": str(trajectory.outcome),
+            "blame": None if trajectory.blame is None else str(trajectory.blame),
+            "error": trajectory.error,
+        },
+    )
 
 
 def training_trace(trajectory: Trajectory) -> TrainingTrace:
