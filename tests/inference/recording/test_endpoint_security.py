@@ -243,6 +243,23 @@ def test_refused_requests_are_counted() -> None:
     assert (mine.refused, other.refused) == (3, 0)
 
 
+def test_a_request_on_which_the_endpoint_itself_fails_is_counted() -> None:
+    class Broken(ChatServer):
+        async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
+            raise KeyError("a bug")
+
+    broken = Conversations(Broken())
+
+    async def main() -> None:
+        async with RecordingEndpoint() as endpoint, aiohttp.ClientSession() as session:
+            with endpoint.open(broken) as here:
+                for body in (CHAT, {**CHAT, "stream": True}):
+                    assert await status(session, f"{here.openai_url}/chat/completions", bearer(here.key), body) == 500
+
+    asyncio.run(main())
+    assert (broken.refused, broken.failure) == (2, None)
+
+
 class Long(ChatServer):
     """Gives one reply that is far longer than the buffers of a connection."""
 

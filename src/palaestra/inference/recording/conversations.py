@@ -243,6 +243,9 @@ class Conversations:
         except Refusal as refusal:
             self.note(refusal)
             raise
+        except Exception as error:  # our bug, which an agent may have found: it gets HTTP 500, and no call without end
+            self.note(Refusal(500, repr(error)))
+            raise
         finally:
             self._calls.discard(task)
 

@@ -1,0 +1,63 @@
+"""Real agents from npm and PyPI, in slots without a network: each fixes a bug, and every sampled token is proved."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from bug_fixing import Fixer, fix_calc
+
+import palaestra
+from palaestra.agent.programs import PROGRAMS, NpmProgram, PipProgram
+
+pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.network, pytest.mark.timeout(600)]
+
+
+SUBMIT = json.dumps({"name": "bash", "arguments": {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}})
+
+
+def installable(program: NpmProgram | PipProgram) -> str:
+    """Why the program cannot be installed here; empty if it can, or is already."""
+    if isinstance(program, PipProgram):
+        with tempfile.TemporaryDirectory() as folder:
+            target = f"{program.package}=={program.version}"
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, target]
+            done = None if program.binary.exists() else subprocess.run(pip, capture_output=True, text=True, check=False)
+        return "" if done is None or not done.returncode else f"the package index has no {target}: {done.stderr}"
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        return "Node.js and npm are not installed"
+    if program.binary.exists():
+        return ""
+    ping = subprocess.run(["npm", "ping"], capture_output=True, text=True, timeout=60, check=False)
+    return f"npm's registry cannot be reached: {ping.stderr}" if ping.returncode else ""
+
+
+@pytest.mark.parametrize("name", ["opencode", "codex", "pi", "claude-code", "mini-swe-agent"])
+def test_an_installed_agent_fixes_a_bug(name: str, tmp_path: Path) -> None:
+    program = PROGRAMS[name]
+    assert isinstance(program, NpmProgram | PipProgram)
+    if why := installable(program):
+        pytest.skip(why)
+    # The last reply of most agents is text; this one runs a command.
+    engine = Fixer(last=f"Done.\n<tool_call>\n{SUBMIT}\n</tool_call>") if name == "mini-swe-agent" else Fixer()
+    run = asyncio.run(
+        palaestra.run(fix_calc, server=engine, agent=name, folder=tmp_path, group_size=1, max_agent_turns=12)
+    )
+    (trajectory,) = run.groups[0].trajectories
+    log = next((run.path / "agents").glob("*.log")).read_text()
+    assert trajectory.reward == 1.0, f"{trajectory.error}\n{log[-3000:]}"
+    assert trajectory.ledger is not None
+    assert len(trajectory.ledger.segments) == 1
+    trained = sum(mask != -100 for row in trajectory.rows for mask in row.masks)
+    titles = engine.sampled - trained
+    assert (titles > 0) == (name == "opencode")  # it asks for a title, which is not trained
+    verified = subprocess.run(
+        [sys.executable, "-m", "palaestra", "verify", str(run.path)], capture_output=True, text=True, check=False
+    )
+    assert verified.returncode == 0, verified.stdout + verified.stderr
