@@ -12,7 +12,14 @@ from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.apply_diff import solution_steps
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.swe_row import SweRow, parse_row
-from palaestra.suites.swe.workspace import add_tests, agent_texts, prepare_repository, restore_files
+from palaestra.suites.swe.workspace import (
+    add_tests,
+    agent_texts,
+    prepare_repository,
+    replace_work,
+    restore_files,
+    work_paths,
+)
 from suites.bench import FILES, REPO, Bench, RunBench
 
 CLEAN = FILES["pkg/calc.py"].replace("return a - b", "return a + b")
@@ -130,3 +137,25 @@ def test_a_patch_that_fits_neither_way_is_the_rows_fault(tmp_path: Path) -> None
     task = row(tmp_path, "something = 'else'\n", patch=BUG)
     with pytest.raises(TaskError, match="does not match"):
         asyncio.run(agent_texts(cache(tmp_path), task))
+
+
+@pytest.mark.slots
+def test_the_reference_solution_replaces_the_whole_work(tmp_path: Path, run_bench: RunBench) -> None:
+    task = row(tmp_path, patch=BUG)
+
+    async def scenario(bench: Bench) -> None:
+        slot = await bench.acquire("prepare")
+        await prepare_repository(slot, cache(tmp_path), task, REPO)
+        async with bench.slot(await bench.seal(slot)) as slot:
+            await slot.make_dir(f"{REPO}/numpy/core")
+            await slot.write_text(f"{REPO}/pkg/extra/more.py", "")
+            await slot.write_text(f"{REPO}/pkg/calc.py", "wrong = 1")
+            await slot.execute("rm -r tests && mkdir -p tests/gone", cwd=REPO)
+            work = work_paths(await slot.changes(), (), REPO)
+            await replace_work(slot, cache(tmp_path), task, REPO, work, solved=True)
+            assert await slot.read_text(f"{REPO}/pkg/calc.py") == CLEAN
+            names = {each.path.removeprefix(f"{REPO}/") for each in await slot.list_dir(REPO)}
+            assert names == {".git", "pkg", "tests"}, "an empty folder is a package that the reference could import"
+            assert await slot.stat(f"{REPO}/pkg/extra") is None
+
+    run_bench(scenario)

@@ -64,6 +64,7 @@ from palaestra.suites.swe.workspace import (
     restore_files,
     start_history,
     unpack,
+    work_paths,
     write_texts,
 )
 
@@ -444,19 +445,14 @@ class SweEnvironment(ContractEnvironment):
         slot = await grading.slot(View(only=(REPOSITORY,), without=without))
         hidden = hidden_files(changes, row, pristine, REPOSITORY)
         await restore_files(slot, self.repositories, row, REPOSITORY, hidden)
-        prefix = f"{REPOSITORY}/"
-        changed = [
-            change.path.removeprefix(prefix)
-            for change in changes
-            if change.path.startswith(prefix) and change.path not in without and (change.kind != "dir" or change.opaque)
-        ]
+        changed = work_paths(changes, without, REPOSITORY)
         patch = await patch_of(slot, REPOSITORY, tests=tests_of(row))
         return GradedView(slot, changed, patch, await add_tests(slot, self.repositories, row, REPOSITORY))
 
 
 @dataclass(frozen=True, slots=True)
 class GradedView:
-    """A slot to grade in. `changed` are the agent's paths in it, relative to the repository, `tests` the test files."""
+    """A slot to grade in. `changed` are the agent's paths in it (`work_paths`), `tests` the test files."""
 
     slot: Slot
     changed: Sequence[str]

@@ -9,10 +9,10 @@ the history does not contain the fix, and preparing twice gives the same commit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from palaestra.core.errors import TaskError
-from palaestra.sandbox.slot import Slot
+from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.negate_test import tests_in
 from palaestra.suites.grading.rewritten_tests import named_tests, parse, without_tests
 from palaestra.suites.slot_commands import check_execute
@@ -142,19 +142,37 @@ async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_di
         await slot.write_bytes(f"{repo_dir}/{path}", await cache.read_file(row, path))
 
 
+def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: str) -> list[str]:
+    """The paths of a change relative to the repository, except `without`; those of kept directories end in a slash."""
+    prefix = f"{repo_dir}/"
+    return [
+        change.path.removeprefix(prefix) + ("/" if change.kind == "dir" and not change.opaque else "")
+        for change in changes
+        if change.path.startswith(prefix) and change.path not in without
+    ]
+
+
 async def replace_work(
     slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, changed: Collection[str], *, solved: bool
 ) -> None:
     """Replace an agent's change in a grading slot by the reference solution (`solved`) or by the bug.
 
-    `changed` are the paths of the change.
+    `changed` are the paths of the change (`work_paths`). Directories of it that are empty then are removed, because
+    Python imports an empty one as a package.
     """
     pristine = await cache.list_files(row)
+    folders = [path for path in changed if path.endswith("/")]
+    changed = [path for path in changed if not path.endswith("/")]
     for path in changed:
         await slot.remove(f"{repo_dir}/{path}")
         for known in pristine:
             if known == path or known.startswith(f"{path}/"):
                 await slot.write_bytes(f"{repo_dir}/{known}", await cache.read_file(row, known))
+    for folder in sorted(folders, reverse=True):  # those inside of others first
+        place = f"{repo_dir}/{folder.rstrip('/')}"
+        entry = await slot.stat(place)
+        if entry is not None and entry.kind == "dir" and not await slot.list_dir(place):
+            await slot.remove(place)
     texts = await agent_texts(cache, row)
     await write_texts(slot, repo_dir, texts)
     if solved:
