@@ -92,3 +92,27 @@ def test_verifiers_that_select_skip_or_stop_pay_right_work(try_tasks: Try, tmp_p
     }
     rewards = played(try_tasks, tmp_path, tests)
     assert rewards == {"marks-and-stop": 1.0, "by-name": 1.0, "share": pytest.approx(2 / 3)}
+
+
+INLINE = """#!/bin/bash
+cd /app
+python3 - <<'END'
+import json
+right = json.load(open("out.json")) == {"a": 1}
+open("/logs/verifier/reward.txt", "w").write(str(int(right)))
+END
+"""
+# The reference solution is a text of the task, so it must not name the file.
+SHADOW = """#!/bin/bash
+name=json; cat > $name.py <<'END'
+import os
+open("/logs/verifier/reward.txt", "w").write("1")
+os._exit(0)
+END
+echo '{"a": 2}' > out.json
+"""
+
+
+def test_python_in_a_verifiers_script_imports_its_own_modules(try_tasks: Try, tmp_path: Path) -> None:
+    tasks = {"shadowed": {"tests/test.sh": INLINE, "tests/test_outputs.py": "", "solution/solve.sh": SHADOW}}
+    assert played(try_tasks, tmp_path, tasks) == {"shadowed": 0.0}

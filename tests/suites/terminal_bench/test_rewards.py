@@ -6,6 +6,7 @@ import pytest
 
 from palaestra.core.errors import GraderError
 from palaestra.sandbox.slot import Change
+from palaestra.suites.task_paths import scope_of
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.verifier_files import ALWAYS_HIDDEN, hidden_paths
 
@@ -60,3 +61,24 @@ def test_what_could_speak_for_the_verifier_is_hidden_paths(path: str, hidden: bo
 def test_start_up_files_are_left_out_where_the_verifier_reads_them() -> None:
     changes = [Change("/root/.bashrc", "file"), Change("/etc/profile.d/x\n.sh", "file")]
     assert len(hidden_paths(changes, (), script="source ~/.bashrc\npytest\n")) == len(ALWAYS_HIDDEN) + 2
+
+
+@pytest.mark.parametrize(
+    ("path", "script", "hidden"),
+    [
+        ("/app/json.py", "python3 - <<'END'\nimport json\nEND\n", True),
+        ("/app/re/__init__.py", "python3 -c 'import re'\n", True),
+        ("/app/enum.cpython-311-x86_64-linux-gnu.so", "python3 -u -c 'import re'\n", True),
+        ("/srv/json.py", "cd /srv && python3 -m json.tool x\n", True),
+        ("/srv/json.py", "python3 -m json.tool x\n", False),
+        ("/app/json.py", "python3 /tests/check.py\n", False),
+        ("/app/json.py", "python3 /app/main.py --check\n", False),
+        ("/app/shapes.py", "python3 -c 'import shapes'\n", False),
+        ("/app/queue.py", "python3 -c 'import queue'\n", False),
+        ("/app/pkg/json.py", "python3 -c 'import json'\n", False),
+        ("/app/test/data.py", "python3 -c 'import json'\n", False),
+    ],
+)
+def test_modules_that_python_in_the_script_would_import_first(path: str, script: str, hidden: bool) -> None:
+    words = scope_of(["Write a module `/app/queue.py`.", script]).words
+    assert (path in hidden_paths([Change(path, "file")], (), script=script, words=words)) is hidden

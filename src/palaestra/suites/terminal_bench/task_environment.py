@@ -283,7 +283,14 @@ class TerminalBenchEnvironment(ContractEnvironment):
             programs=(*self.settings.keep_programs, *self.settings.graded_programs),
             new_programs=scope.words,
         )
-        without = hidden_paths(changes, view.without, script=part.script.text, declared=scope.paths)
+        without = hidden_paths(
+            changes,
+            view.without,
+            script="\n".join([part.script.text, *part.script.others.values()]),
+            declared=scope.paths,
+            workdir=work.workdir,
+            words=scope.words,
+        )
         slot = await grading.slot(View(view.only, without))
         gone = await remove_links(slot, [change for change in changes if change.path not in without])
         hidden = [change.path for change in changes if change.path in (*without, *gone)]

@@ -13,8 +13,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from posixpath import basename, dirname
 
 from palaestra.core.errors import GraderError, InfraError
@@ -48,6 +49,12 @@ _STARTUP = re.compile(
     r"|/etc/(?:profile(?:\.d/.*)?|bash\.bashrc|environment)",
     re.DOTALL,
 )
+
+_INLINE_PYTHON = re.compile(r"\bpython[\d.]*\s+(?:-[A-Za-z]+\s+)*(?:-[A-Za-z]*[cm]\b|-(?=[\s;]|$)|<<)", re.M)
+"""Python that looks for modules in its working directory before its own: a command, a module, or standard input."""
+
+_CHANGED_DIRECTORY = re.compile(r"^\s*(?:cd|pushd)\s+['\"]?(/[^\s;&|'\"]+)", re.M)
+_MODULE = re.compile(r"(\w+)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)")
 
 _NEEDS = """\
 #!/bin/sh
@@ -175,12 +182,20 @@ async def _leads_away(slot: Slot, path: str) -> bool:
 
 
 def hidden_paths(
-    changes: Sequence[Change], planted: Sequence[str], *, script: str, declared: Sequence[str] = ()
+    changes: Sequence[Change],
+    planted: Sequence[str],
+    *,
+    script: str,
+    declared: Sequence[str] = (),
+    workdir: str = "/app",
+    words: Collection[str] = (),
 ) -> tuple[str, ...]:
     """The paths to leave out of the graded view: `planted`, and those that could influence this `script`.
 
-    A start-up file of a shell that the task is about (`declared`) stays.
+    The script starts in `workdir`. A start-up file of a shell that the task is about (`declared`), and a module whose
+    file is among the `words` of the task's texts, stay.
     """
+    folders = {workdir, *_CHANGED_DIRECTORY.findall(script)} if _INLINE_PYTHON.search(script) else set()
     starts_shell = STARTUP_FILES.search(script) is not None
     found = {
         change.path
@@ -188,5 +203,12 @@ def hidden_paths(
         if (dirname(change.path) == "/" and basename(change.path) in CONFIG_NAMES)
         or (change.path in _PARENTS and change.kind != "dir")
         or (starts_shell and change.path not in declared and _STARTUP.fullmatch(change.path))
+        or any(_shadows_python(change.path, folder.rstrip("/"), words) for folder in folders)
     }
     return (*ALWAYS_HIDDEN, *sorted(found.union(planted)))
+
+
+def _shadows_python(path: str, folder: str, words: Collection[str]) -> bool:
+    """Whether Python that starts in a folder would import this file in place of a module of its standard library."""
+    match = _MODULE.fullmatch(path.removeprefix(f"{folder}/")) if path.startswith(f"{folder}/") else None
+    return match is not None and match[1] in sys.stdlib_module_names and f"{match[1]}.py" not in words
