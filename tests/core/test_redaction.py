@@ -79,3 +79,49 @@ def test_the_error_of_a_command_shows_no_secret(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().err
     assert SECRET not in shown
     assert "xxxx" not in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://user:p@{SECRET}@host/x",
+        f"//user:{SECRET}@host/npm/",
+        f'{{"api_key": "{SECRET}"}}',
+        f"{{'password': '{SECRET}'}}",
+        f'"accessToken":"{SECRET}"',
+        f"password = {SECRET}",
+        f"passphrase: {SECRET}",
+        f"clientSecret: {SECRET}",
+        f"AccountKey={SECRET};End",
+        f"//host/:_authToken={SECRET}",
+        f"Authorization: Token {SECRET}",
+        f"proxy-authorization: Negotiate {SECRET}",
+        f"Cookie: session={SECRET}; x=1",
+        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
+        f"-----BEGIN PRIVATE KEY-----\n{SECRET}",
+        f"ya29.{SECRET * 3}",
+    ],
+)
+def test_further_places_of_secrets(text: str) -> None:
+    assert SECRET not in redacted(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "column 'key': invalid text",
+        "a monkey: eating",
+        "tokens=123456 max_tokens=4096",
+        "see https://example.org/a@b and https://example.org/x?page=2",
+        "the authorization failed",
+        "KeyError: 'something'",
+    ],
+)
+def test_ordinary_text_stays(text: str) -> None:
+    assert redacted(text) == text
+
+
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize("text", ["x-" * 20_000 + "key", "a_" * 20_000, "//" * 20_000, "aK" * 20_000])
+def test_a_long_text_is_redacted_in_time(text: str) -> None:
+    assert redacted(text) == text
