@@ -134,7 +134,13 @@ FILES = """
 /usr/lib/python3/dist-packages/requests/api.py
 /usr/lib/python3/dist-packages/_distutils_hack/__init__.py /usr/local/lib/libtask.so /lib/libgcc_s.so.1
 """
-HAD = [*FILES.split(), "/usr/include/stdio.h"]
+HAD = [
+    *FILES.split(),
+    "/usr/include/stdio.h",
+    "/usr/lib/x86_64-linux-gnu/perl-base/strict.pm",
+    "/usr/share/perl/5.36/JSON/PP.pm",
+    "/usr/lib/ruby/3.1.0/json.rb",
+]
 
 
 class Had:
@@ -229,6 +235,14 @@ class Had:
         ("/usr/local/lib/python3.11/dist-packages/pytest-9.dist-info/METADATA", True),
         ("/usr/lib/python3/dist-packages/_distutils_hack/__init__.py", True),
         ("/usr/lib/python3/dist-packages/requests/api.py", False),
+        # Perl and Ruby
+        ("/usr/share/perl5/strict.pm", True),
+        ("/usr/lib/x86_64-linux-gnu/perl5/5.36/JSON/PP.pm", True),
+        ("/usr/share/perl5/JSON.pm", False),
+        ("/usr/lib/ruby/vendor_ruby/json.rb", True),
+        ("/usr/lib/ruby/vendor_ruby/3.1.0/json.rb", True),
+        ("/usr/local/lib/site_ruby/json.rb", True),
+        ("/usr/lib/ruby/vendor_ruby/rake.rb", False),
         ("/usr/local/lib/python3.11/dist-packages/numpy/__init__.py", False),
     ],
 )

@@ -7,8 +7,8 @@ them. Other files that the root did not have stay, since a task may be about ins
 compiler or an interpreter would prefer them to a file of the root.
 
 Invariant: only the path decides, and whether the root had it; never the content. Not covered: a program or package that
-a task names or has installed and a check trusts, and packages of interpreters other than Python. An environment whose
-check runs code of the workspace must keep the two apart (`suites/grading/run_tests.py` does).
+a task names or has installed and a check trusts, and packages of interpreters other than Python, Perl and Ruby. An
+environment whose check runs code of the workspace must keep the two apart (`suites/grading/run_tests.py` does).
 Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import PurePosixPath
 from typing import TypeAlias
 
@@ -58,6 +59,20 @@ _SEARCHED = re.compile(
     re.DOTALL,
 )
 """A default directory of the loader, and those below it that it prefers on some machines."""
+
+_SCRIPTS = (
+    (
+        re.compile(r"/usr/(?:share|lib/[\w-]+)/perl5(?:/[\d.]+)?/(.+)", re.DOTALL),
+        ("/usr/lib/*/perl-base", "/usr/lib/*/perl/*", "/usr/share/perl/*"),
+    ),
+    (
+        re.compile(
+            r"/usr/(?:local/lib/site_ruby|lib/ruby/vendor_ruby)(?:/[\d.]+)?(?:/[\w-]+-linux[\w-]*)?/(.+)", re.DOTALL
+        ),
+        ("/usr/lib/ruby/[0-9]*",),
+    ),
+)
+"""Modules of Perl and Ruby in places that come before their standard libraries, and where those are."""
 
 _SETTINGS = re.compile(
     r"/etc/(?:magic(?:\.mime)?|sqliterc|inputrc|wgetrc|npmrc|curlrc|gitconfig|gdb(?:/.*)?)"
@@ -205,7 +220,7 @@ class Rule:
             return _in_site(path) and await self._has_package(path)
         if _STANDARD.fullmatch(path):
             return await self._shadows_module(path)
-        if _OWN.fullmatch(path) and await self._has(path):
+        if (_OWN.fullmatch(path) and await self._has(path)) or await self._shadows_script(path):
             return True
         return _SHARED.fullmatch(name) is not None and await self._shadows_library(path, name)
 
@@ -251,6 +266,27 @@ class Rule:
         if local and match[0] == match[1] and not any(each.startswith("ld-musl") for each in await self._names("/lib")):
             return False  # the check's loader cache lists the root's own directories first
         return any([name in await self._names(each) for each in await library_directories(self._names)])
+
+    async def _shadows_script(self, path: str) -> bool:
+        """Whether Perl or Ruby would load it in place of a module of the root's standard library."""
+        for pattern, standard in _SCRIPTS:
+            if match := pattern.fullmatch(path):
+                return any(
+                    [await self._has(f"{place}/{match[1]}") for each in standard for place in await self._at(each)]
+                )
+        return False
+
+    async def _at(self, pattern: str) -> list[str]:
+        """The directories of the root that match a pattern with `*` in place of a name."""
+        found = ["/"]
+        for part in PurePosixPath(pattern).parts[1:]:
+            if "*" not in part:
+                found = [f"{place.rstrip('/')}/{part}" for place in found]
+            else:
+                found = [
+                    f"{place}/{name}" for place in found for name in await self._names(place) if fnmatch(name, part)
+                ]
+        return found
 
     async def _shadows_module(self, path: str) -> bool:
         """Whether Python would import it in place of a module of the root's standard library."""
