@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from palaestra.envs.run.session import Play, Session, SyncPlay, SyncSession
     from palaestra.envs.run.train import TrainingReport, train
     from palaestra.inference.config import APIServerConfig, ServerBaseline
+    from palaestra.inference.engine import Sampled
+    from palaestra.inference.engines.function_engine import FunctionEngine
     from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
     from palaestra.inference.server_group import ServerManager
@@ -195,6 +197,7 @@ __all__ = [
     "ExecutionResult",
     "ExportedRow",
     "FileInfo",
+    "FunctionEngine",
     "FunctionEnvConfig",
     "GraderError",
     "Group",
@@ -224,6 +227,7 @@ __all__ = [
     "RolloutFunction",
     "Run",
     "Rung",
+    "Sampled",
     "Sandbox",
     "SandboxError",
     "SandboxSnapshot",
@@ -364,6 +368,7 @@ _MODULES = {
     "ExecutionResult": "sandbox.slot",
     "ExportedRow": "rollouts.export.token_rows",
     "FileInfo": "sandbox.slot",
+    "FunctionEngine": "inference.engines.function_engine",
     "FunctionEnvConfig": "envs.api.function_form",
     "GraderError": "core.errors",
     "Group": "rollouts.records",
@@ -394,6 +399,7 @@ _MODULES = {
     "RolloutFunction": "envs.run.rollout_function",
     "Run": "rollouts.finished_run",
     "Rung": "sandbox.slot",
+    "Sampled": "inference.engine",
     "Sandbox": "sandbox.sandbox",
     "SandboxError": "core.errors",
     "SandboxSnapshot": "sandbox.sandbox",

@@ -48,13 +48,17 @@ def imported(code: str) -> set[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module or a module's attribute."""
+    """Whether a dotted name is a module or a module's attribute; of a module that needs a package which is not here,
+    whether its source defines it."""
     module, _, attribute = name.rpartition(".")
     for candidate in (name, module):
         try:
             found = importlib.import_module(candidate)
-        except ModuleNotFoundError:
-            continue
+        except ModuleNotFoundError as error:
+            source = PACKAGE.parent / f"{candidate.replace('.', '/')}.py"
+            if str(error.name).startswith("palaestra") or not source.is_file():
+                continue
+            return attribute in {getattr(node, "name", None) for node in ast.parse(source.read_text()).body}
         return candidate == name or hasattr(found, attribute)
     return False
 

@@ -1,4 +1,4 @@
-"""The program of docs/tinker.md runs, with the real SDK."""
+"""The first program of docs/tinker.md runs, with the real SDK; `tests/integrations` runs the one of the cookbook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
 def test_the_program_trains_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from palaestra.trainers.tinker.server import serving
 
-    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    program, _ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     make_tiny(tmp_path / "tiny", hidden=64, layers=2)
     loop = LoopThread("tinker-server")
     server = serving(str(tmp_path / "tiny"), tmp_path / "checkpoints", device="cpu")

@@ -1,29 +1,317 @@
-"""The Tinker cookbook's recipes run commands in our slots.
+"""The Tinker cookbook trains on the rollouts of an environment, and its recipes run commands in our slots.
 
-    await cli_main(config, tasks, sandbox_factory=sandbox_factory(image="/images/python"))
+    config = train.Config(
+        dataset_builder=DatasetBuilder(env="note_env.py", model=model, group_size=8, groups_per_batch=4),
+        rollout_error_tolerance=RolloutStrategy(), model_name=model, …,
+    )
+    asyncio.run(train.main(config))
 
-`sandbox_factory` is what `tinker_cookbook.recipes.harbor_rl` asks for in place of Modal; each sandbox is a slot. The
-recipe trains through the Tinker service, or through `palaestra serve tinker`.
+With `RolloutStrategy` the agent loop is ours and the cookbook's policy samples: retries after infrastructure failures,
+exact tokens and sealed grading are those of a run, and an unscored rollout is a `RolloutError`, never a reward. With
+the cookbook's own strategies, its loop steps the environments of `EnvGroupBuilder`.
 
-Source: `SandboxInterface` and `SandboxFactory` of tinker-cookbook 0.6.1, which must be installed.
+`sandbox_factory` is what `tinker_cookbook.recipes.harbor_rl` asks for in place of Modal; each sandbox is a slot.
+
+Source: `rl/types.py`, `rl/rollout_strategy.py` and `sandbox.py` of tinker-cookbook 0.6.1, which must be installed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import itertools
+import json
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-from palaestra import Sandbox
+import chz  # type: ignore[import-not-found]
+import tinker
+from tinker_cookbook.completers import TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.exceptions import AllTrajectoriesFailedError
+from tinker_cookbook.rl import rollout_strategy, types
+from tinker_cookbook.sandbox import SandboxResult, SandboxTerminatedError
 
-if TYPE_CHECKING:
-    from tinker_cookbook.sandbox import SandboxResult
+from palaestra import (
+    JSON,
+    ConfigError,
+    EngineRefused,
+    FunctionEngine,
+    Group,
+    Sampled,
+    Sandbox,
+    Session,
+    SyncSession,
+    Trajectory,
+    training_rows,
+)
 
 MOST_OUTPUT_BYTES = 128 * 1024
 """Of a command, if the recipe sets no bound: the cookbook's own default."""
+
+Ask: TypeAlias = Callable[[list[int], int | None, Collection[int]], Awaitable[Sampled]]
+_ASK: ContextVar[tuple[asyncio.AbstractEventLoop, Ask]] = ContextVar("ask")
+"""Who samples for the rollouts of this context, and the event loop of the cookbook in which it does."""
+
+
+@dataclass
+class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
+    """One group of rollouts of one task. `env` is an environment as `palaestra.run` takes it; it must pickle where
+    rollouts run in other processes, so name it by its file. `model` names the tokenizer. `settings` are those of
+    `palaestra.Session`. All groups of a process with the same settings are one run."""
+
+    env: object
+    task_id: str
+    model: str
+    group_size: int
+    settings: Mapping[str, JSON] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._envs: list[Env] = []
+
+    async def make_envs(self) -> Sequence[Env]:
+        """Environments that the cookbook's loop steps. The record has no log-probabilities: they are not told to it."""
+        made = [Env(self) for _ in range(self.group_size)]
+        self._envs += made
+        return made
+
+    async def roll_out(self, ask: Ask, group_size: int, *, retried: bool = True) -> Group:
+        """A group whose tokens `ask` samples, in this event loop."""
+        session = await asyncio.to_thread(_session, self, retried)
+        _ASK.set((asyncio.get_running_loop(), ask))
+        (group,) = await asyncio.to_thread(session.roll_out, self.task_id, group_size=group_size)
+        return group
+
+    async def cleanup(self) -> None:
+        """End the rollouts that the cookbook has not stepped to their end."""
+        while self._envs:
+            await self._envs.pop().aclose()
+
+    def logging_tags(self) -> list[str]:
+        return [Path(str(self.env)).stem]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_envs": []}
+
+
+class Env(types.Env):  # type: ignore[misc]
+    """One rollout, whose agent loop is ours and whose tokens are the actions."""
+
+    def __init__(self, builder: EnvGroupBuilder) -> None:
+        self._builder = builder
+        self._prompts: asyncio.Queue[tuple[list[int], Collection[int]]] = asyncio.Queue()
+        self._actions: asyncio.Queue[Sampled | None] = asyncio.Queue()
+        self._rollout: asyncio.Task[Group] | None = None
+
+    async def initial_observation(self) -> tuple[tinker.ModelInput, list[int]]:
+        self._rollout = asyncio.create_task(self._builder.roll_out(self._ask, 1, retried=False))
+        if (asked := await self._next()) is None:
+            raise RuntimeError(f"the agent of task {self._builder.task_id} ended without asking its model")
+        return asked
+
+    async def step(self, action: list[int], *, extra: types.ActionExtra | None = None) -> types.StepResult:
+        """Raises `RuntimeError` for a rollout that cannot be scored."""
+        reason = (extra or {}).get("stop_reason", "stop")
+        self._actions.put_nowait(Sampled(action, [0.0] * len(action), reason))
+        if (asked := await self._next()) is not None:
+            return types.StepResult(0.0, False, *asked)
+        trajectory = self._finished()
+        return types.StepResult(trajectory.reward, True, tinker.ModelInput.empty(), [], _metrics(trajectory))
+
+    async def aclose(self) -> None:
+        """End the rollout. Idempotent."""
+        if self._rollout is not None and not self._rollout.done():
+            self._actions.put_nowait(None)
+            await asyncio.wait([self._rollout])
+
+    async def _ask(self, prompt: list[int], most_tokens: int | None, stop_ids: Collection[int]) -> Sampled:
+        self._prompts.put_nowait((prompt, stop_ids))
+        if (action := await self._actions.get()) is None:
+            raise EngineRefused("the trainer ended the rollout")
+        return action
+
+    async def _next(self) -> tuple[tinker.ModelInput, list[int]] | None:
+        """The next prompt with its stop tokens; None if the rollout has ended."""
+        assert self._rollout is not None, "the cookbook asks for the initial observation first"
+        asked = asyncio.ensure_future(self._prompts.get())
+        try:
+            await asyncio.wait([asked, self._rollout], return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                self._finished()
+                return None
+            prompt, stop_ids = asked.result()
+            return tinker.ModelInput.from_ints(prompt), list(stop_ids)
+        finally:
+            asked.cancel()
+
+    def _finished(self) -> Trajectory:
+        """The rollout that has ended. Raises `RuntimeError` if it has no score."""
+        assert self._rollout is not None
+        group = self._rollout.result()
+        if not group.scored:
+            raise RuntimeError(_failures(group)[0].error_message)
+        return group.scored[0]
+
+
+@dataclass(frozen=True)
+class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
+    """Rolls out the groups of our `EnvGroupBuilder` with our agent loop; the cookbook's policy samples."""
+
+    @property
+    def catches_group_errors(self) -> bool:
+        return True
+
+    async def execute(
+        self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter
+    ) -> rollout_strategy.RolloutResult:
+        """Scored rollouts are trajectories, with the reward on their last transition; the others are errors. Raises
+        `AllTrajectoriesFailedError` if none was scored, and `ConfigError` for another group builder."""
+        if not isinstance(env_group_builder, EnvGroupBuilder):
+            raise ConfigError(f"this strategy rolls out its own EnvGroupBuilder, not {type(env_group_builder)}")
+        said: dict[tuple[tuple[int, ...], tuple[int, ...]], TokensWithLogprobs] = {}
+
+        async def ask(prompt: list[int], most_tokens: int | None, stop_ids: Collection[int]) -> Sampled:
+            reply = await policy(tinker.ModelInput.from_ints(prompt), list(stop_ids), max_tokens=most_tokens)
+            said[tuple(prompt), tuple(reply.tokens)] = reply
+            return Sampled(reply.tokens, reply.logprobs, reply.stop_reason)
+
+        group = await env_group_builder.roll_out(ask, env_group_builder.group_size)
+        errors = _failures(group)
+        if not group.scored:
+            raise AllTrajectoriesFailedError(f"no rollout of {env_group_builder.task_id} was scored: {errors[:1]}")
+        trajectories = [made for each in group.scored if (made := _trajectory(each, said)).transitions]
+        return rollout_strategy.RolloutResult(trajectories, [Env(env_group_builder) for _ in trajectories], errors)
+
+
+@chz.chz
+class DatasetBuilder(types.RLDatasetBuilder):  # type: ignore[misc]
+    """The tasks of an environment, in the order in which it gives them, as groups. `passes` repeats them. `held_out`
+    tasks at the end are the cookbook's test set."""
+
+    env: str
+    model: str
+    group_size: int
+    groups_per_batch: int
+    tasks: int | None = None
+    held_out: int = 0
+    passes: int = 1
+    settings: dict[str, Any] = chz.field(default_factory=dict)
+
+    async def __call__(self) -> tuple[Dataset, Dataset | None]:
+        found = await asyncio.to_thread(self._tasks)
+        builders = [EnvGroupBuilder(self.env, each, self.model, self.group_size, self.settings) for each in found]
+        kept = len(builders) - self.held_out
+        if kept < self.groups_per_batch:
+            raise ConfigError(f"{self.env} has {kept} tasks to train on, and a batch takes {self.groups_per_batch}")
+        test = Dataset(builders[kept:], self.held_out) if self.held_out else None
+        return Dataset(builders[:kept] * self.passes, self.groups_per_batch), test
+
+    def _tasks(self) -> list[str]:
+        with Session(self.env, policy="noop", **self.settings) as session:
+            return [task.id for task in session.tasks(self.tasks)]
+
+
+class Dataset(types.RLDataset):  # type: ignore[misc]
+    """Groups in batches; a last batch that is not full is left out."""
+
+    def __init__(self, builders: Sequence[EnvGroupBuilder], groups_per_batch: int) -> None:
+        self._builders = list(builders)
+        self._size = groups_per_batch
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        return self._builders[index * self._size : (index + 1) * self._size]
+
+    def __len__(self) -> int:
+        return len(self._builders) // self._size
+
+
+def close() -> None:
+    """End the runs of this process; otherwise they end with it. Idempotent."""
+    with _LOCK:
+        while _SESSIONS:
+            _, session = _SESSIONS.popitem()
+            session.__exit__()
+
+
+_LOCK = threading.Lock()
+_SESSIONS: dict[tuple[object, ...], SyncSession] = {}
+atexit.register(close)
+
+
+def _session(builder: EnvGroupBuilder, retried: bool) -> SyncSession:
+    """The open run of an environment with these settings. Without `retried`, a failed rollout is not rolled out again:
+    the cookbook cannot step an episode from its beginning twice."""
+    env = builder.env if isinstance(builder.env, str) else id(builder.env)
+    key = (env, builder.model, retried, json.dumps(dict(builder.settings), sort_keys=True, default=str))
+    with _LOCK:
+        if key not in _SESSIONS:
+            settings = {"concurrency": 64, **({} if retried else {"infra_retries": 0}), **builder.settings}
+            engine = FunctionEngine(_sampled, model=builder.model)
+            _SESSIONS[key] = Session(builder.env, server=engine, **settings).__enter__()
+        return _SESSIONS[key]
+
+
+async def _sampled(prompt: list[int], most_tokens: int | None, stop_ids: Collection[int]) -> Sampled:
+    """Ask in the event loop of the cookbook, where the policy lives."""
+    loop, ask = _ASK.get()
+
+    async def asked() -> Sampled:
+        return await ask(prompt, most_tokens, stop_ids)
+
+    try:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked(), loop))
+    except tinker.TinkerError as error:
+        raise EngineRefused(f"the policy did not sample: {error}") from error
+
+
+def _trajectory(
+    trajectory: Trajectory, said: Mapping[tuple[tuple[int, ...], tuple[int, ...]], TokensWithLogprobs]
+) -> types.Trajectory:
+    """A scored rollout as transitions, one per reply that is trained. Rows whose history was rewritten follow each
+    other; the cookbook makes a datum of each."""
+    steps: list[types.Transition] = []
+    tokens: list[int] = []
+    for row in training_rows(trajectory):
+        tokens, start = [*row.prompt_ids, *row.completion_ids], len(row.prompt_ids)
+        for begin, end in _runs(row.mask):
+            prompt, reply = tokens[: start + begin], tokens[start + begin : start + end]
+            action = said.get((tuple(prompt), tuple(reply)))
+            if action is None:  # the ledger has it in another cut: after an interruption, for example
+                action = TokensWithLogprobs(reply, (row.logprobs or [])[begin:end])
+            steps.append(types.Transition(tinker.ModelInput.from_ints(prompt), action, 0.0, False))
+    if steps:
+        last = steps[-1]
+        last.reward, last.episode_done, last.metrics = float(trajectory.reward or 0.0), True, _metrics(trajectory)
+    return types.Trajectory(steps, tinker.ModelInput.from_ints(tokens))
+
+
+def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """The places where the mask is 1, as (begin, end)."""
+    found: list[tuple[int, int]] = []
+    for on, places in itertools.groupby(range(len(mask)), key=lambda place: mask[place]):
+        if on:
+            run = list(places)
+            found.append((run[0], run[-1] + 1))
+    return found
+
+
+def _metrics(trajectory: Trajectory) -> dict[str, float]:
+    return {f"outcome/{trajectory.outcome}": 1.0}
+
+
+def _failures(group: Group) -> list[types.RolloutError]:
+    """Why rollouts of a group have no score; an error of the group if it has none."""
+    found = [
+        types.RolloutError(f"{each.outcome}/{each.blame}", each.error or "the rollout was not scored")
+        for each in group.trajectories
+        if not each.scored
+    ]
+    return found or ([types.RolloutError("group", group.error)] if group.error else [])
 
 
 class SlotSandbox:
@@ -93,8 +381,6 @@ class SlotSandbox:
 
     def _running(self) -> Sandbox:
         if self._ended:
-            from tinker_cookbook.sandbox import SandboxTerminatedError
-
             raise SandboxTerminatedError(f"the sandbox {self.sandbox_id} has ended")
         return self._sandbox
 
@@ -116,6 +402,4 @@ def sandbox_factory(*, image: str | Callable[[Path], str] | None = None, **setti
 
 
 def _result(stdout: str = "", stderr: str = "", exit_code: int = 0) -> SandboxResult:
-    from tinker_cookbook.sandbox import SandboxResult
-
     return SandboxResult(stdout=stdout, stderr=stderr, exit_code=exit_code)

@@ -1,0 +1,37 @@
+"""`FunctionEngine`: tokens that a function samples, such as the sampler of a trainer whose loop calls us."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TypeAlias
+
+from palaestra.core.errors import EngineRefused
+from palaestra.core.types import JSON
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.sampling import Sampling
+from palaestra.inference.engines.token_engine import TokenChat
+
+SampleFunction: TypeAlias = Callable[[list[int], int | None, Collection[int]], Awaitable[Sampled]]
+"""`await sample(prompt[T], most_tokens, stop_ids)` continues a prompt; the token that ended it is among the ids. Raises
+`EngineError`."""
+
+
+class FunctionEngine(TokenChat):
+    """Samples with a function. `model` names the model and its tokenizer (a folder, or OWNER/NAME of the hub) unless
+    `settings`, those of `APIServerConfig`, name another. Temperature and the like are the function's own."""
+
+    def __init__(self, sample: SampleFunction, *, model: str, **settings: JSON) -> None:
+        super().__init__(APIServerConfig(**{"model_name": model, "history": "append", **settings}))
+        self._sample = sample
+
+    async def load_weights(self, folder: str, version: str) -> None:
+        """Refused: the weights are those of the function."""
+        raise EngineRefused(f"Model '{self.name}' is sampled by a function, which has its own weights, not {folder}.")
+
+    async def aclose(self) -> None:
+        """Nothing: the function's owner closes what it needs."""
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        wanted = Sampling.read(sampling, getattr(self.tokenizer, "stop_ids", ()))
+        return await self._sample(list(input_ids), wanted.max_tokens, sorted(wanted.stop_ids))
