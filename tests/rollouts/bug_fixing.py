@@ -62,7 +62,9 @@ class Fixer(TokenChat):
         if "<|im_start|>tool" in text:
             return self._last
         arguments: JSON = {"command": FIX, "description": "Fix the bug"}
-        if shell == "exec_command":
+        if shell == "terminal":
+            arguments = {"command": FIX}
+        elif shell == "exec_command":
             arguments = {"cmd": FIX}
         elif shell == "shell":
             arguments = {"command": ["bash", "-c", FIX]}

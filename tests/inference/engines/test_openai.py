@@ -111,6 +111,7 @@ def test_every_setting_arrives_and_extra_body_wins() -> None:
         ("https://h/api/v1", "https://h/api/v1"),
         ("https://h/v1beta/openai", "https://h/v1beta/openai"),
         ("http://h/v1/chat/completions", "http://h/v1"),
+        ("http://h:1/chat/completions", "http://h:1"),
     ],
 )
 def test_base_urls(given: str, api: str) -> None:

@@ -11,6 +11,7 @@ Adapters for trainers are made of it (`integrations/`); `integrations/blame.py` 
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -48,7 +49,8 @@ class Unscored:
 
 
 class RolloutFunction:
-    """Plays rollouts of `env`, each with a model of its own. An async context manager; all rollouts are one run.
+    """Plays rollouts of `env`, each with a model of its own. All rollouts are one run. It starts with `async with`, or
+    with the first rollout, and ends with the block or `aclose`.
 
     `agent` is a program in the slot (`--agent`), or None for the agent loop. `server_type` is the protocol of the
     addresses: `openai` for any chat server, `vllm` or `sglang` for exact tokens. `settings` are those of
@@ -64,14 +66,28 @@ class RolloutFunction:
         self._session = Session(
             env, server=self._engine, agent=agent, group_size=1, **{"max_infra_rate": 1.0, **settings}
         )
-        self._opened = AsyncExitStack()
+        self._opened: AsyncExitStack | None = None
+        self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        await self._opened.enter_async_context(self._session)
+        await self._open()
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
-        await self._opened.__aexit__(*exc)
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.__aexit__(*exc)
+
+    async def aclose(self) -> None:
+        """End the run, if it has started. Idempotent."""
+        await self.__aexit__(None, None, None)
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if self._opened is None:
+                opened = AsyncExitStack()
+                await opened.enter_async_context(self._session)
+                self._opened = opened
 
     @property
     def session(self) -> Session:
@@ -81,7 +97,9 @@ class RolloutFunction:
     async def __call__(
         self, task: str | Task, base_url: str, api_key: str = "", *, model: str = "policy"
     ) -> Scored | Unscored:
-        """Play one rollout with the model at `base_url`. Raises `ConfigError` for an unknown task."""
+        """Play one rollout with the model at `base_url`. Raises `ConfigError` for an unknown task, and what starting a
+        run raises."""
+        await self._open()
         async with self._engine.at(base_url, api_key, model):
             (group,) = await self._session.roll_out(task, group_size=1)
         if not group.trajectories:

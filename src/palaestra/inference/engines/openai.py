@@ -225,7 +225,8 @@ def _call_as(hook: DeltaHook, index: int, delta: Delta) -> None:
 
 
 def parse_base_url(base_url: str | None) -> URL:
-    """The address of the API: a bare host gets `/v1`, a path is kept. Raises `ConfigError`."""
+    """The address of the API: a bare host gets `/v1`, a path is kept. One that ends in `/chat/completions` names the
+    address that is asked. Raises `ConfigError`."""
     if not base_url:
         raise ConfigError(
             "No model server is configured. Set --base-url, for example http://127.0.0.1:8000/v1. Without a "
@@ -238,5 +239,5 @@ def parse_base_url(base_url: str | None) -> URL:
     if url.scheme not in ("http", "https") or not url.host:
         raise ConfigError(f"--openai.base_url '{base_url}' must begin with http:// or https:// and name a host.")
     if url.path.endswith("/chat/completions"):
-        url = url.parent.parent
+        return url.parent.parent
     return url / "v1" if url.path in ("", "/") else url
