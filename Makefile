@@ -1,7 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-long retest test-torch learn check spine snapshots interop constraints setup venv
+.PHONY: help demo docs pictures test test-long retest test-torch learn check spine snapshots interop faces constraints setup venv
 WORKERS ?= 2
 
 help: ## show this list
@@ -62,6 +62,15 @@ snapshots: venv ## write the snapshots of tool schemas, toolsets and distributio
 interop: venv ## run the tests against the original runtime, in an environment of its own
 	@scripts/interop_env
 	@.venv/bin/python -m pytest -q -n $(WORKERS) -m interop tests/interop
+
+FACES = -m pytest -q -o filterwarnings=default --disable-warnings
+faces: venv ## run the tests of the trainers' integrations with the trainers' own packages (large; Python 3.12 and 3.11)
+	@scripts/faces_env
+	@test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix tests/integrations/test_,verifiers.py agent_lightning.py)
+	@test ! -d .venv-faces-openenv || .venv-faces-openenv/bin/python $(FACES) tests/integrations/test_openenv.py
+	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) tests/integrations/test_nemo_gym.py
+	@test ! -d .venv-faces-verl || PYTHONPATH=$(SLIME):$(RLLM) OMP_NUM_THREADS=1 \
+	    .venv-faces-verl/bin/python $(FACES) $(addprefix tests/integrations/test_,verl.py areal.py slime.py rllm.py)
 
 constraints: venv ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from palaestra.inference.config import APIServerConfig, ServerBaseline
     from palaestra.inference.engine import Sampled
     from palaestra.inference.engines.function_engine import FunctionEngine
+    from palaestra.inference.engines.token_engine import TokenChat
     from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.inference.parsers import get_parser, list_parsers, register_parser
     from palaestra.inference.server_group import ServerManager
@@ -259,6 +260,7 @@ __all__ = [
     "TerminalBench2EvalEnv",
     "TerminalPerson",
     "TerminalTestEnv",
+    "TokenChat",
     "Tool",
     "ToolCall",
     "ToolCallPayload",
@@ -433,6 +435,7 @@ _MODULES = {
     "TerminalBench2EvalEnv": "suites.terminal_bench.terminalbench_2",
     "TerminalPerson": "tools.human.terminal_prompt",
     "TerminalTestEnv": "suites.examples.terminal_test",
+    "TokenChat": "inference.engines.token_engine",
     "Tool": "tools.tool",
     "ToolCall": "tools.call_text",
     "ToolCallPayload": "tools.serving.payloads",

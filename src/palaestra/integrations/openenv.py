@@ -21,6 +21,7 @@ from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolRe
 from openenv.core.harness.training import TrainingTrace, TrainingTurn
 
 from palaestra import JSON, Blame, ConfigError, InfraError, Message, Session, SyncPlay, Trajectory
+from palaestra.integrations.turns import sampled_turns
 
 
 class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[misc]
@@ -129,22 +130,16 @@ def training_trace(trajectory: Trajectory) -> TrainingTrace:
 
     Raises `ConfigError` for a rollout without recorded tokens.
     """
-    if trajectory.ledger is None:
-        raise ConfigError(f"{trajectory.rollout_id} has no recorded tokens: use a token-exact model server")
-    rows = {row.segment: row for row in trajectory.rows}
-    turns = []
-    for turn in trajectory.ledger.turns:
-        row, start = rows[turn.segment], turn.prompt_tokens
-        stop = start + turn.sampled_tokens
-        assert row.logprobs is not None
-        turns.append(
+    return TrainingTrace(
+        turns=[
             TrainingTurn(
                 node_id=f"{trajectory.rollout_id}:{turn.number}",
-                prompt_token_ids=row.tokens[:start],
-                completion_token_ids=row.tokens[start:stop],
-                per_token_logps=row.logprobs[start:stop],
-                loss_mask=[0] * start + [1] * (stop - start),
-                metadata={"segment": turn.segment, "reason": str(row.reason), "finish_reason": turn.finish_reason},
+                prompt_token_ids=turn.prompt_ids,
+                completion_token_ids=turn.completion_ids,
+                per_token_logps=turn.logprobs,
+                loss_mask=[0] * len(turn.prompt_ids) + [1] * len(turn.completion_ids),
+                metadata={"segment": turn.segment, "reason": turn.reason, "finish_reason": turn.finish_reason},
             )
-        )
-    return TrainingTrace(turns=turns)
+            for turn in sampled_turns(trajectory)
+        ]
+    )

@@ -1,0 +1,40 @@
+"""AReaL rolls out an environment as an agent.
+
+    trainer.train(workflow=Agent("my_env.py", agent="codex"))
+
+Each row of AReaL's data set has a `task_id`. Its proxy gives every rollout an address with a key, and records the
+tokens; the agent's loop, the slots and the sealed grading are those of a run. A rollout without a reward raises
+`Dropped`, which rejects the sample. Proxy mode `inline` only: the run lives in the worker's event loop.
+
+Source: `OpenAIProxyWorkflow` of AReaL 1.0.4. Nothing of AReaL is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from palaestra import JSON, ConfigError, RolloutFunction
+from palaestra.integrations.blame import reward_of
+
+
+class Agent:
+    """What AReaL takes as a workflow. `settings` are those of `palaestra.RolloutFunction`; `aclose` ends the run."""
+
+    def __init__(self, env: object, **settings: Any) -> None:
+        self._rollout = RolloutFunction(env, **settings)
+
+    async def run(self, data: Mapping[str, JSON], **extra_kwargs: Any) -> float:
+        """The reward of one rollout of the task `data["task_id"]`. Raises `Dropped` if it has none, and `ConfigError`
+        for an unknown task."""
+        base_url = extra_kwargs.get("base_url")
+        if not base_url:
+            raise ConfigError("AReaL gave the rollout no base_url: use the proxy mode 'inline'")
+        # The proxy serves chat completions at its root, without /v1.
+        address = f"{base_url.rstrip('/')}/chat/completions"
+        result = await self._rollout(data["task_id"], address, extra_kwargs.get("api_key") or "", model="default")
+        return float(reward_of(result))
+
+    async def aclose(self) -> None:
+        """End the run."""
+        await self._rollout.aclose()

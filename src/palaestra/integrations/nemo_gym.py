@@ -1,0 +1,186 @@
+"""NeMo Gym rolls out an environment as an agent server, whose `/run` plays, grades and answers.
+
+    # app.py of your agent server
+    from palaestra.integrations.nemo_gym import EnvironmentAgent
+    if __name__ == "__main__": EnvironmentAgent.run_webserver()
+
+A row has `task_id` beside `responses_create_params`. The model is asked at `model_base_url`, or through the model
+server of the configuration. With the address of vLLM or SGLang itself and `server_type` in `settings`, the output has
+exactly the sampled tokens with their log-probabilities.
+
+A rollout without a reward has `mask_sample`, `failure_kind` and `failure_reason`; the reward 0.0, which the protocol
+requires, is left out of this server's `/aggregate_metrics`. `/verify` repeats the answer to `/run` of a `rollout_id`.
+
+Needs the package `nemo-gym`. Source: `SimpleResponsesAPIAgent` and `openai_utils` of NeMo Gym 0.4; the fields of masked
+samples are those of 0.7.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from nemo_gym.base_resources_server import AggregateMetrics, AggregateMetricsRequest, BaseRunRequest, BaseVerifyResponse
+from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
+from nemo_gym.config_types import ModelServerRef
+from nemo_gym.global_config import get_first_server_config_dict
+from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from palaestra import JSON, ConfigError, Message, RolloutFunction, Trajectory, Unscored
+from palaestra.integrations.turns import SampledTurn, sampled_turns
+
+KEPT_ANSWERS = 1024
+"""How many rollouts `/verify` knows: the newest."""
+
+
+class EnvironmentAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
+    """`env` is a file or a name, as for `palaestra run`; `settings` are those of `palaestra.RolloutFunction`."""
+
+    env: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    model_server: ModelServerRef | None = None
+    model_base_url: str = ""
+    model: str = "policy"
+
+
+class EnvironmentRunRequest(BaseRunRequest):  # type: ignore[misc]
+    """One row."""
+
+    model_config = ConfigDict(extra="allow")
+    task_id: str
+
+
+class EnvironmentVerifyResponse(BaseVerifyResponse):  # type: ignore[misc]
+    """A rollout, graded or masked."""
+
+    model_config = ConfigDict(extra="allow")
+    rollout_id: str = ""
+    mask_sample: bool = False
+    failure_kind: str | None = None
+    failure_reason: str | None = None
+
+
+class RolloutReference(BaseModel):
+    """Which rollout `/verify` is about."""
+
+    model_config = ConfigDict(extra="allow")
+    rollout_id: str
+
+
+class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
+    """The agent server. All rollouts are one run."""
+
+    config: EnvironmentAgentConfig
+    _rollout: RolloutFunction = PrivateAttr()
+    _answers: dict[str, EnvironmentVerifyResponse] = PrivateAttr(default_factory=dict)
+
+    def model_post_init(self, context: Any) -> None:
+        self._rollout = RolloutFunction(self.config.env, **self.config.settings)
+        super().model_post_init(context)
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        app.post("/verify")(self.verify)
+        app.router.add_event_handler("shutdown", self._rollout.aclose)
+        return app
+
+    async def run(self, body: EnvironmentRunRequest) -> EnvironmentVerifyResponse:
+        """Play and grade one rollout. Answers 422 for an unknown task."""
+        try:
+            result = await self._rollout(body.task_id, self._address(), model=self.config.model)
+        except ConfigError as error:
+            raise HTTPException(422, str(error)) from None
+        row, played = body.model_dump(), result.trajectory
+        name = played.rollout_id if played is not None else f"{body.task_id}-{time.time_ns():x}"
+        row |= {"response": self._response(name, played), "rollout_id": name, "reward": 0.0}
+        if isinstance(result, Unscored):
+            row |= {"mask_sample": True, "failure_kind": result.kind, "failure_reason": result.error}
+        else:
+            row["reward"] = result.reward
+        answer: EnvironmentVerifyResponse = EnvironmentVerifyResponse.model_validate(row)
+        self._answers[name] = answer
+        if len(self._answers) > KEPT_ANSWERS:
+            del self._answers[next(iter(self._answers))]
+        return answer
+
+    async def verify(self, body: RolloutReference) -> EnvironmentVerifyResponse:
+        """The graded rollout. Answers 404 for one that is not among the newest of this server."""
+        if body.rollout_id not in self._answers:
+            raise HTTPException(404, f"the rollout {body.rollout_id!r} is not among this server's newest")
+        return self._answers[body.rollout_id]
+
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
+        """The output of a rollout of the task in the request's metadata, ungraded. Answers 422 without `task_id`."""
+        task = (body.metadata or {}).get("task_id")
+        if not task:
+            raise HTTPException(422, "the metadata of the request has no task_id: send rows to /run")
+        return (await self.run(EnvironmentRunRequest(responses_create_params=body, task_id=task))).response
+
+    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
+        """Metrics of the rollouts that have a reward."""
+        scored = [each for each in body.verify_responses if not each.get("mask_sample")]
+        return await super().aggregate_metrics(AggregateMetricsRequest(verify_responses=scored))
+
+    def _address(self) -> str:
+        if self.config.model_base_url:
+            return self.config.model_base_url
+        if self.config.model_server is None:
+            raise ConfigError("the agent has neither model_base_url nor model_server")
+        server = get_first_server_config_dict(self.server_client.global_config_dict, self.config.model_server.name)
+        return f"http://{server.host}:{server.port}/v1"
+
+    def _response(self, name: str, played: Trajectory | None) -> JSON:
+        return {
+            "id": f"resp_{name}",
+            "created_at": time.time(),
+            "model": self.config.model,
+            "object": "response",
+            "output": [] if played is None else output_items(played),
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+        }
+
+
+def output_items(played: Trajectory) -> list[JSON]:
+    """The conversation as output items of a response; the last item of each reply has its tokens, if they are recorded.
+    Raises `ConfigError` if calls and replies differ in number (compaction, sub-agents), since tokens then have no item.
+    """
+    replies = [message for message in played.messages if message["role"] == "assistant"]
+    turns = list(sampled_turns(played)) if played.ledger is not None else []
+    if turns and len(turns) != len(replies):
+        raise ConfigError(f"{played.rollout_id} has {len(turns)} model calls and {len(replies)} replies in its history")
+    tokens, items = iter(turns), list[JSON]()
+    for message in played.messages:
+        if message["role"] == "assistant":
+            made = list(_reply_items(message, f"{played.rollout_id}_{len(items)}"))
+            made[-1] |= _training_fields(next(tokens, None))
+            items += made
+        elif message["role"] == "tool":
+            text = str(message["content"])
+            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": text})
+    return items
+
+
+def _reply_items(message: Message, name: str) -> Iterator[dict[str, JSON]]:
+    calls, text = message.get("tool_calls") or [], message.get("content") or ""
+    if text or not calls:
+        content: JSON = [{"type": "output_text", "text": text, "annotations": []}]
+        yield {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": content}
+    for call in calls:
+        function: Mapping[str, JSON] = call["function"]
+        named = {"name": function["name"], "arguments": function["arguments"], "call_id": call["id"], "id": call["id"]}
+        yield {"type": "function_call", "status": "completed", **named}
+
+
+def _training_fields(turn: SampledTurn | None) -> dict[str, JSON]:
+    if turn is None:
+        return {}
+    return {
+        "prompt_token_ids": turn.prompt_ids,
+        "generation_token_ids": turn.completion_ids,
+        "generation_log_probs": turn.logprobs,
+    }

@@ -1,0 +1,40 @@
+"""The model calls of a recorded rollout with their exact tokens, for trainers that take calls and not rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from palaestra import ConfigError, Trajectory
+
+
+class SampledTurn(NamedTuple):
+    """One call: `prompt_ids[P]`, `completion_ids[T]` as sampled, and the engine's `logprobs[T]`."""
+
+    number: int
+    segment: int
+    reason: str
+    finish_reason: str | None
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+
+
+def sampled_turns(trajectory: Trajectory) -> Iterator[SampledTurn]:
+    """The calls in their order: each sampled token once. Raises `ConfigError` for a rollout without recorded tokens."""
+    if trajectory.ledger is None:
+        raise ConfigError(f"{trajectory.rollout_id} has no recorded tokens: use a token-exact model server")
+    rows = {row.segment: row for row in trajectory.rows}
+    for turn in trajectory.ledger.turns:
+        row, start = rows[turn.segment], turn.prompt_tokens
+        stop = start + turn.sampled_tokens
+        assert row.logprobs is not None
+        yield SampledTurn(
+            turn.number,
+            turn.segment,
+            str(row.reason),
+            turn.finish_reason,
+            row.tokens[:start],
+            row.tokens[start:stop],
+            row.logprobs[start:stop],
+        )

@@ -1,0 +1,145 @@
+"""verl rolls out an environment with its own model servers: exact tokens, and the environment's rewards.
+
+    # agent_loop_config_path                        # and in the data: agent_name "palaestra", and task_id
+    - name: palaestra
+      _target_: palaestra.integrations.verl.EnvironmentLoop
+      env: my_env.py
+      settings: {slots: 8}
+
+verl has no word for a sample to drop, so an unscored rollout has a response of one masked token and the reward 0.0.
+With `adv_estimator=grpo_scored`, GRPO leaves such rows out: they are neither trained nor part of their group's mean.
+`VERL_USE_EXTERNAL_MODULES=palaestra.integrations.verl` registers it. verl's other estimators count the 0.0.
+
+Needs the package `verl`. Source: `AgentLoopBase`, `LLMServerClient` and `compute_grpo_outcome_advantage` of verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
+
+from palaestra import (
+    JSON,
+    APIServerConfig,
+    ConfigError,
+    EngineReplyError,
+    Group,
+    Sampled,
+    Session,
+    TokenChat,
+    training_rows,
+)
+
+_ASKED: ContextVar[tuple[Any, Mapping[str, Any], str]] = ContextVar("verl_asked")
+"""Of the rollout: the client of the model servers, the sampling settings, and the id that keeps it at one server."""
+
+
+class _ServerClient(TokenChat):
+    """verl's client of its model servers as a model server of ours."""
+
+    async def start(self) -> None:
+        """The servers run already."""
+
+    async def aclose(self) -> None:
+        """They end with the training."""
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        client, wanted, name = _ASKED.get()
+        ours = {each: sampling[each] for each in ("max_tokens", "stop_token_ids") if sampling.get(each)}
+        asked = {**wanted, **ours, "logprobs": True}
+        output = await client.generate(request_id=name, prompt_ids=list(input_ids), sampling_params=asked)
+        ids, logprobs = output.token_ids, output.log_probs
+        if logprobs is None or len(logprobs) != len(ids):
+            raise EngineReplyError(f"{name}: verl's server gave {len(ids)} tokens without a log-probability for each")
+        ended = bool(ids) and ids[-1] in sampling.get("stop_token_ids", ())
+        reason = "abort" if output.stop_reason == "aborted" else "stop" if ended else "length"
+        version = output.extra_fields.get("global_steps")
+        return Sampled(ids, logprobs, reason, "" if version is None else str(version))
+
+
+class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
+    """verl's agent loop for one rollout. `settings` are those of `palaestra.Session`. All rollouts of a worker with the
+    same environment and settings are one run."""
+
+    _sessions: ClassVar[dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Session]]]] = {}
+
+    def __init__(self, *args: Any, env: str, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._env, self._settings = env, dict(settings or {})
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """One rollout of the row's task. Raises `ConfigError` for a row without `task_id`, or a rollout of several
+        segments (sub-agents, compaction), of which verl takes one."""
+        task = kwargs.get("task_id") or (kwargs.get("extra_info") or {}).get("task_id")
+        if not task:
+            raise ConfigError("the row has no task_id, and neither has its extra_info")
+        _ASKED.set((self.server_manager, sampling_params, uuid.uuid4().hex))
+        (group,) = await (await self._session()).roll_out(str(task), group_size=1)
+        return self._output(group)
+
+    async def _session(self) -> Session:
+        """The worker's run, which the first rollout starts."""
+        key, loop = json.dumps([self._env, self._settings], sort_keys=True, default=str), asyncio.get_running_loop()
+        known = self._sessions.get(key)
+        if known is None or known[0] is not loop:
+            known = self._sessions[key] = loop, asyncio.ensure_future(self._start())
+        return await asyncio.shield(known[1])
+
+    async def _start(self) -> Session:
+        names = self._settings.keys() & APIServerConfig.model_fields.keys()
+        config = APIServerConfig(model_name="verl", **{name: self._settings[name] for name in names})
+        settings = {name: value for name, value in self._settings.items() if name not in names}
+        longest = {"max_token_length": self.rollout_config.response_length, "max_infra_rate": 1.0}
+        engine = _ServerClient(config, tokenizer=self.tokenizer)
+        return await Session(self._env, server=engine, **{**longest, **settings}).__aenter__()
+
+    def _output(self, group: Group) -> AgentLoopOutput:
+        trajectory = group.trajectories[0] if group.trajectories else None
+        rows = training_rows(trajectory) if trajectory is not None and trajectory.scored else []
+        if len(rows) > 1:
+            reasons = ", ".join(row.reason for row in rows)
+            raise ConfigError(f"{rows[0].rollout_id} has {len(rows)} segments ({reasons}), and verl takes one")
+        empty = [self.tokenizer.eos_token_id]
+        name = group.group_id if trajectory is None else trajectory.rollout_id
+        given: dict[str, Any] = {"metrics": AgentLoopMetrics(), "extra_fields": {"rollout_id": name}}
+        if not rows or trajectory is None:
+            lists = {"prompt_ids": empty, "response_ids": empty, "response_mask": [0], "response_logprobs": [0.0]}
+            return AgentLoopOutput(**lists, reward_score=0.0, num_turns=0, **given)
+        (row,) = rows
+        most = self.rollout_config.response_length
+        return AgentLoopOutput(
+            prompt_ids=row.prompt_ids,
+            response_ids=row.completion_ids[:most],
+            response_mask=row.mask[:most],
+            response_logprobs=None if row.logprobs is None else row.logprobs[:most],
+            reward_score=row.reward,
+            num_turns=len(trajectory.turns),
+            **given,
+        )
+
+
+@register_adv_est("grpo_scored")  # type: ignore[untyped-decorator]
+def grpo_scored(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """verl's GRPO over the rows with a trained token; the advantages of the others are 0. Shapes are those of
+    `compute_grpo_outcome_advantage`: rewards and mask `[B, T]`, index `[B]`."""
+    scored = response_mask.bool().any(dim=1)
+    if (config := settings.get("config")) is not None:
+        settings["norm_adv_by_std_in_grpo"] = config.get("norm_adv_by_std_in_grpo", True)
+    advantages = torch.zeros_like(token_level_rewards)
+    if scored.any():
+        rows = scored.cpu().numpy()
+        kept, _ = compute_grpo_outcome_advantage(
+            token_level_rewards[scored], response_mask[scored], index[rows], **settings
+        )
+        advantages[scored] = kept
+    return advantages, advantages
