@@ -152,7 +152,8 @@ class Gateway:
             return
         await self.chat.start()
         for row in await self.mailbox.sessions():
-            if row.conversation and self.chat.store.find(row.conversation).settings.get("sandbox"):
+            record = self.chat.store.get(row.conversation)
+            if record is not None and record.settings.get("sandbox"):
                 session = self._session(row.key, row.address)
                 session.conversation = self._open(session, row.conversation, "")
 
@@ -396,6 +397,9 @@ class Gateway:
                 if self.config.reset_policy(session.address.platform, session.address.chat_type).notify:
                     why = "nothing was written for long" if reason == "idle" else "a new day has begun"
                     notes.append(f"(A new session: {why}.)")
+        if current and self.chat.store.get(current) is None:
+            notes.append("(A new session: the earlier conversation is not stored any more.)")
+            current = ""
         conversation = session.conversation
         if conversation is None or conversation.id != current:
             session.conversation = conversation = self._open(session, current, message.user_id)
@@ -430,7 +434,7 @@ class Gateway:
     async def _end(self, session: _Session) -> None:
         """Close the session's conversation with its sandbox and processes."""
         row = await self.mailbox.session(session.key)
-        if session.conversation is None and row is not None and row.conversation:
+        if session.conversation is None and row is not None and self.chat.store.get(row.conversation) is not None:
             session.conversation = self._open(session, row.conversation, "")
         conversation, session.conversation = session.conversation, None
         if conversation is not None:
