@@ -86,7 +86,7 @@ class Service:
         webhook = {"allowed_users": ["*"], "extra": {"reply_url": reply_url, "port": port}}
         settings = {
             "server": {"base_url": model_url, "model_name": "m"},
-            "toolsets": ["terminal"],
+            "toolsets": ["terminal", "cronjob"],
             "limits": {"messages_per_hour": 0},
             "max_queued": 1000,
             "platforms": {"webhook": webhook},
@@ -155,6 +155,29 @@ def test_no_message_is_lost_or_answered_twice_when_the_gateway_is_killed_at_rand
                     pieces = person.answers[f"{chat}-{number}"]
                     assert len(pieces) == 1, pieces
                     assert pieces[0]["text"] == f"{chat} {number} done"
+            assert "Traceback" not in service.log
+
+    asyncio.run(main())
+
+
+def test_scheduled_jobs_run_once_each_when_the_gateway_is_killed_at_random_moments(tmp_path):
+    async def main():
+        rng = random.Random(11)
+        jobs = range(12)
+        async with scene(tmp_path) as (service, person, _):
+            await service.start()
+            for number in jobs:
+                wanted = {"action": "create", "schedule": f"{8 + number}s", "prompt": f"say <{number}> ran"}
+                await person.say(f"call cronjob {json.dumps(wanted)}", f"m{number}")
+                assert '"success": true' in await person.answer(f"m{number}")
+            for _ in range(KILLS // 2):
+                await asyncio.sleep(rng.uniform(0.5, 3.5))
+                await service.kill()
+                await service.start()
+            await _notices(person, "ran", len(jobs))
+            await asyncio.sleep(2.0)  # for one that comes twice
+            said = Counter(text.splitlines()[-1] for text in person.notices)
+            assert said == {f"<{number}> ran": 1 for number in jobs}
             assert "Traceback" not in service.log
 
     asyncio.run(main())
