@@ -61,6 +61,9 @@ class NoSlots:
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         raise AssertionError("nothing was leased")
 
+    async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
+        raise AssertionError("nothing was leased")
+
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         raise AssertionError("nothing was sealed")
 

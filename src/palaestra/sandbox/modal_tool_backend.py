@@ -77,9 +77,9 @@ class ModalToolBackend(SlotPool):
         self._refuse_other_profiles(slot)
         return await super().seal(slot, view)
 
-    async def checkpoint(self, slot: Slot) -> Snapshot:
+    async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
         self._refuse_other_profiles(slot)
-        return await super().checkpoint(slot)
+        return await super().checkpoint(slot, continued=continued)
 
     def _refuse_other_profiles(self, slot: Slot) -> None:
         if slot.epoch in self._pools:

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -392,9 +392,17 @@ class SlotPool:
             if held:
                 self._give_place()
 
-    async def checkpoint(self, slot: Slot) -> Snapshot:
-        """A slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked."""
-        return await self.backend.checkpoint(slot)
+    async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
+        """A slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked.
+
+        Slots from a `continued` snapshot have the files that changed as their own change. Raises `ConfigError` for that
+        if the backend is not the local one.
+        """
+        if not continued:
+            return await self.backend.checkpoint(slot)
+        if not isinstance(self.backend, LocalBackend):
+            raise ConfigError(f"the {self.backend.name} backend cannot continue a slot's change in another slot")
+        return replace(await self.backend.checkpoint(slot), continued=True)
 
     async def save(self, snapshot: Snapshot, folder: Path) -> int:
         """Copy a snapshot with its layers to an empty folder of this machine; returns the bytes of its files."""

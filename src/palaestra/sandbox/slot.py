@@ -112,11 +112,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A sealed workspace. `layers` name its immutable layers, topmost first, in the backend that made them."""
+    """A sealed workspace. `layers` name its immutable layers, topmost first, in the backend that made them.
+
+    A slot from a `continued` one has the topmost layer as its own change, as if it had made it: its seal and its
+    changes have the whole of it.
+    """
 
     snapshot_id: str
     layers: tuple[str, ...]
     spec: SlotSpec
+    continued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,6 +489,8 @@ class SlotSource(Protocol):
     async def release(self, slot: Slot) -> None: ...
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot: ...
+
+    async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot: ...
 
     async def save(self, snapshot: Snapshot, folder: Path) -> int: ...
 

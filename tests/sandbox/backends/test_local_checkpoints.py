@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -325,3 +326,29 @@ def test_the_pool_forks_a_lease_that_goes_on() -> None:
             assert pool.acquired_slots == 2
 
     asyncio.run(main())
+
+
+def test_a_slot_that_continues_a_checkpoint_has_the_change_as_its_own(on_each_rung: WithSlot) -> None:
+    """Its seal shows what changed since the prepared workspace, and a view of it what was prepared."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("mkdir d; echo old > d/kept; echo old > d/gone; echo old > /var/tmp/planted")
+        prepared = await backend.seal(slot)
+        slot = await backend.create(SlotSpec(), "parent", prepared)
+        await slot.execute("rm d/gone; echo new > d/kept; ln d/kept d/link; echo bad > /var/tmp/planted")
+        point = replace(await backend.checkpoint(slot), continued=True)
+        await slot.execute("echo parent > d/parent")
+        one, other = [await backend.create(SlotSpec(), name, point) for name in ("one", "other")]
+        await one.execute("echo 2 >> d/kept; echo mine > d/mine")
+        assert (await other.execute("cat d/link; ls d")).output.split() == ["new", "kept", "link"]
+        assert {change.path for change in await other.changes()} == {
+            "/workspace/d/gone", "/workspace/d/kept", "/workspace/d/link", "/var/tmp/planted",
+        }  # fmt: skip
+        await backend.forget(point)
+        sealed = await backend.seal(one, View(only=("/workspace",)))
+        assert len(sealed.layers) == 1 + len(prepared.layers)
+        expected = "new\n2\nnew\n2\nmine\nold\n"
+        assert await shown(backend, sealed, "cat d/kept d/link d/mine /var/tmp/planted") == expected
+        assert await shown(backend, sealed, "ls d") == "kept\nlink\nmine\n"
+
+    on_each_rung(body)

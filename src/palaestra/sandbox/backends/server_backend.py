@@ -181,6 +181,8 @@ class ServerBackend(StartedBackend):
             "limits": asdict(spec.limits),
             **self._about(trajectory_id, spec),
         }
+        if snapshot is not None and snapshot.continued:
+            fields["continued"] = True
         server = await self._living()
         made, requests = await server.create(fields)
         if made["exposed"]:

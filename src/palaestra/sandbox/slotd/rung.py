@@ -123,6 +123,9 @@ class Checkpoints(Protocol[F, L]):
         `mapped`: whether a process of the slot can write through memory.
         """
 
+    def restore(self, files: F, layer: L) -> Iterator[None]:
+        """Copy a layer into the change of a slot before its start, as a job. Raises OSError."""
+
     def slot_ended(self, files: F) -> None:
         """Drop the data for the slot's next checkpoint."""
 

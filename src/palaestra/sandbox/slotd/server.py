@@ -3,7 +3,8 @@ of `server_slot.OPERATIONS` it serves:
 
     op                  fields                                      RESULT
     create              image, layers, network, allow, limits,      slot, epoch, exposed: why it shares the
-                        mounts, env                                 host's network
+                        mounts, env, continued: the topmost layer   host's network
+                        is copied into the slot's own change
     renew, destroy      the lease                                   epoch; nothing
     oom, hung           the lease                                   oom; nothing. From a client that starts commands
     read                path, offset, max_bytes, holes              the file's bytes
@@ -47,7 +48,7 @@ from .namespaced import cgroups, freezer
 from .network.egress import EgressGates
 from .protocol import frames
 from .protocol.frames import CHUNK, Fields, Frame, FrameConnection, FrameKind, OpenRequest
-from .protocol.init_messages import env_block
+from .protocol.init_messages import EnvBlock, env_block
 from .rung import AnyDriver, CannotMake, Checkpoints, NetworkScope, Place, SealedLayer
 from .server_slot import ServerSlot, SlotState
 from .streams import Download, Listing, Upload
@@ -159,7 +160,7 @@ class SlotServer:
 
     # Slots
 
-    def _create(self, frame: Frame) -> None:
+    def _create(self, frame: Frame) -> Job | None:
         _require_descriptors()
         names = frame.fields["layers"]
         layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # also forgotten ones
@@ -167,14 +168,36 @@ class SlotServer:
             variables = env_block(frame.fields["env"])
         except ValueError as error:
             raise OSError(errno.EINVAL, f"a slot's environment: {error}") from None
+        change = layers[0] if frame.fields.get("continued") else None
         epoch = next(self._epochs)
-        new = self._driver.make(f"{epoch}", frame.fields, layers)
+        new = self._driver.make(f"{epoch}", frame.fields, layers if change is None else layers[1:])
         slot = ServerSlot(
             f"slot-{epoch}", epoch, new, self.loop,
             on_ready=lambda slot: self._on_created(frame, slot, new.exposed),
             on_end=lambda slot: self._on_lost(frame, slot),
         )  # fmt: skip
         self._slots[slot.name] = slot
+        if change is None:
+            self._start(slot, variables)
+            return None
+        return self._continue(slot, change, variables)
+
+    def _continue(self, slot: ServerSlot, change: Any, variables: EnvBlock) -> Job:
+        """Start a slot whose own change begins as a copy of a layer."""
+        change.keep()
+        try:
+            yield from self._checkpoints("continue").restore(slot.files, change)
+        except OSError as error:
+            self._clean(slot)
+            raise CannotMake(f"cannot make a slot: a change cannot be copied into it: {error}") from None
+        except BaseException:
+            self._clean(slot)
+            raise
+        finally:
+            change.release()
+        self._start(slot, variables)
+
+    def _start(self, slot: ServerSlot, variables: EnvBlock) -> None:
         shelf = Shelf(lambda path: self._locate(slot, path, writing=True))
         try:
             slot.start(variables, shelf, self._connection.send, self._open_requests, self._children)

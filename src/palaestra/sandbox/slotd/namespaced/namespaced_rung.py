@@ -431,6 +431,11 @@ class OverlayCheckpoints:
 
         return find
 
+    def restore(self, files: OverlayFiles, layer: OverlayLayer) -> Iterator[None]:
+        for tree in files.trees:
+            os.rmdir(files.upper(tree))
+            yield from TreeCopy().tree(layer.trees[tree.name], files.upper(tree))
+
     def slot_ended(self, files: OverlayFiles) -> None:
         last = self._last.pop(files.store.path, None)
         if last is not None:
