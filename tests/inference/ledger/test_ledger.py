@@ -8,7 +8,16 @@ import msgspec
 import pytest
 
 from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, SegmentReason, TokenRow, pieces_of, verify_ledger
+from palaestra.inference.ledger import (
+    Ledger,
+    LedgerRecord,
+    Piece,
+    SegmentReason,
+    TokenRow,
+    pieces_of,
+    record_rows,
+    verify_ledger,
+)
 from palaestra.testing.fake_engine import toy_tokenizer
 
 
@@ -141,3 +150,39 @@ def test_a_record_survives_json_and_is_compact() -> None:
 def test_an_own_row_on_disk_is_its_four_fields() -> None:
     row = TokenRow(tokens=[1], masks=[-100])
     assert msgspec.json.encode(row) == b'{"tokens":[1],"masks":[-100],"logprobs":null,"source":"placeholder"}'
+
+
+def test_a_fork_trains_its_own_turns_alone() -> None:
+    """Everything up to the fork is one prompt, and the rest is as it was sampled, an aborted request included."""
+    ledger = Ledger(stop_ids=[9])
+    say(ledger, ledger.open(SegmentReason.START), [1, 2], ([3, 9], "v1"))
+    say(ledger, 0, [4], ([5, 9], "v1"))
+    say(ledger, 0, [6], ([7], "v1"), ([8, 9], "v2"))
+    record = ledger.forked(2).record()
+    assert not verify_ledger(ledger.record(), forked=True).ok
+    assert verify_ledger(record, forked=True).ok
+    assert not verify_ledger(record).ok
+    (row,) = record_rows(record, "g/3")
+    assert row.tokens == [1, 2, 3, 9, 4, 5, 9, 6, 7, 8, 9]
+    assert row.masks == [-100] * 8 + [7, 8, 9]
+    assert row.logprobs == [1.0] * 8 + [-0.5, -0.5, -0.75]
+    assert (row.reason, row.versions) == ("branch", [(8, 9, "v1"), (9, 11, "v2")])
+    assert [(span.kind, span.sequence_id, span.length) for span in row.spans] == [
+        ("prompt", "g/3:1", 8), ("sampled", "g/3:1", 1), ("sampled", "g/3:1.1", 2)
+    ]  # fmt: skip
+    assert [(turn.number, turn.prompt_tokens, turn.sampled_tokens) for turn in record.turns] == [(1, 8, 3)]
+
+
+def test_a_fork_whose_history_was_rewritten() -> None:
+    """Turns of other segments leave nothing in the record, and the reason of the first one is the real one."""
+    ledger = Ledger()
+    say(ledger, ledger.open(SegmentReason.START), [1, 2], ([3], ""))
+    say(ledger, ledger.open(SegmentReason.TEMPLATE_REWRITE), [1, 4], ([5], ""))
+    say(ledger, 1, [6], ([7], ""))
+    assert [segment.reason for segment in ledger.forked(1).record().segments] == ["template_rewrite"]
+    record = ledger.forked(2).record()
+    assert verify_ledger(record, forked=True).ok
+    assert [(row.reason, row.tokens, row.masks) for row in record_rows(record)] == [
+        ("branch", [1, 4, 5, 6, 7], [-100, -100, -100, -100, 7])
+    ]
+    assert ledger.forked(3).record().segments == []

@@ -118,6 +118,27 @@ class _Segment:
             reason=self.reason, tokens=tokens, mask=bytes(mask), logprobs=packed(logprobs), spans=list(spans)
         )
 
+    def continued(self, shared: int) -> _Segment:
+        """The same tokens, with everything up to the end of turn `shared` as part of the first later prompt. The later
+        turns are numbered from 1. Without a later turn it is empty."""
+        found = _Segment(self.reason, self.branch, finish_reason=self.finish_reason)
+        prompt: array[int] | None = None
+        taken = 0
+        for span in self.spans:
+            ids = self.tokens[span.start : span.stop]
+            sampled = self.logprobs[taken : taken + len(ids)] if span.kind == "sampled" else _unsampled(len(ids))
+            taken += len(ids) * (span.kind == "sampled")
+            if span.turn <= shared:
+                found.reason = SegmentReason.BRANCH
+            if span.turn <= shared or span.kind == "prompt":
+                prompt = (prompt or array("i")) + ids
+                continue
+            if prompt is not None:
+                found.append(span.turn - shared, prompt, _unsampled(len(prompt)), None)
+                prompt = None
+            found.append(span.turn - shared, ids, sampled, Piece(Sampled(ids, sampled, "", span.version), span.sent))
+        return found
+
     def row(self, number: int, spans: int | None = None) -> TokenRow:
         """The training row of the first `spans` spans, or of all."""
         return token_row(self.record(self.spans[:spans]), number, self.finish_reason)
@@ -298,6 +319,16 @@ class Ledger:
                 segment.reason = SegmentReason.START
             elif segment.reason is SegmentReason.START:
                 segment.reason = SegmentReason.SUBAGENT
+        return found
+
+    def forked(self, shared: int) -> Ledger:
+        """The ledger of a rollout that continues another one after its first `shared` turns, as a finished ledger: the
+        other one has trained their tokens, so they are part of a prompt here. Segments keep their numbers."""
+        found = Ledger(self.stop_ids)
+        found._segments = [segment.continued(shared) for segment in self._segments]
+        found.turns = [
+            msgspec.structs.replace(turn, number=turn.number - shared) for turn in self.turns if turn.number > shared
+        ]
         return found
 
     def places(self) -> dict[int, int]:

@@ -61,9 +61,9 @@ class LedgerVerdict:
         return self.violation is None
 
 
-def verify_ledger(record: LedgerRecord) -> LedgerVerdict:
-    """Check T1 to T4 in one pass over the tokens."""
-    violation = next(_violations(record), None)
+def verify_ledger(record: LedgerRecord, *, forked: bool = False) -> LedgerVerdict:
+    """Check T1 to T4 in one pass over the tokens. `forked`: it is of a rollout that continues another one."""
+    violation = next(_violations(record, forked), None)
     return LedgerVerdict(
         segments=len(record.segments),
         turns=len(record.turns),
@@ -73,12 +73,13 @@ def verify_ledger(record: LedgerRecord) -> LedgerVerdict:
     )
 
 
-def _violations(record: LedgerRecord) -> Iterator[Violation]:
+def _violations(record: LedgerRecord, forked: bool) -> Iterator[Violation]:
     if record.schema != LEDGER_SCHEMA:
         yield Violation("T1", "the record", f"schema '{record.schema}', this version reads {LEDGER_SCHEMA}")
         return
     for number, segment in enumerate(record.segments):
-        yield from _SegmentCheck(number, segment, frozenset(record.stop_ids)).violations()
+        first = number == 0 and not forked
+        yield from _SegmentCheck(number, segment, frozenset(record.stop_ids), first).violations()
     yield from _turns(record)
 
 
@@ -108,8 +109,9 @@ def _turns(record: LedgerRecord) -> Iterator[Violation]:
 class _SegmentCheck:
     """The checks of one segment, cheapest first."""
 
-    def __init__(self, number: int, segment: SegmentRecord, stop_ids: frozenset[int]) -> None:
+    def __init__(self, number: int, segment: SegmentRecord, stop_ids: frozenset[int], first: bool) -> None:
         self.number = number
+        self.first = first
         self.segment = segment
         self.stop_ids = stop_ids
 
@@ -134,9 +136,9 @@ class _SegmentCheck:
 
     def _reason(self) -> Iterator[Violation]:
         reason = self.segment.reason
-        if self.number == 0 and reason != SegmentReason.START:
+        if self.first and reason != SegmentReason.START:
             yield self._at("T2", f"the first segment begins with '{reason}', not with '{SegmentReason.START}'")
-        if self.number > 0 and reason not in SEGMENT_REASONS:
+        if not self.first and reason not in SEGMENT_REASONS:
             yield self._at("T2", f"'{reason}' is not a reason for a further segment")
 
     def _lengths(self) -> Violation | None:
