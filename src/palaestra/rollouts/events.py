@@ -97,13 +97,15 @@ class ReplyReceived(JournalEvent, tag="reply", kw_only=True):
 class RolloutResumed(JournalEvent, tag="taken_up", kw_only=True):
     """A rollout that was cut off continues after `turns` turns and `replies` replies of the next one.
 
-    With a reason in `anew` it starts from its beginning instead, and those are discarded.
+    With a reason in `anew` it starts from its beginning instead, and those are discarded. With a `parent` it is new,
+    and continues that rollout of its group after `turns` turns, which are written there.
     """
 
     rollout_id: str
     turns: int
     replies: int = 0
     anew: str = ""
+    parent: int | None = None
 
 
 class RolloutEnded(JournalEvent, tag="rollout", kw_only=True):

@@ -14,8 +14,9 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -44,6 +45,9 @@ from palaestra.rollouts.watchdog import Stages
 from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.sandbox.snapshots.cache import Put, Recipe, Run
 
+if TYPE_CHECKING:
+    from palaestra.rollouts.trees import Tree
+
 logger = logging.getLogger(__name__)
 
 RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
@@ -71,6 +75,7 @@ class GroupRun:
         self._preparing = asyncio.Lock()
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
+        self._tree: Tree | None = None
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
@@ -248,14 +253,38 @@ class GroupRun:
             for rollout in self._played.values():
                 if rollout.score is not None:
                     rollout.fail(error, error.blame if isinstance(error, InfraError) else Blame.TASK)
-        async with asyncio.TaskGroup() as rollouts:
-            for index in sorted({*range(count), *self._played} - {done.index for done in self.group.trajectories}):
-                played = self._played.pop(index, None)
-                ending = self._roll_out_one(index) if played is None else self._record_played(played)
-                rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
+        indices = sorted({*range(count), *self._played} - {done.index for done in self.group.trajectories})
+        branches = min(self.run_context.settings.branches, count - 1)
+        if branches > 0 and not self.env.collects_groups and self.run_context.program is None:
+            await self._roll_out_tree(indices, range(count - branches, count))
+        else:
+            await self._roll_out_each(indices)
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
         if failure is not None:
             raise failure
+
+    async def _roll_out_each(self, indices: Iterable[int]) -> None:
+        async with asyncio.TaskGroup() as rollouts:
+            for index in indices:
+                played = self._played.pop(index, None)
+                ending = self._roll_out_one(index) if played is None else self._record_played(played)
+                rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
+
+    async def _roll_out_tree(self, indices: Sequence[int], branches: range) -> None:
+        """Roll out the roots, and then the branches, which continue them."""
+        from palaestra.rollouts.trees import Tree  # most runs have no trees
+
+        done, settings = self.group.trajectories, self.run_context.settings
+        turns = self.run_context.earlier.turns
+        known = {each.index: turns[each.rollout_id] for each in done if each.rollout_id in turns}
+        self._tree = Tree(branches.start, known)
+        try:
+            await self._roll_out_each(index for index in indices if index not in branches)
+            roots = sorted((each for each in done if each.index not in branches), key=lambda each: each.index)
+            await self._tree.choose(roots, branches, settings.branch_at, self._seeded("branches")())
+            await self._roll_out_each(index for index in indices if index in branches)
+        finally:
+            await asyncio.shield(self._tree.aclose())
 
     async def _play(self) -> Rollout:
         """Play the group's next rollout for an environment that collects the group, without recording its end."""
@@ -280,10 +309,15 @@ class GroupRun:
         assert self._kit is not None
         event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
+        chained = False
         while True:
+            if recorded is None and self._tree is not None and not chained:
+                recorded = self._branched(index)
             seeded = self._seeded("rollout", index)
             spec = RolloutSpec(self.group.group_id, index, self.task, seeded, self._kit, self._snapshot)
             rollout = Rollout(self.env, self.run_context, spec, recorded)
+            if self._tree is not None:
+                await self._tree.watch(rollout)
             events.announce(RolloutBegun(rollout.rollout_id))
             retried = False
             try:
@@ -298,14 +332,15 @@ class GroupRun:
             if restarts:
                 assert recorded is not None
                 self._start_again(index, recorded)
-                recorded = None
+                recorded, chained = None, True
                 continue
             if not retried:
                 break
             assert event is not None
             tried += 1
             if recorded is not None:
-                recorded = None if recorded.caught_up else RecordedTurns(recorded.cut_off, journalled=False)
+                again = not recorded.caught_up and recorded.cut_off.parent is None
+                recorded = RecordedTurns(recorded.cut_off, journalled=False) if again else None
             events.announce(event)
             await self._restore()
         if event is None:
@@ -313,6 +348,17 @@ class GroupRun:
         del rollout  # its tools and ledger need not wait for the disk
         await self._end(event)
         return None
+
+    def _branched(self, index: int) -> RecordedTurns | None:
+        """The turns of another rollout that this one continues; None for a root."""
+        assert self._tree is not None
+        branch = self._tree.branch(index)
+        if branch is None:
+            return None
+        rollout_id, parent = f"{self.group.group_id}/{index}", branch.parent
+        forked = RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=parent.turn, parent=parent.index)
+        self.run_context.events.emit(forked)
+        return branch.recorded(self.group.tools_hash)
 
     def _recorded(self, index: int) -> RecordedTurns | None:
         """The turns of a rollout that an earlier part of the run had begun; None if it starts from its beginning."""

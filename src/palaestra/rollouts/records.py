@@ -77,6 +77,13 @@ class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
     sandbox: dict[str, JSON] = {}
 
 
+class Fork(msgspec.Struct, frozen=True):
+    """Where a rollout that continues another one begins: after turn `turn` of the rollout `index` of its group."""
+
+    index: int
+    turn: int
+
+
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
@@ -85,6 +92,10 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     `row` a token row that the environment made. `inner_calls` and `subagents` record the work inside tool calls; the
     tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, their turns not in `turns`. `cost` is
     in the currency of the run's prices.
+
+    A rollout with a `parent` continues another one. It has the whole conversation in `messages` and `turns`, which its
+    counts of tool calls cover too; its tokens, cost and ledger are those of its own turns alone. `fork_points` are the
+    turns after which others could continue this one, if the run had asked for trees.
     """
 
     schema: str = TRAJECTORY_SCHEMA
@@ -110,6 +121,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     subagents: list[SubagentRecord] = []
     row: TokenRow | None = None
     ledger: LedgerRecord | None = None
+    parent: Fork | None = None
+    fork_points: list[int] = []
     extra: dict[str, JSON] = {}
     beside: Beside = msgspec.field(default_factory=Beside)
 

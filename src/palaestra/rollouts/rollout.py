@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +30,11 @@ from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task, num
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
 from palaestra.inference.ledger import Ledger
-from palaestra.rollouts.events import Graded
+from palaestra.rollouts.events import Graded, TurnTaken
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import MiddlewareServer, freezing
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
-from palaestra.rollouts.records import Beside, Trajectory, inner_calls_of, subagents_of, tool_errors_of, turns_of
+from palaestra.rollouts.records import Beside, Fork, Trajectory, inner_calls_of, subagents_of, tool_errors_of, turns_of
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
 from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpec, RunContext
 from palaestra.rollouts.turn_log import TakenTurn, TurnLog
@@ -61,6 +61,17 @@ RolloutTool: TypeAlias = Callable[[str, Mapping[str, JSON], str | None], Awaitab
 
 CURRENT: ContextVar[Rollout | None] = ContextVar("rollout", default=None)
 """The rollout for which an environment's own code runs here: code that collects rollouts or runs the agent itself."""
+
+
+class TurnWatcher(Protocol):
+    """Looks at a rollout after each turn. `trees.ForkPoints`, which imports this module, is one."""
+
+    turns: list[TurnTaken]
+    points: dict[int, Snapshot | None]
+
+    def begin(self) -> None: ...
+
+    def take(self, turn: int, messages: Sequence[Message]) -> Awaitable[None]: ...
 
 
 class RolloutHooks(Protocol):
@@ -123,12 +134,14 @@ class Rollout:
         self._started_at = time.time()
         self._duration_s = 0.0
         self._wall: WallClock | None = None
-        self._has_turns = self._foreign_result = False
+        self._has_turns = self._foreign_result = self._own_handler = False
         self._calls_under_way = 0
         self._subagent_numbers = itertools.count(1)
         self._slot: Slot | None = None
         self._kept: Path | None = None
         self._restored: Snapshot | None = None
+        self._forked = recorded.snapshot if recorded is not None else None
+        self._fork_points: TurnWatcher | None = None
         self._leasing = asyncio.Lock()
         self._tools: ToolRuntime | None = None
         self._bound_tools: list[ToolRuntime] = []
@@ -235,7 +248,10 @@ class Rollout:
     def trajectory(self) -> Trajectory:
         """The record."""
         result = self.result or AgentResult(messages=self.opening())
-        usage, prices, ledger, spec = result.usage, self.settings.prices, self.ledger, self.spec
+        prices, ledger, spec, parent = self.settings.prices, self.ledger, self.spec, self.parent
+        prompt_tokens, completion_tokens = self._own_tokens(result)
+        if parent is not None and ledger is not None:
+            ledger = ledger.forked(parent.turn)
         return Trajectory(
             rollout_id=self.rollout_id,
             group_id=spec.group_id,
@@ -248,9 +264,9 @@ class Rollout:
             error=self.error,
             metrics=dict(self.score.metrics) if self.score else {},
             detail=dict(self.score.detail) if self.score else {},
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cost=prices.cost(usage.prompt_tokens, usage.completion_tokens) if prices else None,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cost=prices.cost(prompt_tokens, completion_tokens) if prices else None,
             turns=turns_of(result),
             tool_calls_attempted=result.tool_calls_attempted,
             tool_calls_schema_valid=result.tool_calls_schema_valid,
@@ -258,7 +274,9 @@ class Rollout:
             inner_calls=inner_calls_of(self.inner_calls),
             subagents=subagents_of(result, ledger.places() if ledger else {}),
             row=self.projection.row,
-            ledger=ledger.record() if ledger else None,
+            ledger=ledger.record() if ledger is not None and ledger.turns else None,
+            parent=parent,
+            fork_points=sorted(self._fork_points.points) if self._fork_points is not None else [],
             extra=self.projection.extra,
             beside=Beside(
                 started_at=self._started_at,
@@ -269,6 +287,32 @@ class Rollout:
                 | ({"workspace": str(self._kept)} if self._kept is not None else {}),
             ),
         )
+
+    @property
+    def parent(self) -> Fork | None:
+        """Where this rollout continues another one; None if it has a beginning of its own."""
+        return self.recorded.cut_off.parent if self.recorded is not None and self.recorded.failed is None else None
+
+    def _own_tokens(self, result: AgentResult) -> tuple[int, int]:
+        """The tokens read and written, without those of the turns that another rollout has taken."""
+        used = result.usage.prompt_tokens, result.usage.completion_tokens
+        if self.parent is None:
+            return used
+        last = self.parent.turn
+        shared = [turn for turn in result.turns if turn.number <= last]
+        read, written = (sum(turn.prompt_tokens for turn in shared), sum(turn.completion_tokens for turn in shared))
+        return used[0] - read, used[1] - written
+
+    def watch_turns(self, points: TurnWatcher) -> None:
+        """Have `points` look at the rollout after every turn, so that others can continue it."""
+        self._fork_points, self._log.turns = points, points.turns
+
+    @property
+    def has_plain_tools(self) -> bool:
+        """Whether the state of the agent's tools is in its slot alone, and its calls can be answered from a record."""
+        stateful = self._tools is not None and self._tools.has_state
+        elsewhere = stateful or self._bound_tools or self._own_handler or self._world is not None
+        return self.matches_observations and not elsewhere
 
     @property
     def server(self) -> ChatServer:
@@ -315,7 +359,8 @@ class Rollout:
         """The rollout's slot, leased at the first call: a fork of the group's prepared workspace."""
         async with self._leasing:
             if self._slot is None:
-                self._slot = await self.lease(self.rollout_id, self._slot_spec, self.snapshot)
+                forked, self._forked = self._forked, None
+                self._slot = await self.lease(self.rollout_id, self._slot_spec, forked or self.snapshot)
                 self.rung = self._slot.rung
             return self._slot
 
@@ -368,6 +413,8 @@ class Rollout:
             return await then(call)
         recorded = self.recorded if self.matches_observations else None
         expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
+        if recorded is not None and recorded.forked and expected is not None:
+            return ToolOutcome.of(expected)  # another rollout ran the call, and the slot has what it did
         self._calls_under_way += 1
         try:
             with self.stage("tool"):
@@ -429,6 +476,7 @@ class Rollout:
         settings, names = self.settings, self.kit.names
         tools = tool_handler or self.tools
         if not isinstance(tools, ToolRuntime):
+            self._own_handler = True
             middleware = self._tool_middleware()
             tools = handler_runtime(tools, self.kit.definitions, names, self.rollout_id, middleware)
         loop = HermesAgentLoop(
@@ -477,7 +525,12 @@ class Rollout:
         if taken.known and turn is not None:
             return self._check_resumed(taken)
         self._write_turn(taken)
-        return None
+        if self._fork_points is None:
+            return None
+        if turn is None:
+            self._fork_points.begin()
+            return None
+        return self._fork_points.take(turn.number, messages)
 
     async def _check_resumed(self, taken: TakenTurn) -> None:
         """A recorded turn counts only if nothing keeps running next to the agent: that could not be as it was."""
@@ -489,6 +542,8 @@ class Rollout:
         if recorded.caught_up and self._wall is not None:
             self._wall.charge(recorded.seconds)
         self._write_turn(taken)
+        if self._fork_points is not None:
+            await self._fork_points.take(taken.turn.number, taken.messages)
 
     def _write_turn(self, taken: TakenTurn) -> None:
         self._has_turns = self._has_turns or taken.turn.number > 0
@@ -514,6 +569,8 @@ class Rollout:
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """End the agent's slot; its change becomes a layer. None if no slot was ever leased."""
         await self._end_tools()
+        if self._forked is not None:  # the work of the other rollout is there, though this one added nothing
+            await self.sandbox()
         slot, self._slot = self._slot, None
         if self._restored is not None:
             restored, self._restored = self._restored, None

@@ -59,12 +59,15 @@ def network_of(task: Task, phase: Phase) -> Network | AllowList:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings that all groups of a run share. `whole_groups` replaces rollouts that infrastructure failures ended."""
+    """Settings that all groups of a run share. `whole_groups` replaces rollouts that infrastructure failures ended.
+    `branches` of each group's rollouts continue others from steps that `branch_at` chooses (`trees.py`)."""
 
     seed: int = 0
     group_size: int = 1
     infra_retries: int = 0
     whole_groups: bool = False
+    branches: int = 0
+    branch_at: str = "random"
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
 
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from palaestra.agent.replies import read_reply
 from palaestra.agent.result import Turn
 from palaestra.core.types import Message, Prices
@@ -41,6 +43,8 @@ class TurnLog:
         self, rollout_id: str, events: EventStream, prices: Prices | None, recorded: RecordedTurns | None
     ) -> None:
         self.recorded = recorded
+        self.turns: list[TurnTaken] | None = None
+        """All turns, if they are kept for rollouts that continue this one."""
         self._rollout_id = rollout_id
         self._events = events
         self._prices = prices
@@ -90,7 +94,9 @@ class TurnLog:
     def write(self, taken: TakenTurn) -> None:
         """Write a turn that is not in the journal, and count its cost."""
         turn, recorded = taken.turn, self.recorded
-        if not taken.known or (recorded is not None and not recorded.journalled):
+        if taken.known and recorded is not None and recorded.journalled:
+            event = recorded.latest
+        else:
             event = TurnTaken(
                 at=time.time(),
                 rollout_id=self._rollout_id,
@@ -104,9 +110,15 @@ class TurnLog:
                 recalled=taken.recalled,
             )
             self._events.emit(event)
+        if self.turns is not None:
+            self.turns.append(
+                msgspec.structs.replace(event, messages=list(event.messages))
+            )  # the loop's own list grows
         if not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._rollout_id, turn.prompt_tokens, turn.completion_tokens))
-        elif taken.known and recorded is not None and recorded.caught_up and (recorded.turns or recorded.replies):
+        elif taken.known and recorded is not None and recorded.caught_up and not recorded.forked:
+            if not recorded.turns and not recorded.replies:
+                return
             resumed = RolloutResumed(
                 at=time.time(), rollout_id=self._rollout_id, turns=recorded.turns, replies=recorded.replies
             )

@@ -132,6 +132,11 @@ class States:
         found = self._held.get(kind)
         return found if isinstance(found, kind) else None
 
+    @property
+    def has_own(self) -> bool:
+        """Whether a tool has created an object."""
+        return not self._held.keys() <= self._lent
+
     def put(self, thing: object) -> None:
         """Make this the one object of its type. Its owner closes it."""
         self._held[type(thing)] = thing
@@ -187,6 +192,11 @@ class ToolRun:
     def found_state(self, kind: type[StateT]) -> StateT | None:
         """The task's object of this type, or None if it was neither created nor shared."""
         return self._states.find(kind)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a tool keeps something outside of the slot."""
+        return self._states.has_own
 
     def share(self, thing: object) -> None:
         """Set the task's object of this type, for example one that several conversations share. It is not closed."""

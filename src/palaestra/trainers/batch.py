@@ -1,8 +1,9 @@
 """From groups to rows with advantages, and what is refused on the way.
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
-advantage, so each sampled token is trained exactly once. Refused: unscored rollouts, groups whose scores are equal,
-rows that older weights sampled, rows whose log-probabilities differ from the trainer's.
+advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share have the mean of
+their rewards. Refused: unscored rollouts, groups whose scores are equal, rows that older weights sampled, rows whose
+log-probabilities differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, structs
+
 from palaestra.core.errors import ConfigError
-from palaestra.rollouts.export.token_rows import PLACEHOLDER, ExportedRow, exported_rows
+from palaestra.rollouts.export.token_rows import PLACEHOLDER, ExportedRow, credit_of, exported_rows
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.trainers.trainer import TrainedRow
 
@@ -57,15 +60,19 @@ class Batch:
             self.refused[EQUAL] += 1
             return False
         fresh = []
-        gains = advantages([each.reward or 0.0 for each in scored], scaled=scaled)
+        rewards = [each.reward or 0.0 for each in scored]
+        gains = advantages(rewards, scaled=scaled)
+        values = credit_of(scored)
         for trajectory, advantage in zip(scored, gains, strict=True):
-            rows = _rows(trajectory)
+            rows = _rows(trajectory, values.get(trajectory.index, ()))
             self.refused[WITHOUT_TOKENS] += not rows
             for row in rows:
                 if _oldest(row, version) < version - most_behind:
                     self.refused[STALE] += 1
-                else:
+                elif row.credit is UNSET:
                     fresh.append(TrainedRow(row, advantage))
+                else:
+                    fresh += _by_credit(row, row.credit, rewards, scaled=scaled)
         self.rows += fresh
         self.groups += bool(fresh)
         return bool(fresh)
@@ -87,8 +94,27 @@ def difference(row: TrainedRow, own: Sequence[float]) -> float:
     return max((each if math.isfinite(each) else math.inf for each in found), default=0.0)
 
 
-def _rows(trajectory: Trajectory) -> list[ExportedRow]:
-    rows = exported_rows(trajectory)
+def _by_credit(
+    row: ExportedRow, credit: Sequence[tuple[int, int, float]], rewards: Sequence[float], *, scaled: bool
+) -> list[TrainedRow]:
+    """The row once for each of its values, with the tokens of that value alone as trained ones, so that trainers with
+    one advantage per sequence can take it. `rewards` are those of the group, to which the values are compared."""
+    mean = statistics.fmean(rewards)
+    deviation = max(statistics.pstdev(rewards), _SMALLEST_DEVIATION) if scaled else 1.0
+    found = []
+    for value in dict.fromkeys(value for _, _, value in credit):
+        spans = [(start, stop) for start, stop, own in credit if own == value]
+        end, mask = spans[-1][1], [0] * spans[-1][1]
+        for start, stop in spans:
+            mask[start:stop] = row.mask[start:stop]
+        logprobs = [logprob if on else 0.0 for logprob, on in zip(row.logprobs or [], mask, strict=False)]
+        part = structs.replace(row, completion_ids=row.completion_ids[:end], mask=mask, logprobs=logprobs)
+        found.append(TrainedRow(part, (value - mean) / deviation))
+    return found
+
+
+def _rows(trajectory: Trajectory, values: Sequence[tuple[int, float]]) -> list[ExportedRow]:
+    rows = exported_rows(trajectory, values)
     untrainable = any(row.logprobs is None or row.source == PLACEHOLDER for row in rows)
     if untrainable or not (rows or trajectory.unsaid):
         raise ConfigError(

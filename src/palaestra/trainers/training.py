@@ -191,7 +191,7 @@ class Training:
         self._state.number += len(tasks)
         settings = runner.run_context.settings
         if group_size is not None:
-            settings = replace(settings, group_size=group_size)
+            settings = replace(settings, group_size=group_size, branches=0)
         places = asyncio.Semaphore(runner.concurrency)
 
         async def one(number: int, task: Task) -> Group:

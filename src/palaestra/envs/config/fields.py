@@ -109,6 +109,14 @@ class BaseEnvConfig(Settings):
         "Groups with a rollout that an infrastructure failure ended: smaller keeps the rest, whole replaces it (at "
         "most as many times as the group has rollouts).",
     )
+    branches: int = setting(
+        0,
+        "How many of a group's rollouts continue others of it after one of their turns (trees); below group_size.",
+        ge=0,
+    )
+    branch_at: Literal["random", "uncertain"] = setting(
+        "random", "Where branches begin: after random turns, or before those whose tokens were least likely."
+    )
     max_infra_rate: float = setting(
         0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
     )
@@ -246,6 +254,13 @@ class BaseEnvConfig(Settings):
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raises `ConfigError` for settings that no run can start with. Called after all sources are merged, so that a
         flag or a file can replace what a script sets. `sources` maps `env.FIELD` to who set it."""
+        if self.branches and self.branches >= self.group_size:
+            raise ConfigError(
+                f"branches {self.branches} needs a group_size above it, not {self.group_size}: the branches of a group "
+                "continue its other rollouts"
+            )
+        if self.branches and self.agent is not None:
+            raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}: leave one of them out")
 
     @field_validator("isolation")
     @classmethod

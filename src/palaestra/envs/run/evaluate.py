@@ -102,7 +102,7 @@ class Evaluation:
             self.totals.add(group)
             self.on_group(group)
 
-        settings = replace(self.run_context.settings, group_size=samples)
+        settings = replace(self.run_context.settings, group_size=samples, branches=0)
         runner = Runner(
             environment,
             replace(self.run_context, settings=settings),

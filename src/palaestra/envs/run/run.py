@@ -175,6 +175,8 @@ async def run(
                 group_size=config.group_size,
                 infra_retries=config.infra_retries,
                 whole_groups=config.short_groups == "whole",
+                branches=config.branches,
+                branch_at=config.branch_at,
                 idle_limits=config.idle_limits,
             ),
             limits=limits,

@@ -8,13 +8,13 @@ engine sampled are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.inference.ledger import UNTRAINED, SequenceSpan, TokenRow
+from palaestra.inference.ledger import UNTRAINED, LedgerRecord, SequenceSpan, TokenRow
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group, Trajectory
 
@@ -34,6 +34,10 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     segment, null for several or none; `versions` has (start, stop, version), places in the completion. `spans` covers
     prompt and completion without gaps and names the sampled sequence of every token; it is empty for tokens that no
     engine sampled. `segment` counts from 0; `segments` is how many lines the rollout has.
+
+    Rollouts of trees: `parent` is the rollout that this one continues, and the turn after which. `credit` has (start,
+    stop, value) for the sampled places of the completion in order, where value is the mean reward of the rollouts that
+    share them; it is left out of a rollout whose sampled tokens all have its own reward.
     """
 
     schema: str = ROW_SCHEMA
@@ -55,6 +59,8 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     reason: str
     finish_reason: str
     source: str
+    parent: tuple[str, int] | msgspec.UnsetType = msgspec.UNSET
+    credit: list[tuple[int, int, float]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class RowsExporter:
@@ -69,12 +75,13 @@ class RowsExporter:
         report = ExportReport()
         encoder = msgspec.json.Encoder()
         for group in groups:
+            values = credit_of(group.trajectories)
             for trajectory in report.chosen(group, meta):
                 if trajectory.unsaid and not meta.placeholders:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
                 _require_tokens(trajectory, meta)
-                rows = exported_rows(trajectory)
+                rows = exported_rows(trajectory, values.get(trajectory.index, ()))
                 if not rows:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
@@ -84,8 +91,18 @@ class RowsExporter:
         return report
 
 
-def exported_rows(trajectory: Trajectory) -> list[ExportedRow]:
-    """The lines of one rollout. Raises `ConfigError` if arrays differ in length or a mask names another token."""
+def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple[int, float]]]:
+    """`trees.credit` of a group's rollouts; nothing without trees."""
+    if all(each.parent is None for each in trajectories):
+        return {}
+    from palaestra.rollouts.trees import credit  # most runs have no trees
+
+    return credit(trajectories)
+
+
+def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = ()) -> list[ExportedRow]:
+    """The lines of one rollout; `values` are its own of `credit_of`. Raises `ConfigError` if arrays differ in length or
+    a mask names another token."""
     rows = trajectory.rows
     if trajectory.row is None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
@@ -93,7 +110,26 @@ def exported_rows(trajectory: Trajectory) -> list[ExportedRow]:
         rows = [msgspec.structs.replace(trajectory.row, finish_reason=trajectory.turns[-1].finish_reason or "")]
     for row in rows:
         _check(row, trajectory)
-    return [_exported(row, trajectory, len(rows)) for row in rows]
+    exported = [_exported(row, trajectory, len(rows)) for row in rows]
+    if trajectory.parent is not None:
+        parent = f"{trajectory.group_id}/{trajectory.parent.index}", trajectory.parent.turn
+        exported = [msgspec.structs.replace(each, parent=parent) for each in exported]
+    if values and trajectory.ledger is not None:
+        exported = [_credited(each, trajectory, trajectory.ledger, values) for each in exported]
+    return exported
+
+
+def _credited(
+    row: ExportedRow, trajectory: Trajectory, ledger: LedgerRecord, values: Sequence[tuple[int, float]]
+) -> ExportedRow:
+    """The row with the value of each of its sampled spans."""
+    before = 0 if trajectory.parent is None else trajectory.parent.turn
+    found = []
+    for span in ledger.segments[row.segment].spans:
+        if span.kind == "sampled" and span.stop > span.start:
+            value = next((value for last, value in values if span.turn + before <= last), values[-1][1])
+            found.append((span.start - len(row.prompt_ids), span.stop - len(row.prompt_ids), value))
+    return msgspec.structs.replace(row, credit=found)
 
 
 def _first_trained(row: TokenRow) -> int:

@@ -6,7 +6,7 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,15 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.inference.ledger import LedgerRecord, SequenceSpan, TokenRow, record_rows, verify_ledger
+from palaestra.inference.ledger import (
+    LedgerRecord,
+    SegmentReason,
+    SequenceSpan,
+    TokenRow,
+    record_rows,
+    verify_ledger,
+)
+from palaestra.inference.ledger.records import ITEM_BYTES
 from palaestra.rollouts.events import (
     AttemptDiscarded,
     GroupEnded,
@@ -24,7 +32,7 @@ from palaestra.rollouts.events import (
     RunResumed,
     RunStarted,
 )
-from palaestra.rollouts.export.token_rows import ExportedRow, exported_rows
+from palaestra.rollouts.export.token_rows import ExportedRow, credit_of, exported_rows
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.records import Trajectory, have_same_scores
 from palaestra.rollouts.resume.state import CUT_OFF
@@ -78,7 +86,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
         if not isinstance(event, RolloutEnded | AttemptDiscarded):
             continue
         trajectory = event.trajectory
-        verdict.violation = _rollout(trajectory, verdict)
+        verdict.violation = _rollout(trajectory, verdict) or _shared(trajectory, ends)
         if isinstance(event, RolloutEnded):
             before = ends.get(trajectory.rollout_id)
             if before is not None and before.blame not in CUT_OFF:  # a resumed run rolls these out again
@@ -122,7 +130,7 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
         verdict.without_tokens += 1
         claimed = trajectory.row is not None and trajectory.row.source == "engine"
         return f"{trajectory.rollout_id}: T1: its row claims to be the engine's, without a ledger" if claimed else ""
-    found = verify_ledger(trajectory.ledger)
+    found = verify_ledger(trajectory.ledger, forked=trajectory.parent is not None)
     if found.violation is not None:
         return f"{trajectory.rollout_id}: {found.violation}"
     verdict.turns += found.turns
@@ -132,6 +140,29 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
     for segment in trajectory.ledger.segments[1:]:
         verdict.reasons[segment.reason] = verdict.reasons.get(segment.reason, 0) + 1
     return _lost_turn(trajectory, trajectory.ledger) or _own_row(trajectory, trajectory.ledger, verdict)
+
+
+def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
+    """The first violation in what a rollout shares with the one that it continues: its first prompt must begin with
+    that one's tokens, which are trained there and nowhere else."""
+    fork, ledger = trajectory.parent, trajectory.ledger
+    if fork is None:
+        return ""
+    parent = ends.get(f"{trajectory.group_id}/{fork.index}")
+    if parent is None or fork.turn not in parent.fork_points:
+        return (
+            f"{trajectory.rollout_id}: T3: it continues rollout {fork.index} after turn {fork.turn}, which is no point"
+        )
+    if ledger is None or parent.ledger is None or ledger.segments[0].reason != SegmentReason.BRANCH:
+        return ""  # a rewritten history is a prompt of its own
+    known = next(turn for turn in parent.ledger.turns if turn.number == fork.turn)
+    segment = parent.ledger.segments[known.segment]
+    end = ITEM_BYTES * max(span.stop for span in segment.spans if span.turn <= fork.turn)
+    first = ledger.segments[0].spans[0]
+    prompt = ledger.segments[0].tokens[: ITEM_BYTES * first.stop]
+    if prompt[:end] != segment.tokens[:end]:
+        return f"{trajectory.rollout_id}: T1: its prompt does not begin with the tokens of rollout {fork.index}"
+    return ""
 
 
 def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
@@ -148,7 +179,8 @@ def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
     for number, turns in ((0, trajectory.turns), *((each.number, each.turns) for each in subagents)):
         owned = (turn for turn in ledger.turns if owners.get(turn.segment, 0) == number)
         recorded = iter([(turn.prompt_tokens, turn.sampled_tokens) for turn in owned])
-        for turn in turns:
+        shared = trajectory.parent.turn if trajectory.parent is not None and not number else 0
+        for turn in turns[shared:]:
             if (turn.prompt_tokens, turn.completion_tokens) not in recorded:
                 what = f"{turn.prompt_tokens} tokens in, {turn.completion_tokens} out"
                 whose = f" of sub-agent {number}" if number else ""
@@ -243,6 +275,10 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
     Rollouts may be missing, because an export can select; a rollout with a row has all of them."""
     decoder = msgspec.json.Decoder(ExportedRow)
     due: dict[str, dict[int, ExportedRow]] = {}
+    values: dict[str, Mapping[int, Sequence[tuple[int, float]]]] = {}
+    groups: dict[str, list[Trajectory]] = {}
+    for one in ends.values():
+        groups.setdefault(one.group_id, []).append(one)
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
@@ -255,7 +291,11 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
                 yield f"{place} is not in the journal"
                 return
             if row.rollout_id not in due:
-                due[row.rollout_id] = {each.segment: each for each in exported_rows(ends[row.rollout_id])}
+                one = ends[row.rollout_id]
+                if one.group_id not in values:
+                    values[one.group_id] = credit_of(groups[one.group_id])
+                rows = exported_rows(one, values[one.group_id].get(one.index, ()))
+                due[row.rollout_id] = {each.segment: each for each in rows}
             recorded = due[row.rollout_id].pop(row.segment, None)
             if recorded is None:
                 yield f"{place}, segment {row.segment} is there twice, or not in the journal"

@@ -29,6 +29,7 @@ from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.middleware import Ask, ChatCall
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 from palaestra.rollouts.resume.state import CutOff
+from palaestra.sandbox.slot import Snapshot
 
 HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
 """The kinds of difference that an observation may show."""
@@ -56,9 +57,17 @@ class _RecordedCall:
 
 
 class RecordedTurns:
-    """The recorded turns of one rollout, for one attempt at resuming it."""
+    """The recorded turns of one rollout, for one attempt at resuming it.
 
-    def __init__(self, cut_off: CutOff, *, journalled: bool = True) -> None:
+    With `forked` the rollout begins with turns of another one, whose calls are answered from the record and not run
+    again: its slot starts from `snapshot`, which has what they did (None: nothing).
+    """
+
+    def __init__(
+        self, cut_off: CutOff, *, journalled: bool = True, forked: bool = False, snapshot: Snapshot | None = None
+    ) -> None:
+        self.forked = forked
+        self.snapshot = snapshot
         self.failed: Mismatch | None = None
         self.evidence = ""
         self.cut_off = cut_off
@@ -88,6 +97,11 @@ class RecordedTurns:
     def caught_up(self) -> bool:
         """Whether every recorded turn has been used. Replies of the turn that was cut off may be left."""
         return self._at == len(self._events)
+
+    @property
+    def latest(self) -> TurnTaken:
+        """The recorded turn that was matched last."""
+        return self._events[self._at - 1]
 
     @property
     def replaying(self) -> bool:

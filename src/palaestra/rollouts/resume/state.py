@@ -7,6 +7,7 @@ run or the model server cut off counts as missing; its recorded turns are a `Cut
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from palaestra.rollouts.events import (
     TurnTaken,
 )
 from palaestra.rollouts.journal.journal import is_whole, read_journal
-from palaestra.rollouts.records import Beside, Group, Trajectory
+from palaestra.rollouts.records import Beside, Fork, Group, Trajectory
 
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
 
@@ -42,13 +43,21 @@ class CutOff:
     """An unfinished rollout: its turns and the hash of its tools.
 
     `replies` are those recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is the
-    record of the cut-off rollout, or None if the run was killed before it was written.
+    record of the cut-off rollout, or None if the run was killed before it was written. A rollout with a `parent` has
+    the turns that it continues in `events` too.
     """
 
     tools_hash: str
     events: list[TurnTaken] = field(default_factory=list)
     replies: list[tuple[int, ReplyReceived]] = field(default_factory=list)
     ended: Trajectory | None = None
+    parent: Fork | None = None
+
+    @property
+    def own(self) -> list[TurnTaken]:
+        """The turns that the rollout took itself."""
+        first = 0 if self.parent is None else self.parent.turn + 1
+        return [event for event in self.events if event.turn >= first]
 
     def add(self, event: TurnTaken) -> None:
         """Add a turn. It replaces an earlier attempt at the same turn and all after that."""
@@ -65,11 +74,11 @@ class CutOff:
     def paid(self) -> list[tuple[int, int]]:
         """The tokens read and written of each reply of the model."""
         others = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
-        return [event.tokens for event in self.events] + [reply.tokens for reply in others]
+        return [event.tokens for event in self.own] + [reply.tokens for reply in others]
 
     def record(self, rollout_id: str, group: Group, index: int, prices: Prices | None) -> Trajectory:
         """The record of an attempt that is not continued, with its messages and its cost."""
-        prompt_tokens, completion_tokens = map(sum, zip(*self.paid(), strict=True))
+        prompt_tokens, completion_tokens = map(sum, zip((0, 0), *self.paid(), strict=True))
         return Trajectory(
             rollout_id=rollout_id,
             group_id=group.group_id,
@@ -79,11 +88,12 @@ class CutOff:
             outcome=Outcome.CANCELLED,
             reward=None,
             blame=Blame.RUN,
-            error="the run was killed",
+            error="the run was killed" if self.parent is None else "the turns that it shares came out differently",
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             cost=prices.cost(prompt_tokens, completion_tokens) if prices else None,
-            beside=Beside(started_at=self.events[0].at),
+            parent=self.parent,
+            beside=Beside(started_at=(self.own or self.events)[0].at),
         )
 
 
@@ -91,8 +101,8 @@ class CutOff:
 class EarlierWork:
     """The work of a run so far: `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
 
-    `asked` has a checksum of each group's prompt by group id, `tasks` each task's id by its number. `run` is None for a
-    new run.
+    `asked` has a checksum of each group's prompt by group id, `tasks` each task's id by its number. `turns` are those
+    of the finished rollouts that others of their group can continue, by rollout id. `run` is None for a new run.
     """
 
     run: RunStarted | None = None
@@ -101,6 +111,7 @@ class EarlierWork:
     cut_off: dict[str, CutOff] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
     tasks: dict[int, str] = field(default_factory=dict)
+    turns: dict[str, list[TurnTaken]] = field(default_factory=dict)
 
 
 def read_finished(path: Path) -> EarlierWork:
@@ -151,6 +162,11 @@ class _Reader:
                     cut_off[rollout_id].add(event)
             case ReplyReceived(rollout_id=rollout_id) if rollout_id in cut_off:
                 cut_off[rollout_id].replies.append((len(cut_off[rollout_id].events), event))
+            case RolloutResumed(rollout_id=rollout_id, turns=turns, parent=int(parent)):
+                group_id = rollout_id.rpartition("/")[0]
+                shared = taken_until(work.turns.get(f"{group_id}/{parent}", []), turns)
+                if shared:
+                    cut_off[rollout_id] = CutOff(self._begun[group_id].tools_hash, shared, parent=Fork(parent, turns))
             case RolloutResumed(rollout_id=rollout_id, anew=anew):
                 if anew:
                     cut_off.pop(rollout_id, None)
@@ -161,12 +177,16 @@ class _Reader:
             case RolloutEnded(trajectory=trajectory):
                 work.rollouts[trajectory.group_id][trajectory.index] = trajectory
                 if trajectory.blame not in CUT_OFF:
-                    cut_off.pop(trajectory.rollout_id, None)
+                    ended = cut_off.pop(trajectory.rollout_id, None)
+                    if trajectory.fork_points and ended is not None:
+                        work.turns[trajectory.rollout_id] = ended.events
                 elif trajectory.rollout_id in cut_off:
                     cut_off[trajectory.rollout_id].ended = trajectory
             case GroupEnded(group_id=group_id, number=number, error=error):
                 self._begun[group_id].error = error
                 work.ended[number] = self._begun[group_id]
+                for index in work.rollouts[group_id]:
+                    work.turns.pop(f"{group_id}/{index}", None)
             case _:
                 pass
 
@@ -189,6 +209,11 @@ class _Reader:
             if _in_the_middle(cut_off.events[-1]):
                 cut_off.events.pop()
         return work
+
+
+def taken_until(events: Sequence[TurnTaken], turn: int) -> list[TurnTaken]:
+    """The opening messages and the turns up to this one."""
+    return [event for event in events if event.turn <= turn]
 
 
 def _in_the_middle(event: TurnTaken) -> bool:

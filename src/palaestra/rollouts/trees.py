@@ -1,0 +1,219 @@
+"""Tree rollouts: some rollouts of a group continue others of it after one of their turns.
+
+The first rollouts of a group, its roots, are rolled out as in any group, and after each turn the state of their slot is
+kept. When all roots have ended, `choose` selects the turns from which the other rollouts, the branches, continue. A
+branch starts from a copy of the slot and from the recorded conversation up to there, through the same loop as any
+rollout: its tools answer from the record until the conversation is new.
+
+Invariants: a turn that several rollouts share was sampled, executed, paid for and trained once, by the root; a branch
+is sealed and graded like any rollout, and its change is that since the prepared workspace. A turn is no fork point if a
+tool, a process, `/tmp` or `/dev/shm` holds state that a copy of the slot's files would lack. Where the backend or the
+isolation level cannot copy a slot, and in a resumed run, a branch runs the commands of the shared turns again.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from palaestra.core.clock import uncharged
+from palaestra.core.errors import ConfigError, InfraError, SandboxError
+from palaestra.core.types import Message
+from palaestra.inference.ledger.records import LedgerRecord, unpacked_logprobs
+from palaestra.rollouts.events import TurnTaken
+from palaestra.rollouts.grading.grader import SCRATCH
+from palaestra.rollouts.records import Fork, Trajectory
+from palaestra.rollouts.resume.recorded_turns import RecordedTurns
+from palaestra.rollouts.resume.state import CutOff, taken_until
+from palaestra.rollouts.rollout import Rollout
+from palaestra.sandbox.slot import Rung, Slot, SlotSource, Snapshot
+
+logger = logging.getLogger(__name__)
+
+UNCERTAIN = "uncertain"
+
+
+class ForkPoints:
+    """The points of one rollout from which others can continue it: taken while it runs, dropped by `aclose`."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.turns: list[TurnTaken] = []
+        self.points: dict[int, Snapshot | None] = {}
+        """The copy of the slot after each turn; None if the slot was untouched, or cannot be copied here."""
+        self.copied = True
+        """Whether slots can be copied here, so that a branch need not run any call again."""
+        self._rollout = rollout
+        self.pool: SlotSource = rollout.run_context.workspaces.pool
+        self._open: bool | None = None
+        rollout.watch_turns(self)
+
+    def begin(self) -> None:
+        """The agent begins or continues its conversation. After set-up in the slot, which a branch would do again, and
+        in a continued conversation there are no points."""
+        self._open = self._open is None and not self._rollout.has_slot
+
+    async def take(self, turn: int, messages: Sequence[Message]) -> None:
+        """Look at the rollout after a turn, which added these messages."""
+        rollout = self._rollout
+        asked = bool(messages) and messages[-1].get("role") != "assistant"
+        if not self._open or not asked or turn >= rollout.settings.max_turns or not rollout.has_plain_tools:
+            return
+        ledger = rollout.server.ledger
+        if ledger is not None and len(ledger.turns) != turn:
+            self._open = False  # sub-agents, or calls of the environment's own
+            return
+        with uncharged(), rollout.stage("fork"):
+            if not rollout.has_slot:
+                self.points[turn] = None
+                return
+            slot = await rollout.sandbox()
+            self.copied = self.copied and slot.rung >= Rung.USERNS  # the levels below have no layers
+            if not self.copied:
+                self.points[turn] = None
+            elif await _is_all_files(slot):
+                await self._copy(turn, slot)
+
+    async def _copy(self, turn: int, slot: Slot) -> None:
+        try:
+            self.points[turn] = await self.pool.checkpoint(slot, continued=True)
+        except (ConfigError, SandboxError) as error:
+            logger.info("branches run shared commands again: %s", error)
+            self.copied = False
+            self.points[turn] = None
+
+    async def aclose(self) -> None:
+        """Drop the copies. Idempotent."""
+        while self.points:
+            _, snapshot = self.points.popitem()
+            if snapshot is not None:
+                await self.pool.forget(snapshot)
+
+
+async def _is_all_files(slot: Slot) -> bool:
+    """Whether a copy of the slot's files is all of its state."""
+    for process in await slot.processes():
+        if (await process.status()).running:
+            return False
+    try:
+        return not any([await slot.list_dir(place) for place in SCRATCH])
+    except InfraError:
+        raise
+    except OSError:  # the agent may have replaced the directory
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A point that a branch continues. `snapshot` is None for an untouched slot; `copied` is False if the calls of the
+    shared turns are run again."""
+
+    parent: Fork
+    turns: list[TurnTaken]
+    snapshot: Snapshot | None
+    copied: bool
+
+    def recorded(self, tools_hash: str) -> RecordedTurns:
+        """The shared turns, for one attempt at the branch."""
+        cut_off = CutOff(tools_hash, list(self.turns), parent=self.parent)
+        return RecordedTurns(cut_off, forked=self.copied, snapshot=self.snapshot)
+
+
+class Tree:
+    """The fork points of one group, whose first `roots` rollouts are roots, and the branches that continue them.
+    `known` has the turns of roots that an earlier part of the run finished, by index."""
+
+    def __init__(self, roots: int, known: Mapping[int, list[TurnTaken]]) -> None:
+        self._roots = roots
+        self._known = known
+        self._points: dict[int, ForkPoints] = {}
+        self._chosen: dict[int, Branch] = {}
+
+    async def watch(self, rollout: Rollout) -> None:
+        """Take the fork points of an attempt at a rollout, if it is a root."""
+        if rollout.index >= self._roots:
+            return
+        if (earlier := self._points.pop(rollout.index, None)) is not None:
+            await earlier.aclose()
+        self._points[rollout.index] = ForkPoints(rollout)
+
+    async def choose(
+        self, roots: Sequence[Trajectory], branches: Sequence[int], branch_at: str, rng: random.Random
+    ) -> None:
+        """Choose a fork point for each of the branches, and drop the copies of the others. Branches for which there is
+        none start from their beginning."""
+        usable = [each for each in roots if each.scored and (each.index in self._points or each.index in self._known)]
+        chosen = choose(usable, len(branches), branch_at, rng)
+        for branch, fork in zip(branches, chosen, strict=False):
+            points = self._points.get(fork.index)
+            events = self._known[fork.index] if points is None else points.turns
+            snapshot = None if points is None else points.points[fork.turn]
+            copied = snapshot is not None or (points is not None and points.copied)
+            self._chosen[branch] = Branch(fork, taken_until(events, fork.turn), snapshot, copied)
+        for index, points in self._points.items():
+            kept = {fork.turn for fork in chosen if fork.index == index}
+            unused = {turn: points.points.pop(turn) for turn in [*points.points] if turn not in kept}
+            for snapshot in filter(None, unused.values()):
+                await points.pool.forget(snapshot)
+
+    def branch(self, index: int) -> Branch | None:
+        """The point that a branch continues, or None."""
+        return self._chosen.get(index)
+
+    async def aclose(self) -> None:
+        """Drop all copies."""
+        for points in self._points.values():
+            await points.aclose()
+
+
+def choose(roots: Sequence[Trajectory], branches: int, branch_at: str, rng: random.Random) -> list[Fork]:
+    """At most one fork for each branch: `uncertain` takes the points before the turns whose tokens were least likely,
+    `random` any. A point is used again only when all have been used. Depends on the records and `rng` alone."""
+    points = [Fork(root.index, turn) for root in roots for turn in root.fork_points]
+    if not points:
+        return []
+    rng.shuffle(points)
+    if branch_at == UNCERTAIN:
+        surprises = {root.index: surprise(root.ledger) for root in roots if root.ledger is not None}
+        points.sort(key=lambda fork: -surprises.get(fork.index, {}).get(fork.turn + 1, 0.0))
+    return [points[place % len(points)] for place in range(branches)]
+
+
+def surprise(ledger: LedgerRecord) -> dict[int, float]:
+    """The mean negative log-probability of the sampled tokens of each turn, in nats: an estimate of the entropy."""
+    found: dict[int, list[float]] = {}
+    for segment in ledger.segments:
+        logprobs = unpacked_logprobs(segment.logprobs)
+        for span in segment.spans:
+            if span.kind == "sampled":
+                found.setdefault(span.turn, []).extend(logprobs[span.start : span.stop])
+    return {turn: -statistics.fmean(values) for turn, values in found.items() if values}
+
+
+def credit(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[int, float]]]:
+    """The value of each turn of the scored rollouts that others continue: the mean reward of all rollouts that share
+    the turn.
+
+    By index: pairs of a last turn and the value of the turns up to it, after those of the pair before. Rollouts that
+    nothing continues are not in it: their turns have their own reward. (Credit from the leaves below a step, as in
+    TreeRL, arXiv 2506.11902.)
+    """
+    scored = {each.index: each for each in trajectories if each.scored}
+    children: dict[int, list[tuple[int, int]]] = {}
+    for each in scored.values():
+        if each.parent is not None and each.parent.index in scored:
+            children.setdefault(each.parent.index, []).append((each.parent.turn, each.index))
+
+    def rewards(index: int, turn: int) -> Iterator[float]:
+        yield scored[index].reward or 0.0
+        for at, child in children.get(index, ()):
+            if at >= turn:
+                yield from rewards(child, 0)
+
+    found = {}
+    for index, below in children.items():
+        last = [*sorted({turn for turn, _ in below}), max(len(scored[index].turns), 1 + max(turn for turn, _ in below))]
+        found[index] = [(turn, statistics.fmean(rewards(index, turn))) for turn in last]
+    return found
