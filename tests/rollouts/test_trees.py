@@ -14,7 +14,7 @@ import pytest
 
 import palaestra
 from envs.scripts import groups_file
-from palaestra import ConfigError, Rollout, Slot, Task, environment
+from palaestra import ConfigError, HermesAgentBaseEnv, Rollout, Slot, Task, environment
 from palaestra.cli.main import main
 from palaestra.core.types import Outcome
 from palaestra.inference.config import APIServerConfig
@@ -331,3 +331,69 @@ def test_without_layers_a_branch_runs_the_shared_commands_again(tmp_path: Path) 
 def test_more_branches_than_rollouts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"branches 5 .*group_size"):
         roll_out(tmp_path, branches=5)
+
+
+class PerRollout(HermesAgentBaseEnv):
+    """Prepares the workspace of every rollout by itself, through the hook of the contract."""
+
+    name = "per_rollout"
+
+    async def setup(self) -> None:
+        self.items = iter(["one"])
+
+    async def get_next_item(self) -> str | None:
+        return next(self.items, None)
+
+    def format_prompt(self, item: str) -> str:
+        return "Press."
+
+    async def setup_trajectory_workspace(self, item: str, *, trajectory_id: str, exec_tool: Any) -> dict[str, Any]:
+        await exec_tool("terminal", {"command": "echo new >> prepared"})
+        return {}
+
+    async def compute_reward(self, item: str, result: Any, ctx: Any) -> float:
+        return float(ctx.terminal("cat prepared")["output"].split() == ["new"])
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def test_a_set_up_of_every_rollout_is_not_done_twice(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"enabled_toolsets": ["terminal"], "branches": 1, "group_size": 3, "tasks": 1}
+    run = asyncio.run(
+        palaestra.run(
+            PerRollout, server=Presser(), folder=str(tmp_path), tool_pool_mode="default",
+            ensure_scores_are_not_same=False, **settings,
+        )
+    )  # fmt: skip
+    (group,) = run.groups
+    assert [(each.reward, each.fork_points, each.parent) for each in group.trajectories] == [(1.0, [], None)] * 3
+
+
+@pytest.mark.parametrize("turn", [3, 4])
+def test_a_branch_that_was_cut_off_has_the_same_tokens(tmp_path: Path, turn: int) -> None:
+    """The rest of a resumed branch is sampled anew, and what was recorded is neither sampled nor trained again."""
+    run = roll_out(tmp_path, tasks=1, branches=4)
+    journal = run.path / "journal.jsonl"
+    events = list(read_journal(journal))
+    cut, last = next(
+        (place, event)
+        for place, event in enumerate(events, 1)
+        if isinstance(event, TurnTaken) and event.turn == turn and event.rollout_id.endswith(("/1", "/2", "/3", "/4"))
+    )
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:cut]))
+    engine = Presser()
+    again = roll_out(tmp_path, engine, tasks=1, branches=4, resume=str(run.path))
+    (group,) = again.groups
+    assert len(branches(group)) == 4
+    verdict = verify_run(journal, again.path / "groups.jsonl")
+    assert verdict.ok, verdict.violation
+    recorded = sum(
+        len(piece.ids) // 4
+        for event in events[:cut]
+        if isinstance(event, TurnTaken)
+        for sampled in event.sampled
+        for piece in sampled.pieces
+    )
+    assert engine.sampled + recorded == verdict.trained == sum(each.completion_tokens for each in group.trajectories)
+    assert last.messages[0] in group.trajectories[int(last.rollout_id[-1])].messages

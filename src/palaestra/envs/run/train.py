@@ -130,5 +130,5 @@ def make_trainer(
         return TinkerTrainer(servers[0], config, url=tinker_url, local=local, seed=env.seed)
     from palaestra.trainers.trl import TrlTrainer
 
-    most = config.groups * env.group_size
+    most = config.groups * (env.group_size + env.branches)  # each branch may split a row of what it continues
     return TrlTrainer(servers[0], config, rollouts=most, temperature=temperature)
