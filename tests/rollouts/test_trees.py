@@ -165,11 +165,12 @@ def test_the_rows_have_the_credit_of_the_leaves(tmp_path: Path) -> None:
         batch = Batch()
         batch.add(group, version=7, most_behind=0, scaled=False)
         assert sum(row.sampled for row in batch.rows) == sum(each.completion_tokens for each in group.trajectories)
-        for row in batch.rows:
-            if row.row.credit is not msgspec.UNSET:
-                value = row.advantage + statistics.fmean(rewards)
-                for start, stop, own in row.row.credit:
-                    assert row.row.mask[start:stop] == [own == pytest.approx(value)] * len(row.row.mask[start:stop])
+        for trained in batch.rows:
+            if trained.row.credit is not msgspec.UNSET:
+                value = trained.advantage + statistics.fmean(rewards)
+                for start, stop, own in trained.row.credit:
+                    part = trained.row.mask[start:stop]
+                    assert part == [own == pytest.approx(value)] * len(part)
 
 
 def test_a_chain_is_exported_as_before(tmp_path: Path) -> None:
@@ -235,6 +236,7 @@ COUNT = '"wc -l < a.txt > answer.txt", "cat answer.txt"'
         (f"[{COUNT}]", [1, 2]),
         (f'["echo x > /tmp/x", {COUNT}, "rm /tmp/x"]', [4]),
         (f'["true", ToolStep("todo", {{"todos": plan}}), {COUNT}]', [1]),
+        (f'["(setsid sleep 1000 >/dev/null 2>&1 &)", {COUNT}, "pkill sleep"]', [4]),
         (f'["true", ToolStep("terminal", {{"command": "sleep 1000", "background": True}}), {COUNT}]', [1]),
     ],
 )

@@ -277,7 +277,7 @@ class GroupRun:
         done, settings = self.group.trajectories, self.run_context.settings
         turns = self.run_context.earlier.turns
         known = {each.index: turns[each.rollout_id] for each in done if each.rollout_id in turns}
-        self._tree = Tree(branches.start, known)
+        self._tree = Tree(branches.start, known, self.run_context.workspaces.pool)
         try:
             await self._roll_out_each(index for index in indices if index not in branches)
             roots = sorted((each for each in done if each.index not in branches), key=lambda each: each.index)
@@ -312,7 +312,7 @@ class GroupRun:
         chained = False
         while True:
             if recorded is None and self._tree is not None and not chained:
-                recorded = self._branched(index)
+                recorded = await self._branched(index)
             seeded = self._seeded("rollout", index)
             spec = RolloutSpec(self.group.group_id, index, self.task, seeded, self._kit, self._snapshot)
             rollout = Rollout(self.env, self.run_context, spec, recorded)
@@ -349,10 +349,10 @@ class GroupRun:
         await self._end(event)
         return None
 
-    def _branched(self, index: int) -> RecordedTurns | None:
+    async def _branched(self, index: int) -> RecordedTurns | None:
         """The turns of another rollout that this one continues; None for a root."""
         assert self._tree is not None
-        branch = self._tree.branch(index)
+        branch = await self._tree.branch(index)
         if branch is None:
             return None
         rollout_id, parent = f"{self.group.group_id}/{index}", branch.parent

@@ -17,7 +17,7 @@ import logging
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from palaestra.core.clock import uncharged
 from palaestra.core.errors import ConfigError, InfraError, SandboxError
@@ -46,7 +46,7 @@ class ForkPoints:
         self.copied = True
         """Whether slots can be copied here, so that a branch need not run any call again."""
         self._rollout = rollout
-        self.pool: SlotSource = rollout.run_context.workspaces.pool
+        self._pool: SlotSource = rollout.run_context.workspaces.pool
         self._open: bool | None = None
         rollout.watch_turns(self)
 
@@ -78,7 +78,7 @@ class ForkPoints:
 
     async def _copy(self, turn: int, slot: Slot) -> None:
         try:
-            self.points[turn] = await self.pool.checkpoint(slot, continued=True)
+            self.points[turn] = await self._pool.checkpoint(slot, continued=True)
         except (ConfigError, SandboxError) as error:
             logger.info("branches run shared commands again: %s", error)
             self.copied = False
@@ -89,14 +89,13 @@ class ForkPoints:
         while self.points:
             _, snapshot = self.points.popitem()
             if snapshot is not None:
-                await self.pool.forget(snapshot)
+                await self._pool.forget(snapshot)
 
 
 async def _is_all_files(slot: Slot) -> bool:
     """Whether a copy of the slot's files is all of its state."""
-    for process in await slot.processes():
-        if (await process.status()).running:
-            return False
+    if await slot.freeze():  # the next call lets its processes continue
+        return False
     try:
         return not any([await slot.list_dir(place) for place in SCRATCH])
     except InfraError:
@@ -125,8 +124,9 @@ class Tree:
     """The fork points of one group, whose first `roots` rollouts are roots, and the branches that continue them.
     `known` has the turns of roots that an earlier part of the run finished, by index."""
 
-    def __init__(self, roots: int, known: Mapping[int, list[TurnTaken]]) -> None:
+    def __init__(self, roots: int, known: Mapping[int, list[TurnTaken]], pool: SlotSource) -> None:
         self._roots = roots
+        self._pool = pool
         self._known = known
         self._points: dict[int, ForkPoints] = {}
         self._chosen: dict[int, Branch] = {}
@@ -156,11 +156,14 @@ class Tree:
             kept = {fork.turn for fork in chosen if fork.index == index}
             unused = {turn: points.points.pop(turn) for turn in [*points.points] if turn not in kept}
             for snapshot in filter(None, unused.values()):
-                await points.pool.forget(snapshot)
+                await self._pool.forget(snapshot)
 
-    def branch(self, index: int) -> Branch | None:
+    async def branch(self, index: int) -> Branch | None:
         """The point that a branch continues, or None."""
-        return self._chosen.get(index)
+        branch = self._chosen.get(index)
+        if branch is None or branch.snapshot is None or await self._pool.holds(branch.snapshot):
+            return branch
+        return replace(branch, snapshot=None, copied=False)  # lost with its backend
 
     async def aclose(self) -> None:
         """Drop all copies."""
