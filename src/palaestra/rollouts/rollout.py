@@ -276,7 +276,7 @@ class Rollout:
             row=self.projection.row,
             ledger=ledger.record() if ledger is not None and ledger.turns else None,
             parent=parent,
-            fork_points=sorted(self._fork_points.points) if self._fork_points is not None else [],
+            fork_points=self._points_taken(result),
             extra=self.projection.extra,
             beside=Beside(
                 started_at=self._started_at,
@@ -302,6 +302,11 @@ class Rollout:
         shared = [turn for turn in result.turns if turn.number <= last]
         read, written = (sum(turn.prompt_tokens for turn in shared), sum(turn.completion_tokens for turn in shared))
         return used[0] - read, used[1] - written
+
+    def _points_taken(self, result: AgentResult) -> list[int]:
+        """The turns after which others can continue this rollout: not the last one, after which nothing was asked."""
+        taken = self._fork_points.points if self._fork_points is not None else ()
+        return [turn for turn in sorted(taken) if turn < len(result.turns)]
 
     def watch_turns(self, points: TurnWatcher) -> None:
         """Have `points` look at the rollout after every turn, so that others can continue it."""

@@ -143,10 +143,12 @@ class Tree:
         self, roots: Sequence[Trajectory], branches: Sequence[int], branch_at: str, rng: random.Random
     ) -> None:
         """Choose a fork point for each of the branches, and drop the copies of the others. Branches for which there is
-        none start from their beginning."""
+        none, or the beginning was chosen, are independent rollouts."""
         usable = [each for each in roots if each.scored and (each.index in self._points or each.index in self._known)]
         chosen = choose(usable, len(branches), branch_at, rng)
         for branch, fork in zip(branches, chosen, strict=False):
+            if fork.turn == 0:
+                continue
             points = self._points.get(fork.index)
             events = self._known[fork.index] if points is None else points.turns
             snapshot = None if points is None else points.points[fork.turn]
@@ -173,8 +175,11 @@ class Tree:
 
 def choose(roots: Sequence[Trajectory], branches: int, branch_at: str, rng: random.Random) -> list[Fork]:
     """At most one fork for each branch: `uncertain` takes the points before the turns whose tokens were least likely,
-    `random` any. A point is used again only when all have been used. Depends on the records and `rng` alone."""
-    points = [Fork(root.index, turn) for root in roots for turn in root.fork_points]
+    `random` any. A point is used again only when all have been used. Depends on the records and `rng` alone.
+
+    The beginning of each root is a point too, with turn 0: otherwise the first turns would get few samples.
+    """
+    points = [Fork(root.index, turn) for root in roots if root.fork_points for turn in (0, *root.fork_points)]
     if not points:
         return []
     rng.shuffle(points)
