@@ -89,7 +89,7 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_commands_exist(page: Path) -> None:
     context = click.Context(cli)
     for line in shell_lines(page):
-        words = re.match(r"(?:\.venv/bin/)?palaestra ([a-z-]+)(?: ([a-z-]+))?", line)
+        words = re.match(r"(?:\.venv/bin/)?palaestra ([a-z-]+)(?: ([a-z][a-z-]*))?", line)
         if words is None:
             continue
         command = cli.get_command(context, words[1])

@@ -88,7 +88,10 @@ def test_a_tool_sees_who_it_runs_for_and_the_time_limit_of_its_call() -> None:
 
 
 def test_reading_searching_and_asking_may_run_at_the_same_time_and_nothing_else() -> None:
-    asking = {"web_search", "web_extract", "web_crawl", "vision_analyze", "mixture_of_agents"}
+    asking = {"web_search", "web_extract", "web_crawl", "vision_analyze", "mixture_of_agents"} | {
+        "image_generate",
+        "text_to_speech",
+    }
     assert tools().parallel_safe == {"read_file", "search_files"} | asking
 
 
