@@ -7,7 +7,11 @@ CPU is that process's; its client's does not count.
 Also: how much later the first streamed piece arrives than the engine's reply, and 256 agents at a time whose engine
 takes 50 ms for a reply.
 
-    python benchmarks/recording.py [--quick] [--json FILE]
+`--peers` instead compares the endpoint with the recording proxies of OpenEnv, verifiers and Agent-Lightning: the same
+calls, whole, before one model server that answers at once. The endpoint asks it for tokens (SGLang), and renders the
+prompts; the peers ask for chat with token ids (vLLM). Needs `make faces`.
+
+    python benchmarks/recording.py [--quick] [--peers] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,19 +19,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _measure import Row, fresh_process, interleaved, parse_options, quantile, report, serving, with_ceiling
+import _instant_server
+from _measure import Row, fresh_process, interleaved, options_parser, quantile, report, serving, with_ceiling
 
 from palaestra.core.types import JSON
+from palaestra.inference.chat_server import SessionContext
+from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.token_engine import SGLangEngine
 from palaestra.inference.recording import Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
@@ -121,7 +131,7 @@ async def conversation(
         async with session.post(
             f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
         ) as response:
-            assert response.status == 200
+            assert response.status == 200, (url, await response.text())
             if not stream:
                 message = (await response.json())["choices"][0]["message"]
                 seconds.append(time.perf_counter() - began)
@@ -170,6 +180,80 @@ async def at_once(addresses: list[JSON], wait_s: float, turns: int) -> dict[str,
     return {"calls_per_s": len(seconds) / wall_s, "p99_ms": 1e3 * (quantile(seconds, 0.99) - wait_s)}
 
 
+PEERS = {"openenv": ".venv-faces-openenv", "verifiers": ".venv-faces", "agent_lightning": ".venv-faces"}
+PROMPT_TOKENS = 1500
+"""How many ids of the prompt the model server sends to the peers: those of the middle of these conversations."""
+
+
+async def upstream() -> None:
+    """The model server of all sides: chat as vLLM answers it with token ids, and SGLang's `/generate`."""
+    logprobs = [{"token": "t", "logprob": -0.1, "bytes": None, "top_logprobs": []} for _ in REPLY]
+    replies = []
+    for turn in range(TURNS):
+        reply = json.loads(_instant_server.chat_reply("I look.", [("bash", {"command": "ls -la src"})], turn))
+        reply["prompt_token_ids"] = list(range(PROMPT_TOKENS))
+        reply["choices"][0] |= {"token_ids": REPLY, "logprobs": {"content": logprobs}}
+        replies.append(json.dumps(reply).encode())
+    await _instant_server.serve(replies, [_instant_server.token_reply(REPLY)])
+
+
+async def serve_before(url: str, rollouts: int) -> None:
+    """As `serve`, with that model server."""
+    config = APIServerConfig(server_type="sglang", base_url=url, model_name="m", tool_parser="hermes")
+    engine = SGLangEngine(config, tokenizer=TOKENIZER)
+    async with RecordingEndpoint() as endpoint:
+        sessions = [engine.session(SessionContext(rollout_id=str(number))) for number in range(rollouts)]
+        opened = [endpoint.open(Conversations(each)) for each in sessions]
+        addresses: list[RolloutAddress] = [each.__enter__() for each in opened]
+        print(json.dumps([os.getpid(), *([each.openai_url, each.key] for each in addresses)]), flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        await engine.aclose()
+
+
+@contextmanager
+def peer_serving(name: str, url: str, rollouts: int) -> Iterator[str]:
+    """A peer's proxy, in its own interpreter."""
+    here = Path(__file__).parent
+    command = [here.parent / PEERS[name] / "bin" / "python", "-W", "ignore", here / "_recording_peers.py", name, url]
+    with subprocess.Popen(
+        [*command, str(rollouts)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline()
+        finally:
+            server.stdin.close()
+
+
+def proxied(name: str, rollouts: int) -> Mapping[str, float]:
+    """The calls through one proxy, or straight to the model server (`direct`)."""
+    with serving(__file__, "upstream") as url:
+        if name == "direct":
+            return asyncio.run(through_endpoint([[f"{url}/v1", "k"]] * rollouts, os.getpid(), stream=False))
+        ours = serving(__file__, "serve_before", url, str(rollouts))
+        with ours if name == "palaestra" else peer_serving(name, url, rollouts) as line:
+            pid, *addresses = json.loads(line)
+            return asyncio.run(through_endpoint(addresses, pid, stream=False))
+
+
+def compare_peers(rollouts: int, rounds: int, json_file: Path | None) -> int:
+    """The table of CPU per call and of added time."""
+    missing = [folder for folder in PEERS.values() if not Path(__file__).parents[1].joinpath(folder).is_dir()]
+    if missing:
+        print(f"There is no {missing[0]}: run `make faces` first.", file=sys.stderr)
+        return 2
+    names = ("direct", "palaestra", *PEERS)
+    found = interleaved({name: (lambda name=name: proxied(name, rollouts)) for name in names}, rounds)
+    base, ours = found["direct"]["reply_ms"], found["palaestra"]
+    rows = [Row("the model server directly: reply after", base, "ms")]
+    for name in names[1:]:
+        each = found[name]
+        rows.append(Row(f"{name}: CPU of the proxy per call", each["cpu_ms"], "ms", each["cpu_ms"] / ours["cpu_ms"]))
+        rows.append(Row(f"{name}: reply later than the model server's", each["reply_ms"] - base, "ms"))
+    return report("Recording proxies before one model server", rows, json_file)
+
+
 def sample_of(case: str, rollouts: int) -> Mapping[str, float]:
     if case == "direct":
         return fresh_process(__file__, "direct", str(rollouts))
@@ -188,8 +272,19 @@ def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1] == "serve":
         asyncio.run(serve(int(sys.argv[2]), float(sys.argv[3])))
         return 0
-    options = parse_options(__doc__)
+    if len(sys.argv) > 1 and sys.argv[1] == "upstream":
+        asyncio.run(upstream())
+        return 0
+    if len(sys.argv) > 1 and sys.argv[1] == "serve_before":
+        asyncio.run(serve_before(sys.argv[2], int(sys.argv[3])))
+        return 0
+    parser = options_parser(__doc__)
+    parser.add_argument("--peers", action="store_true", help="compare with the proxies of other packages (make faces)")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.quick else 5)
     rollouts = 10 if options.quick else 60
+    if options.peers:
+        return compare_peers(min(rollouts, 20), options.rounds, options.json)
     names = ("direct", "whole", "streamed", "many")
     cases = {name: (lambda name=name: sample_of(name, rollouts)) for name in names}
     found = interleaved(cases, options.rounds)
