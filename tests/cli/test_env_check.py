@@ -32,6 +32,15 @@ def test_an_unknown_cheat_is_answered_with_those_that_there_are(
     assert "conftest-skip" in capsys.readouterr().err
 
 
+def test_attacks_are_not_played_without_isolation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_env.py").write_text(ENV)
+    assert main(["env", "check", "my_env.py", "--only", "git-log-all", "--env.isolation", "none"]) == 2
+    assert "isolation none" in capsys.readouterr().err
+
+
 @pytest.mark.slots
 @pytest.mark.parametrize(
     "words",

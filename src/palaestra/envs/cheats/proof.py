@@ -43,6 +43,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import RunContext
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
+from palaestra.sandbox.slot import Rung
 
 CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "files that a test run loads": PLANTS,
@@ -308,6 +309,8 @@ def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
 
 async def _check(form: Form, parsed: RunLine, tasks: int, only: Sequence[str], quiet: bool) -> Proof:
     config, cheats, played = parsed.env_config, cheats_named(only), 0
+    if config.isolation == Rung.NONE.label:
+        raise ConfigError("env check plays attacks, which isolation none would run unprotected: choose another level")
 
     def progress(line: PolicyResult) -> None:
         nonlocal played
