@@ -201,7 +201,7 @@ def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) 
         seen(child, "Write to")
         time.sleep(0.3)
         child.send("y\r")
-        seen(child, "wrote 1 files")
+        seen(child, r"wrote 1 file\b")
         finish(child)
     assert (work / "a.txt").read_text() == "new\n"
 

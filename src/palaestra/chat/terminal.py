@@ -178,9 +178,10 @@ class ChatTerminal:
             self._screen.line(f"{BOLD}{_PROMPT}{_clean(message_text(turn.content))}{PLAIN}")
             if turn.answer:
                 self._screen.line(_clean(turn.answer))
-        self._show_notices(talk)
         if talk.unfinished:
             self._screen.line(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
+        self._show_notices(talk)
+        if talk.unfinished:
             await self._show_turn(talk.resume())
 
     @property
