@@ -68,7 +68,12 @@ def test_two_gateways_with_one_token_on_one_machine_are_refused(tmp_path):
         def config(url):
             openai = {"token": f"token of {tmp_path}", "extra": {"port": 0}}
             return GatewayConfig.from_dict(
-                {"server": {"base_url": url, "model_name": "m"}, "toolsets": [], "platforms": {"openai": openai}}
+                {
+                    "server": {"base_url": url, "model_name": "m"},
+                    "toolsets": [],
+                    "keep_sandboxes": False,
+                    "platforms": {"openai": openai},
+                }
             )
 
         async with EchoModel().serving() as model, assembled(config(model.url), tmp_path / "a"):
