@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.agent.programs import NpmProgram
+from palaestra.agent.programs import NpmProgram, PipProgram
+from palaestra.core.errors import ConfigError
 
 
 class Installed(NpmProgram):
@@ -25,3 +26,18 @@ def test_a_node_in_a_home_does_not_show_the_home_to_slots(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(home / "bin"))
     mounts = asyncio.run(Installed("pi", str(agent), "1", ()).install())
     assert [mount.source for mount in mounts] == [str(agent), str(home / "bin"), str(home / "lib")]
+
+
+@pytest.mark.long
+def test_a_program_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+
+    class Missing(PipProgram):
+        @property
+        def folder(self) -> Path:
+            return tmp_path / "agent"
+
+    program = Missing("mine", "no-such-agent-of-mine", "1.0", "mine", ())
+    with pytest.raises(ConfigError, match="no-such-agent-of-mine"):
+        asyncio.run(program.install())

@@ -1,6 +1,6 @@
 """Agents that others wrote, as programs that run in a slot and ask a model at an address that they are given.
 
-`program_named` finds one: `codex`, `claude-code`, `opencode`, `pi`, or any command line. A program is
+`program_named` finds one: `codex`, `claude-code`, `opencode`, `pi`, `mini-swe-agent`, or any command line. A program is
 installed once on this machine, and slots see it read-only; `launch` writes its settings and returns its command line.
 The rollout starts it, waits, ends it and keeps its output (`rollouts/program_agent.py`).
 
@@ -14,6 +14,7 @@ import asyncio
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ class Launch:
 
 
 class AgentProgram(Protocol):
-    """One agent. Implemented by `CommandProgram` and `NpmProgram`."""
+    """One agent. Implemented by `CommandProgram`, `NpmProgram` and `PipProgram`."""
 
     @property
     def name(self) -> str: ...
@@ -121,44 +122,10 @@ class NpmProgram:
         node = shutil.which("node")
         if node is None:
             raise ConfigError(f"agent {self.name} needs Node.js 20 or newer on this machine, and node is not installed")
-        mounts = [Mount(str(self.folder), str(self.folder))]
-        node_bin = Path(node).resolve().parent
-        if node_bin.parent not in (Path("/"), Path("/usr"), Path("/usr/local")):
-            needed = (node_bin, node_bin.with_name("lib"))  # not the folder above: it may be somebody's home
-            mounts += [Mount(str(each), str(each)) for each in needed if each.is_dir()]
-        if not self.binary.exists():
-            await self._install()
-        return mounts
-
-    async def _install(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        async with file_lock(self.folder / "install.lock"):
-            if not self.binary.exists():
-                await self._run_npm(f"{self.package}@{self.version}")
-
-    async def _run_npm(self, target: str) -> None:
-        try:
-            npm = await asyncio.create_subprocess_exec(
-                *("npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), target),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-            )
-        except FileNotFoundError:
-            raise ConfigError(f"agent {self.name} is installed with npm, which this machine does not have") from None
-        try:
-            async with asyncio.timeout(INSTALL_S):
-                output, _ = await npm.communicate()
-        except TimeoutError:
-            raise ConfigError(
-                f"npm did not install {target} within {INSTALL_S:g} s; is the registry reachable?"
-            ) from None
-        finally:
-            if npm.returncode is None:
-                npm.kill()
-                await npm.wait()
-        if npm.returncode or not self.binary.exists():
-            raise ConfigError(f"npm cannot install {target}: {output.decode(errors='replace')[-1500:].strip()}")
+        target = f"{self.package}@{self.version}"
+        npm = "npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), target
+        await _installed(self.name, self.folder, self.binary, [npm])
+        return _mounts(self.folder, Path(node).resolve().parent)
 
     def launch(self, assignment: AgentAssignment) -> Launch:
         arguments = [each.replace("{prompt}", assignment.prompt) for each in self.arguments]
@@ -169,6 +136,93 @@ class NpmProgram:
             files=self.files(assignment),
             env={**model_variables(assignment), "PATH": path, **self.env},
         )
+
+
+@dataclass(frozen=True)
+class PipProgram:
+    """An agent from PyPI, in a virtual environment of this Python. `program` is the script that `arguments` follow;
+    `{prompt}` in them is the task. `also` are packages that it needs at these versions and does not ask for."""
+
+    name: str
+    package: str
+    version: str
+    program: str
+    arguments: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    also: Sequence[str] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where it is installed on this machine."""
+        return Path(default_folder("agents")) / f"{self.name}-{self.version}"
+
+    @property
+    def binary(self) -> Path:
+        """Its program."""
+        return self.folder / "bin" / self.program
+
+    async def install(self) -> Sequence[Mount]:
+        venv = sys.executable, "-m", "venv", str(self.folder)
+        python, target = str(self.folder / "bin/python"), f"{self.package}=={self.version}"
+        pip = python, "-m", "pip", "install", "--quiet", *self.also, target
+        await _installed(self.name, self.folder, self.binary, [venv, pip])
+        return _mounts(self.folder, Path(sys.base_prefix).resolve() / "bin")
+
+    def launch(self, assignment: AgentAssignment) -> Launch:
+        arguments = [each.replace("{prompt}", assignment.prompt) for each in self.arguments]
+        return Launch([str(self.binary), *arguments], env={**model_variables(assignment), **self.env})
+
+
+async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[Sequence[str]]) -> None:
+    """Run the commands that install an agent in its folder, unless they have. Raises `ConfigError`."""
+    if binary.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    async with file_lock(folder / "install.lock"):
+        if binary.exists():
+            return
+        output = b""
+        for command in commands:
+            output = await _run(name, command)
+        if not binary.exists():
+            raise ConfigError(f"agent {name} cannot be installed: {output.decode(errors='replace')[-1500:].strip()}")
+
+
+async def _run(name: str, command: Sequence[str]) -> bytes:
+    """The output of one of the commands. Raises `ConfigError`."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+    except FileNotFoundError:
+        raise ConfigError(f"agent {name} is installed with {command[0]}, which this machine does not have") from None
+    try:
+        async with asyncio.timeout(INSTALL_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        raise ConfigError(
+            f"agent {name} was not installed within {INSTALL_S:g} s; is the package registry reachable?"
+        ) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        shown = output.decode(errors="replace")[-1500:].strip()
+        raise ConfigError(f"agent {name} cannot be installed: {shlex.join(command)} failed: {shown}")
+    return output
+
+
+def _mounts(folder: Path, interpreter: Path) -> list[Mount]:
+    """The folders that slots need: the agent's, and that of its interpreter unless it is the system's."""
+    mounts = [Mount(str(folder), str(folder))]
+    if interpreter.parent not in (Path("/"), Path("/usr"), Path("/usr/local")):
+        needed = (interpreter, interpreter.with_name("lib"))  # not the folder above: it may be somebody's home
+        mounts += [Mount(str(each), str(each)) for each in needed if each.is_dir()]
+    return mounts
 
 
 def _codex(assignment: AgentAssignment) -> Mapping[str, str]:
@@ -239,6 +293,20 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         ["--provider", "palaestra", "--model", MODEL, "-p", "{prompt}"],
         _pi,
         {"PI_OFFLINE": "1"},
+    ),
+    "mini-swe-agent": PipProgram(
+        "mini-swe-agent",
+        "mini-swe-agent",
+        "2.4.6",
+        "mini",
+        ["--yolo", "--exit-immediately", "--cost-limit", "0", "--model", f"openai/{MODEL}", "--task", "{prompt}"],
+        {
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_GLOBAL_CONFIG_DIR": f"{HOME}/mini-swe-agent",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # its list of prices otherwise comes from the network
+        },
+        ("litellm[mcp]==1.106.2",),  # which imports `mcp` for every request with tools
     ),
 }
 

@@ -64,7 +64,8 @@ class BaseEnvConfig(Settings):
     )
     agent: str | None = setting(
         None,
-        "The agent: codex, claude-code, opencode, pi, or a command line, which runs in the slot; None: the agent loop.",
+        "The agent: codex, claude-code, opencode, pi, mini-swe-agent, or a command line, which runs in the slot; None: "
+        "the agent loop.",
     )
     seed: int = setting(0, "The seed of every random choice; equal seeds give equal runs.")
     max_failures: int = setting(0, "Unscored rollouts above which the exit code of a run is 3.", ge=0)
