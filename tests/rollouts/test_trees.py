@@ -253,7 +253,7 @@ COUNT = '"wc -l < a.txt > answer.txt", "cat answer.txt"'
         (f"[{COUNT}]", [1, 2]),
         (f'["echo x > /tmp/x", {COUNT}, "rm /tmp/x"]', [4]),
         (f'["true", ToolStep("todo", {{"todos": plan}}), {COUNT}]', [1]),
-        (f'["(setsid sleep 1000 >/dev/null 2>&1 &)", {COUNT}, "pkill sleep"]', [4]),
+        (f'["(setsid sleep 1000 >/dev/null 2>&1 &)", {COUNT}, "pkill sleep; while pgrep sleep; do :; done"]', [4]),
         (f'["true", ToolStep("terminal", {{"command": "sleep 1000", "background": True}}), {COUNT}]', [1]),
     ],
 )
