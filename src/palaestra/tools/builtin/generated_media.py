@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import PurePosixPath
@@ -20,16 +19,10 @@ from pathlib import PurePosixPath
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.builtin.text_files import as_mistake
-from palaestra.tools.net.json_client import JsonServer
+from palaestra.tools.builtin.vision import image_type
+from palaestra.tools.net.json_client import missing_model, model_server
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolResult, ToolRun, ToolSchema
-
-_IMAGES = {
-    "png": rb"\x89PNG\r\n\x1a\n",
-    "jpg": rb"\xff\xd8\xff",
-    "webp": rb"RIFF....WEBPVP",
-    "gif": rb"GIF8[79]a",
-}
 
 IMAGE = ToolSchema(
     name="image_generate",
@@ -92,7 +85,7 @@ class FileMaker(Tool):
 
 def image_tool(settings: ToolSettings) -> Tool:
     """`image_generate` with these settings."""
-    missing = partial(_missing, settings.image_base_url, "makes images", "image")
+    missing = partial(_missing, settings.image_base_url, "no model that makes images is", "image")
     request = FunctionTool(
         IMAGE, partial(_image, settings), toolset="image_gen", missing=missing, touches_world=True, parallel_safe=True
     )
@@ -101,25 +94,27 @@ def image_tool(settings: ToolSettings) -> Tool:
 
 def speech_tool(settings: ToolSettings) -> Tool:
     """`text_to_speech` with these settings."""
-    missing = partial(_missing, settings.speech_base_url, "speaks", "speech")
+    missing = partial(_missing, settings.speech_base_url, "no model that speaks is", "speech")
     request = FunctionTool(
         SPEECH, partial(_speech, settings), toolset="tts", missing=missing, touches_world=True, parallel_safe=True
     )
     return FileMaker(request, "speech", "file_path")
 
 
-def _missing(base_url: str | None, does: str, name: str) -> str | None:
+def _missing(base_url: str | None, what: str, prefix: str) -> str | None:
     """Why the tool cannot be used, with the remedy, or None."""
-    if base_url is not None:
-        return None
-    return (
-        f"no model that {does} is configured: set {name}_base_url (--env.{name}_base_url http://HOST/v1), {name}_model "
-        f"and, where it asks for one, {name}_api_key"
-    )
+    return missing_model(what, prefix) if base_url is None else None
 
 
 async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    server = _server(settings, "makes images", "image", settings.image_base_url, settings.image_api_key)
+    server = model_server(
+        "the model that makes images",
+        "image",
+        settings.image_base_url or "",
+        settings.image_api_key,
+        settings.lane(),
+        settings.media_timeout_s,
+    )
     size = settings.image_sizes[arguments.get("aspect_ratio") or "landscape"]
     request: dict[str, JSON] = {"model": settings.image_model, "prompt": arguments["prompt"], "n": 1, "size": size}
     if not settings.image_model.startswith("gpt-image"):  # those have no such parameter, and always reply so
@@ -129,14 +124,22 @@ async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: Too
         data = base64.b64decode(reply["data"][0]["b64_json"], validate=True)
     except (LookupError, TypeError, binascii.Error):
         raise server.malformed(reply if len(str(reply)) < 1000 else "a long reply without b64_json") from None
-    for suffix, magic in _IMAGES.items():
-        if re.match(magic, data, re.DOTALL):
-            return {"data": base64.b64encode(data).decode(), "suffix": suffix}
-    raise server.malformed("bytes that are not an image")
+    kind = image_type(data)
+    if kind is None:
+        raise server.malformed("bytes that are not an image")
+    suffix = "jpg" if kind == "image/jpeg" else kind.removeprefix("image/")
+    return {"data": base64.b64encode(data).decode(), "suffix": suffix}
 
 
 async def _speech(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    server = _server(settings, "speaks", "speech", settings.speech_base_url, settings.speech_api_key)
+    server = model_server(
+        "the model that speaks",
+        "speech",
+        settings.speech_base_url or "",
+        settings.speech_api_key,
+        settings.lane(),
+        settings.media_timeout_s,
+    )
     request = {
         "model": settings.speech_model,
         "input": arguments["text"],
@@ -147,15 +150,3 @@ async def _speech(settings: ToolSettings, arguments: Mapping[str, JSON], run: To
     if not data:
         raise server.malformed("nothing")
     return {"data": base64.b64encode(data).decode(), "suffix": settings.speech_format}
-
-
-def _server(settings: ToolSettings, does: str, name: str, base_url: str | None, key: str | None) -> JsonServer:
-    url = (base_url or "").rstrip("/")
-    return JsonServer(
-        f"the model that {does}",
-        url if url.endswith("/v1") else f"{url}/v1",
-        f"{name}_api_key",
-        {"Authorization": f"Bearer {key}"} if key else {},
-        settings.lane(),
-        try_timeout_s=settings.media_timeout_s,
-    )

@@ -14,7 +14,7 @@ from functools import partial
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
-from palaestra.tools.net.json_client import ChatModel
+from palaestra.tools.net.json_client import chat_answer, missing_model, model_server
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -49,7 +49,7 @@ def mixture_tool(settings: ToolSettings) -> Tool:
 def mixture_problem(settings: ToolSettings) -> str | None:
     """Why no models can be asked, with the remedy, or None."""
     if settings.moa_base_url is None or not settings.moa_models:
-        return "no models to ask are configured: set moa_base_url (--env.moa_base_url http://HOST/v1) and moa_models"
+        return missing_model("no models to ask are", "moa", "moa_models")
     return None
 
 
@@ -81,12 +81,12 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 async def _ask(settings: ToolSettings, model: str, messages: list[JSON]) -> str:
     """The text that a model answers. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
-    server = ChatModel(
+    server = model_server(
         f"the model {model}",
         "moa",
         settings.moa_base_url or "",
         settings.moa_api_key,
-        settings.moa_timeout_s,
         settings.lane(),
+        settings.moa_timeout_s,
     )
-    return (await server.ask(model, messages, settings.moa_max_tokens)).text
+    return (await chat_answer(server, model, messages, settings.moa_max_tokens)).text

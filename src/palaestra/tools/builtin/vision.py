@@ -23,7 +23,7 @@ from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.builtin.text_files import file_info, in_full, read_file_bytes
 from palaestra.tools.net.host_policy import AddressPolicy
-from palaestra.tools.net.json_client import ChatModel
+from palaestra.tools.net.json_client import chat_answer, missing_model, model_server
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.web.fetch import PageUnreadable, fetch
@@ -76,10 +76,7 @@ def vision_tool(settings: ToolSettings) -> Tool:
 def vision_problem(settings: ToolSettings) -> str | None:
     """Why no image can be looked at, with the remedy, or None."""
     if settings.vision_base_url is None:
-        return (
-            "no model that looks at images is configured: set vision_base_url (--env.vision_base_url "
-            "http://HOST/v1), vision_model and, where it asks for one, vision_api_key"
-        )
+        return missing_model("no model that looks at images is", "vision")
     return None
 
 
@@ -87,19 +84,20 @@ async def look(settings: ToolSettings, image: Image, question: str) -> dict[str,
     """The model's `analysis` and `usage`. Raises `ToolMistake`, or `ToolUnavailable` if it does not answer."""
     if (reason := vision_problem(settings)) is not None:
         raise ToolMistake(reason)
-    model = ChatModel(
+    server = model_server(
         "the model that looks at images",
         "vision",
         settings.vision_base_url or "",
         settings.vision_api_key,
-        settings.vision_timeout_s,
         settings.lane(),
+        settings.vision_timeout_s,
     )
     content: list[JSON] = [
         {"type": "text", "text": question},
         {"type": "image_url", "image_url": {"url": image.data_url()}},
     ]
-    said = await model.ask(settings.vision_model, [{"role": "user", "content": content}], settings.vision_max_tokens)
+    messages = [{"role": "user", "content": content}]
+    said = await chat_answer(server, settings.vision_model, messages, settings.vision_max_tokens)
     answer: dict[str, JSON] = {"analysis": said.text}
     if said.finish_reason == "length":
         answer["cut"] = "the answer ended at its limit of tokens"
@@ -167,12 +165,12 @@ def _recognised(data: bytes, most_bytes: int, name: str) -> Image:
         raise ToolMistake(f"{name} has {len(data)} bytes, more than the {most_bytes} that an image may have")
     if not data:
         raise ToolMistake(f"{name} is empty")
-    kind = _kind(data)
+    kind = image_type(data)
     if kind is None:
         raise ToolMistake(f"{name} is not an image of a known type ({', '.join(_MAGIC)}); it begins with {data[:12]!r}")
     return Image(data, kind)
 
 
-def _kind(data: bytes) -> str | None:
-    """The type by its magic bytes (https://mimesniff.spec.whatwg.org/#matching-an-image-type-pattern)."""
+def image_type(data: bytes) -> str | None:
+    """The media type of an image by its first bytes, None for other data (https://mimesniff.spec.whatwg.org/#matching-an-image-type-pattern)."""
     return next((kind for kind, pattern in _MAGIC.items() if re.match(pattern, data, re.DOTALL)), None)

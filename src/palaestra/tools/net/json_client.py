@@ -136,38 +136,41 @@ class ChatAnswer:
     reply: dict[str, JSON]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatModel:
-    """A model that a tool asks, at a server with chat completions; its settings begin with `prefix`."""
+def model_server(
+    name: str, prefix: str, base_url: str, key: str | None, lane: asyncio.Semaphore, timeout_s: float
+) -> JsonServer:
+    """A model server with OpenAI's API, at `/v1` of its address; the names of its settings begin with `prefix`."""
+    base_url = base_url.rstrip("/")
+    return JsonServer(
+        name,
+        base_url if base_url.endswith("/v1") else f"{base_url}/v1",
+        f"{prefix}_api_key",
+        {"Authorization": f"Bearer {key}"} if key else {},
+        lane,
+        try_timeout_s=timeout_s,
+    )
 
-    name: str
-    prefix: str
-    base_url: str
-    api_key: str | None
-    timeout_s: float
-    lane: asyncio.Semaphore
 
-    async def ask(self, model: str | None, messages: JSON, max_tokens: int) -> ChatAnswer:
-        """The answer to these messages. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
-        base_url = self.base_url.rstrip("/")
-        server = JsonServer(
-            self.name,
-            base_url if base_url.endswith("/v1") else f"{base_url}/v1",
-            f"{self.prefix}_api_key",
-            {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
-            self.lane,
-            try_timeout_s=self.timeout_s,
-        )
-        request = {"model": model, "messages": messages, "max_tokens": max_tokens}
-        reply = await server.post("chat/completions", request)
-        try:
-            choice = reply["choices"][0]
-            answer, reason = choice["message"]["content"], choice.get("finish_reason")
-        except (LookupError, TypeError, AttributeError):
-            raise server.malformed(reply) from None
-        if not isinstance(answer, str) or not answer.strip():
-            raise ToolUnavailable(f"{self.name} said nothing (finish_reason {reason!r})")
-        return ChatAnswer(answer, reason, reply)
+def missing_model(what: str, prefix: str, models: str = "") -> str:
+    """Says that `what` is not configured, and which settings name the model: `models`, or `prefix`_model."""
+    return (
+        f"{what} configured: set {prefix}_base_url (--env.{prefix}_base_url http://HOST/v1), "
+        f"{models or f'{prefix}_model'} and, if the server needs a key, {prefix}_api_key"
+    )
+
+
+async def chat_answer(server: JsonServer, model: str | None, messages: JSON, max_tokens: int) -> ChatAnswer:
+    """The model's answer to these messages. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+    request = {"model": model, "messages": messages, "max_tokens": max_tokens}
+    reply = await server.post("chat/completions", request)
+    try:
+        choice = reply["choices"][0]
+        answer, reason = choice["message"]["content"], choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError):
+        raise server.malformed(reply) from None
+    if not isinstance(answer, str) or not answer.strip():
+        raise ToolUnavailable(f"{server.name} said nothing (finish_reason {reason!r})")
+    return ChatAnswer(answer, reason, reply)
 
 
 def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
