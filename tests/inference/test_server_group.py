@@ -49,7 +49,7 @@ def test_one_config_or_a_list_but_not_none() -> None:
     assert ServerGroup(ServerBaseline(server_type="scripted", model_name="noop")).name == "noop"
     with pytest.raises(ConfigError):
         ServerGroup([])
-    with pytest.raises(ConfigError, match="--base-url"):
+    with pytest.raises(ConfigError, match=r"--openai\.base_url"):
         ServerGroup(ServerBaseline())
 
 

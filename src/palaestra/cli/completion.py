@@ -133,7 +133,7 @@ def _named(context: click.Context) -> str | None:
 
 def _values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
     """The values of a flag of an environment, as far as there is a list of them."""
-    from palaestra.envs.config.command_line import SHORT_FORMS
+    from palaestra.core.config import SHORT_FORMS
 
     if flag == "--policy":
         return _starting(incomplete, ((name, "") for name in ("oracle", "noop", "patch:", "replay:")))

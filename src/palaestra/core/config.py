@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,11 +201,44 @@ def _short(name: str, value: JSON) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-_FLAG = re.compile(r"--(?:(?:env|openai)\.(?=\w)|(?=policy\b)|(base)-(url\b))")
+SHORT_FORMS = {
+    "--model": "openai.model_name",
+    "--base-url": "openai.base_url",
+    "--agent": "env.agent",
+    "--tasks": "env.total_steps",
+    "--group": "env.group_size",
+    "--samples": "env.group_size",
+    "--to": "env.rollout_server_url",
+    "--out": "env.data_path_to_save_groups",
+    "--tool-parser": "openai.tool_parser",
+    "--workspace-store": "env.workspace_store",
+    "--concurrency": "env.max_num_workers",
+    "--slots": "env.slots",
+    "--backend": "env.tool_pool_mode",
+    "--max-cost": "env.max_cost",
+    "--max-infra-rate": "env.max_infra_rate",
+    "--metrics-port": "env.metrics_port",
+    "--keep-workspaces": "env.save_workspaces",
+    "-m": "openai.model_name",
+    "-o": "env.data_path_to_save_groups",
+}
+"""What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
+
+_SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
 
-def _argument(flag: re.Match[str]) -> str:
-    return "_".join(filter(None, flag.groups()))
+def flags_as_typed(message: str, argv: Sequence[str]) -> str:
+    """A message with the short flags of the settings that it names, unless `argv` has them in full."""
+    typed = {word.partition("=")[0] for word in argv}
+
+    def flag(found: re.Match[str]) -> str:
+        names = [found[0], *(short for short, name in SHORT_FORMS.items() if found[0] == f"--{name}")]
+        return next((name for name in names if name in typed), names[min(1, len(names) - 1)])
+
+    return _SETTING.sub(flag, message)
+
+
+_FLAG = re.compile(r"--(?:(?:env|openai)\.(?=\w)|(?=policy\b))")
 
 
 @contextmanager
@@ -214,7 +247,7 @@ def python_names() -> Iterator[None]:
     try:
         yield
     except PalaestraError as error:
-        error.args = tuple(_FLAG.sub(_argument, each) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(_FLAG.sub("", each) if isinstance(each, str) else each for each in error.args)
         raise
 
 

@@ -79,7 +79,7 @@ class Program:
                 return False
             if self._verbose:
                 traceback.print_exception(error)
-            self.exit_code = report_failure(error, as_json=JSON_FLAG in self.words)
+            self.exit_code = report_failure(error, self.words, as_json=JSON_FLAG in self.words)
             return True
 
 
@@ -135,17 +135,20 @@ def read_failure(error: BaseException) -> ProcessFailure | None:
     return ProcessFailure(known[0].exit_code, "\n".join(messages), type(known[0]).__name__)
 
 
-def report_failure(error: BaseException, *, as_json: bool = False) -> int:
-    """Report a failure on stderr and return its exit code. An interruption by the user is only reported as JSON. Raises
-    a bug as it is."""
+def report_failure(error: BaseException, argv: Sequence[str] = (), *, as_json: bool = False) -> int:
+    """Report a failure on stderr, with settings named as in `argv`, and return its exit code. An interruption by the
+    user is only reported as JSON. Raises a bug as it is."""
+    from palaestra.core.config import flags_as_typed  # here, because most programs do not fail
+
     failure = read_failure(error)
     if failure is None:
         raise error
+    message = flags_as_typed(failure.message, argv)
     if as_json:
-        facts = {"kind": failure.kind, "message": redacted(failure.message), "exit_code": failure.exit_code}
+        facts = {"kind": failure.kind, "message": redacted(message), "exit_code": failure.exit_code}
         _write_error(json.dumps({"error": facts}))
     elif failure.exit_code != INTERRUPTED:
-        report(failure.message)
+        report(message)
     return failure.exit_code
 
 

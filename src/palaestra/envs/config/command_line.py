@@ -24,6 +24,7 @@ from palaestra.core.config import (
     ARGUMENT,
     COMMAND_LINE,
     DEFAULT,
+    SHORT_FORMS,
     ConfigLayer,
     Merged,
     has_effect,
@@ -31,11 +32,10 @@ from palaestra.core.config import (
     merge,
     nearest,
 )
-from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.errors import ConfigError
 from palaestra.core.io.process_arguments import hide
 from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON
-from palaestra.core.user_code import leaves
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import (
     DOTENV,
@@ -60,29 +60,6 @@ COMMANDS = ("process", "evaluate", "serve")
 
 Variables: TypeAlias = Sequence[tuple[str, Mapping[str, str]]]
 """Variables by the place that they stand in, the one that counts more later."""
-
-SHORT_FORMS = {
-    "--model": "openai.model_name",
-    "--base-url": "openai.base_url",
-    "--agent": "env.agent",
-    "--tasks": "env.total_steps",
-    "--group": "env.group_size",
-    "--samples": "env.group_size",
-    "--to": "env.rollout_server_url",
-    "--out": "env.data_path_to_save_groups",
-    "--tool-parser": "openai.tool_parser",
-    "--workspace-store": "env.workspace_store",
-    "--concurrency": "env.max_num_workers",
-    "--slots": "env.slots",
-    "--backend": "env.tool_pool_mode",
-    "--max-cost": "env.max_cost",
-    "--max-infra-rate": "env.max_infra_rate",
-    "--metrics-port": "env.metrics_port",
-    "--keep-workspaces": "env.save_workspaces",
-    "-m": "openai.model_name",
-    "-o": "env.data_path_to_save_groups",
-}
-"""What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
 _OTHER_WORDS = {
     "--parallel": "--concurrency", "--workers": "--concurrency", "--limit": "--tasks", "--count": "--tasks",
@@ -515,23 +492,6 @@ def check_general_flags(argv: Sequence[str]) -> None:
     for flag in sorted(written.difference(general)):
         if not flag.startswith(("--env.", "--openai.")) and (hint := _nearest_flag(flag, general)):
             raise ConfigError(f"unknown flag {flag}.{hint}")
-
-
-@contextlib.contextmanager
-def flags_as_typed(argv: Sequence[str]) -> Iterator[None]:
-    """Name the short flags of `argv` where an error names the settings that they abbreviate."""
-    typed = {f"--{SHORT_FORMS[flag]}": flag for word in argv if (flag := word.partition("=")[0]) in SHORT_FORMS}
-    try:
-        yield
-    except Exception as error:
-        for each in leaves(error):
-            if isinstance(each, PalaestraError):
-                texts = (_SETTING.sub(lambda name: typed.get(name[0], name[0]), str(text)) for text in each.args)
-                each.args = tuple(texts)
-        raise
-
-
-_SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
 
 def _nearest_flag(written: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from palaestra.core.exits import Program
 from palaestra.core.types import JSON
-from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, flags_as_typed, set_fields
+from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.form import Form
@@ -42,7 +42,7 @@ def run_command(
     """Run an environment as `argv` says, with `command` if it names none, and return the exit code. The settings of a
     `recorded` run count where `argv` does not set others. A new run is kept in `folder`, if one is named."""
     dotenv = read_dotenv(Path.cwd())
-    with exported(dotenv), flags_as_typed(argv):
+    with exported(dotenv):
         line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command, argv=argv)
         parsed = line.parse(argv, shell_variables(dotenv), dotenv, recorded)
         if isinstance(parsed, Answer):

@@ -229,7 +229,7 @@ def parse_base_url(base_url: str | None) -> URL:
     address that is asked. Raises `ConfigError`."""
     if not base_url:
         raise ConfigError(
-            "No model server is configured. Set --base-url, for example http://127.0.0.1:8000/v1. Without a "
+            "No model server is configured. Set --openai.base_url, for example http://127.0.0.1:8000/v1. Without a "
             "model, --policy oracle plays the reference solutions of an environment, and --policy noop does nothing."
         )
     try:
