@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from note_environment import NOTE
 
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.tiny_model import make_tiny
@@ -84,29 +85,13 @@ async def used(tmp_path: Path) -> None:
         await sandbox.run_command("true")
 
 
-ENV = '''
-from palaestra import Rollout, Slot, Task, environment
-
-
-@environment(toolsets=[])
-def note(n: int = 6):
-    for i in range(n):
-        yield Task(id=f"note-{i}", prompt="Write hello to note.txt")
-
-
-@note.tool
-async def terminal(command: str, sandbox: Slot) -> str:
-    """Run a command."""
-    return (await sandbox.execute(command)).output
-
-
-@note.score
+SCORE = """@note.score
 async def some(rollout: Rollout) -> float:
     if rollout.index == 3:
         raise OSError("the grader is broken")
     replies = [each["content"] for each in rollout.result.messages if each["role"] == "tool"]
     return 0.5 * any('"error"' not in reply for reply in replies) + 0.25 * (rollout.index % 2)
-'''
+"""
 
 
 CALL = '<tool_call>\n{"name": "terminal", "arguments": {"command": "echo hello"}}\n</tool_call><|im_end|>'
@@ -138,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def env_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "note_env.py").write_text(ENV)
+    (tmp_path / "note_env.py").write_text(NOTE + SCORE)
     yield str(tmp_path / "note_env.py")
     cookbook.close()
 

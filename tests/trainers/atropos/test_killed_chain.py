@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from note_environment import NOTE
 
 from palaestra.testing.tiny_model import make_tiny
 from palaestra.trainers.checkpoints import read_steps
@@ -34,27 +35,11 @@ KILLS = int(os.environ.get("PALAESTRA_CHAIN_KILLS", "3"))
 """The more the longer: each costs the start of a process."""
 STEPS = 16 + 2 * KILLS
 SAVE_EVERY = 4
-NOTE = '''
-from palaestra import Rollout, Slot, Task, environment
-
-
-@environment(toolsets=[])
-def note(n: int = 64):
-    for i in range(n):
-        yield Task(id=f"note-{i}", prompt="Write hello to note.txt")
-
-
-@note.tool
-async def terminal(command: str, sandbox: Slot) -> str:
-    """Run a command."""
-    return (await sandbox.execute(command)).output
-
-
-@note.score
+SCORE = """@note.score
 async def ran(rollout: Rollout) -> float:
     replies = [each["content"] for each in rollout.result.messages if each["role"] == "tool"]
     return 1.0 * any('"error"' not in reply for reply in replies)
-'''
+"""
 
 
 class Chain:
@@ -126,7 +111,7 @@ def _free_port() -> int:
 def tinker_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     make_tiny(tmp_path / "tiny", practice=150, hidden=64, layers=2)
-    (tmp_path / "note_env.py").write_text(NOTE)
+    (tmp_path / "note_env.py").write_text(NOTE + SCORE)
     words = ("serve", "tinker", "tiny", "--name", "tiny/", "--port", "0", "--checkpoints", "states")
     command = (sys.executable, "-m", "palaestra", *words)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:

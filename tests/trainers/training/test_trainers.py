@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from note_environment import NOTE
 
 import palaestra
 from palaestra import ConfigError, EngineUnavailable, Rollout, Slot, Task, TrainerError, TrainingReport, environment
@@ -52,26 +53,10 @@ async def some(rollout: Rollout, sandbox: Slot) -> float:
     return 0.5 * ran + 0.5 * (rollout.index % 2)
 
 
-NOTE = '''
-from palaestra import Rollout, Slot, Task, environment
-
-
-@environment(toolsets=[])
-def note(n: int = 6):
-    for i in range(n):
-        yield Task(id=f"note-{i}", prompt="Write hello to note.txt")
-
-
-@note.tool
-async def terminal(command: str, sandbox: Slot) -> str:
-    """Run a command."""
-    return (await sandbox.execute(command)).output
-
-
-@note.score
+SCORE = """@note.score
 async def some(rollout: Rollout) -> float:
     return 0.5 * (rollout.index % 2)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +193,7 @@ def test_a_model_that_is_not_there_is_named() -> None:
 def test_an_agent_trains_a_model(folder: Path, tmp_path: Path) -> None:
     """The rl_* tools: the training is `palaestra train` with TRL, and its checkpoint a model."""
     (tmp_path / "environments").mkdir()
-    (tmp_path / "environments" / "note_env.py").write_text(NOTE)
+    (tmp_path / "environments" / "note_env.py").write_text(NOTE + SCORE)
     settings = palaestra.ToolSettings(
         rl_dir=str(tmp_path / "rl"),
         rl_model=str(folder),
