@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from palaestra.core.errors import ConfigError, EngineRefused, EngineUnavailable, TrainerError, TrainerUnavailable
 from palaestra.core.extras import install_command
+from palaestra.core.io.supervised_command import supervised
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
@@ -282,10 +283,10 @@ def _tensors(row: TrainedRow, **values: Sequence[float]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _local_server(model: str, states: Path) -> AsyncIterator[str]:
-    """Start `palaestra serve tinker` for the model; yields its address. It ends with the block."""
+    """Start `palaestra serve tinker` for the model; yields its address. It ends with the block or this process."""
+    words = ("--port", "0", "--checkpoints", str(states))
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "palaestra", "serve", "tinker", model, "--name", model),
-        *("--port", "0", "--checkpoints", str(states)),
+        *supervised(sys.executable, "-m", "palaestra", "serve", "tinker", model, "--name", model, *words),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )

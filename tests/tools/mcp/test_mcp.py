@@ -18,7 +18,6 @@ import pytest
 from palaestra.core.errors import ToolServerRefused, ToolServerUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.mcp import supervised_command
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import build_tool_registry
@@ -183,12 +182,11 @@ def test_the_leash_ends_a_server_when_we_are_killed() -> None:
         "start_new_session=True, stdin=-3, stdout=-3, stderr=-3); print(os.getpid(), c.pid",
     )
     ours = (
-        "import os, subprocess, sys, time; "
-        f"leash = [sys.executable, '-I', '-S', {supervised_command.__file__!r}, str(os.getpid())]; "
-        f"subprocess.Popen([*leash, sys.executable, '-S', '-c', {parent!r}]); "
+        "import subprocess, sys, time; from palaestra.core.io.supervised_command import supervised; "
+        f"subprocess.Popen(supervised(sys.executable, '-S', '-c', {parent!r})); "
         "time.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-S", "-c", ours], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", ours], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
         descriptors = [os.pidfd_open(pid) for pid in pids]

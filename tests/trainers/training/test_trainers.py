@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import importlib.util
 import json
+import os
+import select
 import shutil
 import socket
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +70,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny(out, practice=60, hidden=64, layers=2)
     return out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected() -> Iterator[None]:
+    """What the SDK of Tinker leaves open is collected here, where warnings about it are no errors."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +177,32 @@ def test_a_server_that_is_killed_ends_the_training_which_can_resume(folder: Path
     finally:
         server.kill()
     assert [line["step"] for line in read_steps(run)] == list(range(1, done + 2))
+
+
+@pytest.mark.long
+def test_the_server_of_a_training_that_is_killed_ends_with_it(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("palaestra.trainers.tinker.model")
+    (tmp_path / "note_env.py").write_text(NOTE + SCORE)
+    words = ["train", "note_env.py", "--trainer=tinker", f"--model={folder}", "--out=run", "--unchecked=note"]
+    words += ["--steps=1000", "--eval-every=0", "--group=4", "--groups=1"]
+    words += ["--env.max_agent_turns=2", "--env.max_token_length=24"]
+    with subprocess.Popen([sys.executable, "-m", "palaestra", *words], stderr=subprocess.DEVNULL) as training:
+        while training.poll() is None and not list(read_steps(Path("run"))):
+            time.sleep(0.1)
+        servers = [os.pidfd_open(pid) for pid in serving(folder)]
+        training.kill()
+    assert len(servers) == 2  # the server, and what watches over it
+    for each in servers:
+        assert select.select([each], [], [], 30)[0], "it outlived the training"
+        os.close(each)
+
+
+def serving(model: Path) -> Iterator[int]:
+    """The processes with the words `serve tinker MODEL`."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if "\0".join(("serve", "tinker", str(model))) in path.read_text():
+                yield int(path.parent.name)
 
 
 def test_the_same_steps_again_give_the_same_weights(folder: Path) -> None:

@@ -2,9 +2,9 @@
 
     python -I -S supervised_command.py PARENT_PID COMMAND [ARGUMENT …]
 
-Standard library only: it runs by its path, in a process between us and an MCP server. Input and output are the
-server's. Invariant: when this process ends by itself, no descendant of it lives; if it is killed, the kernel ends the
-server. A descendant that the server moved out of its process group survives only the kill of all three.
+Standard library only: it runs by its path, in a process between the caller and the command. Input and output are the
+command's. Invariant: when this process ends by itself, no descendant of it lives; if it is killed, the kernel ends the
+command. A descendant that the command moved out of its process group survives only the kill of all three.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ _PDEATHSIG, _SUBREAPER = 1, 36
 _GRACE_S = 1.0
 
 
+def supervised(*command: str) -> list[str]:
+    """The words that start the command as a child of this process, which it does not outlive. The kernel also ends it
+    with the thread that starts it."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def main(argv: list[str]) -> int:
     """Run the command; its exit code, 128+n after signal n, 127 when it cannot be run."""
     libc = ctypes.CDLL(None)
@@ -33,7 +39,7 @@ def main(argv: list[str]) -> int:
     if child == 0:
         _become(libc, argv[1:])
     for descriptor in (0, 1):
-        os.close(descriptor)  # only the server holds them, so that its end is seen
+        os.close(descriptor)  # only the command holds them, so that its end is seen
     status = None
     while status is None:
         if signal.sigwait(signals) == signal.SIGCHLD:

@@ -1,7 +1,7 @@
 """One session with an MCP server: opened, used by concurrent calls, closed. The only user of the package `mcp`.
 
 A server that is a command runs on this machine, outside every slot, with the rights of this process;
-`supervised_command.py` ends it with us, and `StderrTail` keeps the end of its stderr.
+`core/io/supervised_command.py` ends it with us, and `StderrTail` keeps the end of its stderr.
 
 Invariant: the session's own task enters and leaves the package's scopes, so that a cancelled caller leaves no process
 behind; an error is a `ToolServerError` that names the server.
@@ -13,15 +13,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
 from palaestra.core.extras import install_command
+from palaestra.core.io.supervised_command import supervised
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 
@@ -95,7 +94,6 @@ class StderrTail:
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 15.0
-_LEASH = str(Path(__file__).with_name("supervised_command.py"))
 _MOST_PAGES = 100
 _SESSION_GONE = "Session terminated"
 """The package's error for a session that an HTTP server has forgotten; it did not look at the call."""
@@ -263,9 +261,9 @@ class Connection:
         from mcp import StdioServerParameters, stdio_client
 
         assert self._config.command is not None
-        leash = ["-I", "-S", _LEASH, str(os.getpid()), self._config.command, *self._config.args]
+        command, *words = supervised(self._config.command, *self._config.args)
         parameters = StdioServerParameters(
-            command=sys.executable, args=leash, env=dict(self._config.env), cwd=self._config.cwd
+            command=command, args=words, env=dict(self._config.env), cwd=self._config.cwd
         )
         return stdio_client(parameters, errlog=self._stderr.opened())
 
