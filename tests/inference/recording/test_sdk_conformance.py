@@ -283,6 +283,21 @@ async def test_responses_custom_tool_and_hosted_tool() -> None:
 
 
 @in_loop
+async def test_responses_namespaces() -> None:
+    server = Scripted(calls('{"location": "Paris"}', name="crm__get_weather"), says("Done."))
+    tools: JSON = [{"type": "namespace", "name": "crm", "description": "Customers.", "tools": [FLAT_TOOL]}]
+    async with openai_client(server) as client:
+        items: list[JSON] = [{"role": "user", "content": "Weather?"}]
+        first = await client.responses.create(model="m", input=items, tools=tools)
+        (called,) = (item for item in first.output if item.type == "function_call")
+        items += [*first.output, {"type": "function_call_output", "call_id": called.call_id, "output": "21"}]
+        await client.responses.create(model="m", input=items, tools=tools)
+    assert (called.namespace, called.name) == ("crm", "get_weather")
+    assert [tool["function"]["name"] for tool in server.asked[0]["tools"]] == ["crm__get_weather"]
+    assert server.asked[1]["messages"][1]["tool_calls"][0]["function"]["name"] == "crm__get_weather"
+
+
+@in_loop
 async def test_legacy_completions() -> None:
     async with openai_client(Scripted(says(""))) as client:
         whole = await client.completions.create(model="m", prompt="hello")

@@ -54,6 +54,8 @@ class ModelRequest:
     """The id of the reply that the messages continue, for a dialect whose server keeps conversations."""
     freeform: frozenset[str] = frozenset()
     """Tools whose argument is one text, which are offered as functions with the parameter `input`."""
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Namespace and name of the tools that have a namespace, by the name under which they are offered."""
 
 
 class ReplyStream(Protocol):

@@ -1,8 +1,8 @@
 """OpenAI's responses: `POST /v1/responses`.
 
 Source: the OpenAI API reference (`CreateResponse`, `Response`, `ResponseStreamEvent`). Functions are offered to the
-model as they are and free-form tools as functions with one text, `input`. Tools that OpenAI's servers run are named as
-ignored: nothing here runs them.
+model as they are, free-form tools as functions with one text, `input`, and those of a namespace as `NAMESPACE__NAME`.
+Tools that OpenAI's servers run are named as ignored: nothing here runs them.
 """
 
 from __future__ import annotations
@@ -77,20 +77,34 @@ class ResponsesDialect:
         return request
 
     def _take_tools(self, request: ModelRequest, body: Mapping[str, JSON]) -> None:
-        freeform = set()
+        freeform: set[str] = set()
         for number, tool in enumerate(items_of(body.get("tools") or [], "tools")):
-            param, kind = f"tools[{number}]", tool.get("type")
-            if kind == "function":
-                offered = function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), param)
-            elif kind == "custom":
-                schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-                offered = function_tool(tool.get("name"), tool.get("description"), schema, param)
-                freeform.add(tool["name"])
-            else:
-                request.ignored.append(f"{param}.{kind}")
+            param, space = f"tools[{number}]", tool.get("name")
+            if tool.get("type") != "namespace":
+                self._take_tool(request, tool, param, freeform)
                 continue
-            request.tools.append(offered)
+            if not isinstance(space, str) or not space:
+                raise invalid(param, f"{param} has no name")
+            for place, member in enumerate(items_of(tool.get("tools") or [], f"{param}.tools")):
+                name = member.get("name")
+                if isinstance(name, str) and name:
+                    request.namespaces[_flat(space, name)] = space, name
+                    member = {**member, "name": _flat(space, name)}
+                self._take_tool(request, member, f"{param}.tools[{place}]", freeform)
         request.freeform = frozenset(freeform)
+
+    def _take_tool(self, request: ModelRequest, tool: Mapping[str, JSON], param: str, freeform: set[str]) -> None:
+        kind = tool.get("type")
+        if kind == "function":
+            offered = function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), param)
+        elif kind == "custom":
+            schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+            offered = function_tool(tool.get("name"), tool.get("description"), schema, param)
+            freeform.add(tool["name"])
+        else:
+            request.ignored.append(f"{param}.{kind}")
+            return
+        request.tools.append(offered)
 
     def reply(self, request: ModelRequest, completion: ChatCompletion, reply_id: str, created: int) -> JSON:
         items = list(_items(request, completion.choices[0].message, reply_id))
@@ -144,6 +158,8 @@ class _InputReader:
 
     def _call(self, item: Mapping[str, JSON], kind: JSON, param: str) -> None:
         name, call_id = text_field(item, "name", param), text_field(item, "call_id", param)
+        if item.get("namespace") is not None:
+            name = _flat(text_field(item, "namespace", param), name)
         if kind == "function_call":
             arguments: JSON = text_field(item, "arguments", param)
         else:  # its arguments are those that the reply had, found again by the call's id
@@ -211,7 +227,14 @@ def _call_item(request: ModelRequest, call: ToolCallMessage, item_id: str) -> di
         own: dict[str, JSON] = {"id": f"ctc_{item_id}", "type": "custom_tool_call", "input": freeform_text(call)}
     else:
         own = {"id": f"fc_{item_id}", "type": "function_call", "arguments": call.function.arguments}
+    if name in request.namespaces:
+        own["namespace"], name = request.namespaces[name]
     return {**own, "call_id": call.id, "name": name, "status": "completed"}
+
+
+def _flat(namespace: str, name: str) -> str:
+    """The name under which a tool of a namespace is offered."""
+    return f"{namespace}__{name}"
 
 
 def _response(
