@@ -8,10 +8,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from palaestra import Task, environment
+from palaestra.core.errors import SlotLost
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.token_engine import TokenChat
+from palaestra.sandbox.slot import Slot
 from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
 
 TOKENIZER = toy_tokenizer(["fix the bug in calc.py <tool_call> bash command sed the answer is done"] * 5)
@@ -33,10 +35,29 @@ async def adds(task, sandbox):
     return 1.0 if result.success else 0.0
 
 
+@environment
+def repaired_by_tool():
+    yield Task(id="calc", prompt="Repair calc.py.", files={"calc.py": "def add(a, b):\n    return a - b\n"})
+
+
+@repaired_by_tool.tool
+async def repair(file: str, sandbox: Slot) -> str:
+    """Repair a Python file."""
+    if file == "lost.py":
+        raise SlotLost("the workshop burnt down")
+    text = await sandbox.read_text(file)
+    await sandbox.write_text(file, text.replace("a - b", "a + b"))
+    return f"{file} is repaired."
+
+
+repaired_by_tool.score(adds)
+
+
 class Fixer(TokenChat):
     """Samples, with a toy tokenizer, a call of the agent's own shell tool that fixes the bug, and then an answer.
     Without tools it writes a title. `prompts` has what it was given, as text."""
 
+    fix = FIX
     shells = ("exec_command", "shell_command", "shell", "bash", "Bash", "terminal")
 
     def __init__(self, *, last: str = "The bug is fixed.") -> None:
@@ -61,11 +82,24 @@ class Fixer(TokenChat):
             return "Fixing calc"
         if "<|im_start|>tool" in text:
             return self._last
-        arguments: JSON = {"command": FIX, "description": "Fix the bug"}
+        arguments: JSON = {"command": self.fix, "description": "Fix the bug"}
         if shell == "terminal":
-            arguments = {"command": FIX}
+            arguments = {"command": self.fix}
         elif shell == "exec_command":
-            arguments = {"cmd": FIX}
+            arguments = {"cmd": self.fix}
         elif shell == "shell":
-            arguments = {"command": ["bash", "-c", FIX]}
+            arguments = {"command": ["bash", "-c", self.fix]}
         return f"I fix it.\n<tool_call>\n{json.dumps({'name': shell, 'arguments': arguments})}\n</tool_call>"
+
+
+class Repairer(Fixer):
+    """Calls the environment's tool `repair`, by the name that an agent gives it, or by the shell if it gives none."""
+
+    fix = """python3 /tmp/agent/tools.py repair '{"file": "calc.py"}'"""
+
+    def _reply(self, text: str) -> str:
+        system = text.split("<|im_end|>")[0]
+        tool = next(iter(re.findall(r'"name": "(\w*repair)"', system)), None)
+        if tool is None or "<|im_start|>tool" in text:
+            return super()._reply(text)
+        return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': {'file': 'calc.py'}})}\n</tool_call>"

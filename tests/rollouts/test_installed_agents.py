@@ -11,14 +11,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from bug_fixing import Fixer, fix_calc
+from bug_fixing import Fixer, Repairer, fix_calc, repaired_by_tool
 
 import palaestra
+from palaestra import Trajectory
 from palaestra.agent.programs import PROGRAMS, NpmProgram, PipProgram
 
 pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.network, pytest.mark.timeout(600)]
 
 
+AGENTS = ["opencode", "codex", "pi", "claude-code", "mini-swe-agent"]
 SUBMIT = json.dumps({"name": "bash", "arguments": {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}})
 
 
@@ -38,19 +40,32 @@ def installable(program: NpmProgram | PipProgram) -> str:
     return f"npm's registry cannot be reached: {ping.stderr}" if ping.returncode else ""
 
 
-@pytest.mark.parametrize("name", ["opencode", "codex", "pi", "claude-code", "mini-swe-agent"])
-def test_an_installed_agent_fixes_a_bug(name: str, tmp_path: Path) -> None:
+def played(name: str, env: object, kind: type[Fixer], folder: Path) -> tuple[Trajectory, palaestra.Run, Fixer, str]:
+    """The rollout of an installed agent, its run and model, and its output."""
     program = PROGRAMS[name]
     assert isinstance(program, NpmProgram | PipProgram)
     if why := installable(program):
         pytest.skip(why)
     # The last reply of most agents is text; this one runs a command.
-    engine = Fixer(last=f"Done.\n<tool_call>\n{SUBMIT}\n</tool_call>") if name == "mini-swe-agent" else Fixer()
-    run = asyncio.run(
-        palaestra.run(fix_calc, server=engine, agent=name, folder=tmp_path, group_size=1, max_agent_turns=12)
-    )
+    engine = kind(last=f"Done.\n<tool_call>\n{SUBMIT}\n</tool_call>") if name == "mini-swe-agent" else kind()
+    run = asyncio.run(palaestra.run(env, server=engine, agent=name, folder=folder, group_size=1, max_agent_turns=12))
     (trajectory,) = run.groups[0].trajectories
-    log = next((run.path / "agents").glob("*.log")).read_text()
+    return trajectory, run, engine, next((run.path / "agents").glob("*.log")).read_text()
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_installed_agent_calls_the_environments_tool(name: str, tmp_path: Path) -> None:
+    trajectory, _, engine, log = played(name, repaired_by_tool, Repairer, tmp_path)
+    assert trajectory.reward == 1.0, f"{trajectory.error}\n{log[-3000:]}\n{engine.prompts[-1][-3000:]}"
+    (call,) = trajectory.inner_calls
+    assert (call.tool, json.loads(call.arguments), call.turn) == ("repair", {"file": "calc.py"}, 1)
+    results = [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
+    assert any("calc.py is repaired." in each for each in results)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_installed_agent_fixes_a_bug(name: str, tmp_path: Path) -> None:
+    trajectory, run, engine, log = played(name, fix_calc, Fixer, tmp_path)
     assert trajectory.reward == 1.0, f"{trajectory.error}\n{log[-3000:]}"
     assert trajectory.ledger is not None
     assert len(trajectory.ledger.segments) == 1

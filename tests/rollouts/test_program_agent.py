@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bug_fixing import TOKENIZER, Fixer, fix_calc
+from bug_fixing import TOKENIZER, Fixer, fix_calc, repaired_by_tool
 
 import palaestra
 from palaestra.core.errors import ConfigError, EngineUnavailable
@@ -47,12 +47,12 @@ def work():
 
 
 def played(
-    tmp_path: Path, command: str, engine: Fixer | None = None, **settings: JSON
+    tmp_path: Path, command: str, engine: Fixer | None = None, *, env: object = fix_calc, **settings: JSON
 ) -> tuple[Trajectory, palaestra.Run]:
     """The only rollout of a run with this agent."""
     run = asyncio.run(
         palaestra.run(
-            fix_calc,
+            env,
             server=engine or Fixer(),
             agent=command,
             folder=tmp_path,
@@ -120,6 +120,24 @@ def test_an_agent_that_never_asks_is_not_scored(tmp_path: Path) -> None:
 def test_an_agent_that_never_ends_is_ended_and_scored(tmp_path: Path) -> None:
     trajectory, _ = played(tmp_path, python(AGENT + "work()\nimport time; time.sleep(99)"), worker_timeout=6.0)
     assert (trajectory.outcome, trajectory.reward) == (Outcome.BUDGET, 1.0)
+
+
+@pytest.mark.long
+def test_children_that_outlive_the_agent_cannot_call(tmp_path: Path) -> None:
+    orphans = AGENT + (
+        "import time\nagent = os.getpid()\n"
+        "for _ in range(4):\n"
+        "    if not os.fork():\n"
+        "        os.setsid()\n"
+        "        while os.getppid() == agent: time.sleep(0.001)\n"
+        "        while True:\n"
+        '            try: ask([{"role": "user", "content": "too late"}])\n'
+        "            except OSError: pass\n"
+        'ask([{"role": "user", "content": "in time"}])'
+    )
+    trajectory, _ = played(tmp_path, python(orphans))
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.NATURAL, 1)
+    assert [message["content"] for message in trajectory.messages if message["role"] == "user"] == ["in time"]
 
 
 @pytest.mark.long
@@ -217,3 +235,50 @@ def test_the_slot_reaches_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     )
     trajectory, _ = played(tmp_path, python(probe))
     assert trajectory.messages[0]["content"] == "reached []"
+
+
+TOOLS = (
+    AGENT
+    + """
+def use(name, **arguments):
+    with open(os.environ["PALAESTRA_MCP_CONFIG"]) as file:
+        server = json.load(file)["mcpServers"]["environment"]
+    params = {"name": name, "arguments": arguments}
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).encode()
+    request = urllib.request.Request(server["url"], body, server["headers"])
+    return json.load(urllib.request.urlopen(request))
+ask([{"role": "user", "content": "What now?"}])
+"""
+)
+
+
+def test_tools_of_the_environment_run_in_the_rollout_and_are_recorded(tmp_path: Path) -> None:
+    calls = 'use("repair", file="calc.py"); use("repair", file=3); use("repair"); use("terminal", command="ls")'
+    trajectory, _ = played(tmp_path, python(TOOLS + calls), env=repaired_by_tool, max_agent_turns=1)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.NATURAL, 1.0), trajectory.error
+    assert [(call.tool, call.arguments, call.turn) for call in trajectory.inner_calls] == [
+        ("repair", json.dumps({"file": "calc.py"}), 1),
+        ("repair", json.dumps(json.dumps({"file": 3})), 1),
+        ("repair", json.dumps("{}"), 1),
+    ]
+    assert "calc.py is repaired." in trajectory.inner_calls[0].reply
+    assert [(error.turn, error.tool) for error in trajectory.tool_errors] == [(1, "repair"), (1, "repair")]
+
+
+@pytest.mark.long
+def test_a_tools_infrastructure_failure_is_not_the_agents_fault(tmp_path: Path) -> None:
+    lost = TOOLS + 'use("repair", file="lost.py")\nimport time; time.sleep(99)'
+    trajectory, _ = played(tmp_path, python(lost), env=repaired_by_tool)
+    assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.INFRA_ERROR, None, Blame.SANDBOX)
+    assert "burnt down" in trajectory.error
+
+
+@pytest.mark.long
+def test_calls_of_tools_are_bounded(tmp_path: Path) -> None:
+    greedy = TOOLS + 'for _ in range(70): said = use("repair", file="calc.py")\nprint(said)'
+    trajectory, run = played(tmp_path, python(greedy), env=repaired_by_tool)
+    assert (trajectory.reward, len(trajectory.inner_calls)) == (1.0, 64)
+    assert "At most 64 calls" in next((run.path / "agents").glob("*.log")).read_text()
+    endless = TOOLS + 'while True: use("repair", file="calc.py"); ask([{"role": "user", "content": "More?"}])'
+    trajectory, _ = played(tmp_path, python(endless), env=repaired_by_tool, max_rollout_output_bytes=100)
+    assert trajectory.outcome is Outcome.BUDGET

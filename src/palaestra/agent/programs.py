@@ -6,11 +6,15 @@ The rollout starts it, waits, ends it and keeps its output (`rollouts/program_ag
 
 A command line gets the task on its standard input and in `PALAESTRA_PROMPT_FILE`, and the model in `OPENAI_BASE_URL`,
 `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `PALAESTRA_MODEL`.
+
+The environment's tools are an MCP server, which each program finds in its own form of settings. A command line finds
+it in the file that `PALAESTRA_MCP_CONFIG` names. An agent that knows no MCP gets a program that calls them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.resources
 import json
 import shlex
 import shutil
@@ -28,18 +32,25 @@ from palaestra.sandbox.slot import Mount
 
 HOME = "/tmp/agent"  # noqa: S108  inside the slot, outside the workspace that is graded
 PROMPT_FILE = f"{HOME}/prompt.txt"
+MCP_FILE, TOOL_PROGRAM = f"{HOME}/mcp.json", f"{HOME}/tools.py"
 INSTALL_S = 900.0
 MODEL = "policy"
+TOOL_SERVER = "environment"
+"""The name of the MCP server with the environment's tools."""
+TOOL_S = 3600
+"""How long agents wait for a tool, which ends its own calls earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAssignment:
-    """The task of a program and its model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's."""
+    """The task of a program and its model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's. `tools_url`
+    is the MCP server of the environment's tools, empty if there are none; the key is the same."""
 
     prompt: str
     url: str
     openai_url: str
     key: str
+    tools_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,17 @@ def model_variables(assignment: AgentAssignment) -> dict[str, str]:
         "ANTHROPIC_API_KEY": assignment.key,
         "PALAESTRA_MODEL": MODEL,
         "PALAESTRA_PROMPT_FILE": PROMPT_FILE,
+        **({"PALAESTRA_MCP_CONFIG": MCP_FILE} if assignment.tools_url else {}),
     }
+
+
+def mcp_file(assignment: AgentAssignment) -> dict[str, str]:
+    """The file of MCP servers in the form that most programs read; none without tools."""
+    if not assignment.tools_url:
+        return {}
+    headers = {"Authorization": f"Bearer {assignment.key}"}
+    server: JSON = {"type": "http", "url": assignment.tools_url, "headers": headers}
+    return {MCP_FILE: json.dumps({"mcpServers": {TOOL_SERVER: server}})}
 
 
 @dataclass(frozen=True)
@@ -91,7 +112,7 @@ class CommandProgram:
         return ()
 
     def launch(self, assignment: AgentAssignment) -> Launch:
-        return Launch(f"{self.command} < {PROMPT_FILE}", env=model_variables(assignment))
+        return Launch(f"{self.command} < {PROMPT_FILE}", mcp_file(assignment), model_variables(assignment))
 
 
 Settings = Callable[[AgentAssignment], Mapping[str, str]]
@@ -99,14 +120,16 @@ Settings = Callable[[AgentAssignment], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class NpmProgram:
-    """An agent from npm. `arguments` follow the program, `{prompt}` in them is the task; `files` are its settings."""
+    """An agent from npm. `arguments` follow the program, `{prompt}` in them is the task; `files` are its settings.
+    `tool_arguments` follow if the environment has tools."""
 
     name: str
     package: str
     version: str
     arguments: Sequence[str]
-    files: Settings = lambda assignment: {}
+    files: Settings = mcp_file
     env: Mapping[str, str] = field(default_factory=dict)
+    tool_arguments: Sequence[str] = ()
 
     @property
     def folder(self) -> Path:
@@ -129,6 +152,7 @@ class NpmProgram:
 
     def launch(self, assignment: AgentAssignment) -> Launch:
         arguments = [each.replace("{prompt}", assignment.prompt) for each in self.arguments]
+        arguments += self.tool_arguments if assignment.tools_url else ()
         node = Path(shutil.which("node") or "node").resolve().parent
         path = f"{node}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
         return Launch(
@@ -141,7 +165,8 @@ class NpmProgram:
 @dataclass(frozen=True)
 class PipProgram:
     """An agent from PyPI, in a virtual environment of this Python. `program` is the script that `arguments` follow;
-    `{prompt}` in them is the task. `also` are packages that it needs at these versions and does not ask for."""
+    `{prompt}` in them is the task. `also` are packages that it needs at these versions and does not ask for. It calls
+    the environment's tools by a command, of which its prompt speaks."""
 
     name: str
     package: str
@@ -169,8 +194,20 @@ class PipProgram:
         return _mounts(self.folder, Path(sys.base_prefix).resolve() / "bin")
 
     def launch(self, assignment: AgentAssignment) -> Launch:
-        arguments = [each.replace("{prompt}", assignment.prompt) for each in self.arguments]
-        return Launch([str(self.binary), *arguments], env={**model_variables(assignment), **self.env})
+        prompt, files = assignment.prompt, mcp_file(assignment)
+        if assignment.tools_url:
+            prompt += _TOOLS_BY_COMMAND
+            files[TOOL_PROGRAM] = importlib.resources.files("palaestra.agent").joinpath("tool_program.py").read_text()
+        arguments = [each.replace("{prompt}", prompt) for each in self.arguments]
+        return Launch([str(self.binary), *arguments], files, {**model_variables(assignment), **self.env})
+
+
+_TOOLS_BY_COMMAND = f"""
+
+Besides the shell, there are tools that you call by a command. List them:
+python3 {TOOL_PROGRAM}
+Call one, with its arguments as JSON:
+python3 {TOOL_PROGRAM} NAME '{{"argument": "value"}}'"""
 
 
 async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[Sequence[str]]) -> None:
@@ -241,7 +278,16 @@ env_key = "OPENAI_API_KEY"
 [analytics]
 enabled = false
 """
+        + (_CODEX_TOOLS.format(url=assignment.tools_url) if assignment.tools_url else "")
     }
+
+
+_CODEX_TOOLS = f"""\
+[mcp_servers.{TOOL_SERVER}]
+url = "{{url}}"
+bearer_token_env_var = "OPENAI_API_KEY"
+tool_timeout_sec = {TOOL_S}
+"""
 
 
 def _opencode(assignment: AgentAssignment) -> Mapping[str, str]:
@@ -256,6 +302,10 @@ def _opencode(assignment: AgentAssignment) -> Mapping[str, str]:
         "autoupdate": False,
         "share": "disabled",
     }
+    if assignment.tools_url:
+        headers = {"Authorization": f"Bearer {assignment.key}"}
+        remote = {"type": "remote", "url": assignment.tools_url, "headers": headers, "enabled": True, "oauth": False}
+        settings["mcp"] = {TOOL_SERVER: {**remote, "timeout": TOOL_S * 1000}}
     return {f"{HOME}/.config/opencode/opencode.json": json.dumps(settings)}
 
 
@@ -266,7 +316,11 @@ def _pi(assignment: AgentAssignment) -> Mapping[str, str]:
         "api": "openai-completions",
         "models": [{"id": MODEL, "contextWindow": 128000, "maxTokens": 16000}],
     }
-    return {f"{HOME}/.pi/agent/models.json": json.dumps({"providers": {"palaestra": provider}})}
+    files = {f"{HOME}/.pi/agent/models.json": json.dumps({"providers": {"palaestra": provider}})}
+    if assignment.tools_url:
+        extension = importlib.resources.files("palaestra.agent").joinpath("pi_tools.ts").read_text()
+        files |= {**mcp_file(assignment), f"{HOME}/.pi/agent/extensions/{TOOL_SERVER}.ts": extension}
+    return files
 
 
 PROGRAMS: Mapping[str, AgentProgram] = {
@@ -281,7 +335,9 @@ PROGRAMS: Mapping[str, AgentProgram] = {
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
             "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+            "MCP_TOOL_TIMEOUT": str(TOOL_S * 1000),
         },
+        tool_arguments=["--mcp-config", MCP_FILE, "--strict-mcp-config"],
     ),
     "opencode": NpmProgram(
         "opencode", "opencode-ai", "1.18.33", ["run", "{prompt}"], _opencode, {"OPENCODE_DISABLE_MODELS_FETCH": "1"}

@@ -3,9 +3,14 @@
 The slot reaches the recording endpoint over a forwarded port and nothing else. The rollout's limits hold: reaching one
 ends the program. Its workspace is sealed and graded as after any agent.
 
+The environment's own tools and those of MCP servers are offered to the program as one MCP server. Their calls run in
+the rollout's registry, are limited like those of the agent loop, and are in the record. The built-in tools are not
+offered: a program has its own.
+
 Whose failure it is: a failure of the engine ends the rollout, unscored (`engine`); so does a slot that is lost
 (`sandbox`). If the engine fails on a request (HTTP 500, no answer in time) and answers a plain one, the request is the
-cause: the program reads the error and continues. A program that ends without having asked the model never acted, so
+cause: the program reads the error and continues. A tool's infrastructure failure ends the rollout with the tool's
+blame, as in the agent loop. A program that ends without having asked the model never acted, so
 that is not scored either (`tool`). Whatever else it does, with any exit status, is the agent's doing and is scored.
 """
 
@@ -14,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
@@ -23,14 +28,25 @@ import msgspec
 
 from palaestra.agent.budget import Used, WallClock
 from palaestra.agent.programs import HOME, PROMPT_FILE, AgentAssignment, AgentProgram
-from palaestra.agent.result import AgentResult, Subagent, Turn
+from palaestra.agent.replies import RequestedCall
+from palaestra.agent.result import AgentResult, Subagent, ToolError, Turn
+from palaestra.agent.tool_calls import MAX_PARALLEL_CALLS, ToolCalls
 from palaestra.core.clock import SystemClock
-from palaestra.core.errors import EngineUnavailable, InfraError, SandboxError, TaskError, ToolUnavailable
+from palaestra.core.errors import (
+    ConfigError,
+    EngineUnavailable,
+    InfraError,
+    PalaestraError,
+    SandboxError,
+    TaskError,
+    ToolUnavailable,
+)
 from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.engines.openai import PROBE
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.recording.conversations import AnsweredCall, RecordedConversation
+from palaestra.inference.recording.endpoint import ToolService
 from palaestra.inference.recording.request import Refusal, invalid
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import MiddlewareServer
@@ -39,6 +55,10 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.host_tools import Capture
 from palaestra.sandbox.port_forward import forwarded_port
 from palaestra.sandbox.slot import Mount, Process, Slot
+from palaestra.tools.registry.build import BUILTIN_NAMES
+from palaestra.tools.runtime.inner_calls import InnerCalls
+from palaestra.tools.serving.mcp_endpoint import McpTools
+from palaestra.tools.tool import ToolOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +70,9 @@ END_S = 5.0
 
 CHECK_S = 60.0
 """How long the model may take to answer a plain request after a failure."""
+
+CALLS_OF_A_TURN = 64
+"""How many calls of the environment's tools a program may make for one reply of the model. Each is recorded."""
 
 AUXILIARY_SCHEMA = "palaestra.auxiliary/1"
 
@@ -97,9 +120,11 @@ class ProgramAgent:
         except TimeoutError:
             raise EngineUnavailable(f"Model '{self._engine.name}' gave no answer within {CHECK_S:g} s.") from None
 
-    def open(self, conversations: Conversations) -> contextlib.AbstractContextManager[RolloutAddress]:
-        """Serve the conversations of a rollout during a block."""
-        return self._endpoint.open(conversations)
+    def open(
+        self, conversations: Conversations, tools: ToolService | None
+    ) -> contextlib.AbstractContextManager[RolloutAddress]:
+        """Serve the conversations and the tools of a rollout during a block."""
+        return self._endpoint.open(conversations, tools)
 
     async def _keep(self, rollout_id: str, log: bytes, auxiliary: bytes) -> None:
         """Keep the program's output and its calls that are not trained, in files named after the rollout."""
@@ -131,6 +156,7 @@ class _Play:
         self._wall = WallClock(SystemClock())
         self._calls = 0
         self._usage = Usage()
+        self._tools = _OfferedTools(rollout, self._stop.set)
         settings = rollout.settings
         middleware = [make(rollout.rollout_id) for make in rollout.run_context.middleware.chat]
         self._conversations = Conversations(
@@ -147,7 +173,7 @@ class _Play:
         rollout, agent = self._rollout, self._agent
         slot = await rollout.sandbox()
         self._wall.start()
-        with agent.open(self._conversations) as address:
+        with agent.open(self._conversations, self._tools.service()) as address:
             try:
                 async with self._wall.limited(rollout.settings.budget.wall_s) as limit:
                     exit_code = await self._run_in(slot, address)
@@ -162,8 +188,8 @@ class _Play:
                 self._end = self._ending(exit_code)
         if self._cut is not None:
             raise self._cut
-        if self._conversations.failure is not None:
-            raise self._conversations.failure
+        if (failure := self._tools.failure or self._conversations.failure) is not None:
+            raise failure
         return self.result()
 
     async def _run_in(self, slot: Slot, address: RolloutAddress) -> int | None:
@@ -172,7 +198,7 @@ class _Play:
         async with forwarded_port(slot, host, int(port)) as slot_port:
             here = address.at(f"http://127.0.0.1:{slot_port}")
             prompt = _prompt(self._messages)
-            launch = self._agent.program.launch(AgentAssignment(prompt, here.url, here.openai_url, here.key))
+            launch = self._agent.program.launch(_assignment(prompt, here))
             await slot.make_dir(HOME)
             for path, text in {PROMPT_FILE: prompt, **launch.files}.items():
                 await slot.write_text(path, text)
@@ -182,23 +208,29 @@ class _Play:
             finally:
                 with contextlib.suppress(ProcessLookupError, SandboxError):
                     await asyncio.shield(process.kill(END_S if self._stop.is_set() else 0.0))
+                self._conversations.end()
 
     async def _wait(self, process: Process) -> int | None:
-        """Follow the program to its end, until a limit is reached or the engine fails."""
+        """Follow the program to its end, until a limit is reached or the engine fails. What it has left behind may
+        call no more: only calls that a limit left under way are still answered."""
 
         async def follow() -> None:
             async for piece in process.output():
                 self.log.add(piece.data)
 
-        following = asyncio.create_task(follow())
-        ends = [following, *(asyncio.create_task(event.wait()) for event in (self._stop, self._conversations.failed))]
+        ended, following = asyncio.create_task(process.wait()), asyncio.create_task(follow())
+        events = self._stop, self._conversations.failed
+        ends = [ended, following, *(asyncio.create_task(event.wait()) for event in events)]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done():
+            await asyncio.wait([ended, *ends[2:]], return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
                 return None
-            following.result()
-            return (await process.status()).exit_code
+            self._conversations.end()
+            await following
+            return ended.result().exit_code
         finally:
+            if not self._stop.is_set():
+                self._conversations.end()
             for task in ends:
                 task.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
@@ -210,7 +242,8 @@ class _Play:
         left = settings.max_turns - self._calls - self._conversations.refused
         if self._limit is None and left <= 0:
             self._limit = Outcome.MAX_TURNS, ""
-        used = Used(self._calls, self._usage.prompt_tokens, self._usage.completion_tokens, 0, self._wall.elapsed_s)
+        tokens = self._usage.prompt_tokens, self._usage.completion_tokens
+        used = Used(self._calls, *tokens, self._tools.output_bytes, self._wall.elapsed_s)
         if self._limit is None and (reached := settings.budget.used_up(used)):
             self._limit = Outcome.BUDGET, reached
         try:
@@ -227,11 +260,13 @@ class _Play:
 
     def _answered(self, conversation: RecordedConversation, call: AnsweredCall) -> None:
         self._calls += 1
+        self._tools.answered(conversation)
         self._usage.add(call.prompt_tokens, call.completion_tokens)
         self._rollout.record(_turn(self._calls, call), [conversation.messages[-1]])
 
     def _ending(self, exit_code: int | None) -> tuple[Outcome, str, Blame | None]:
-        never_answered = not self._calls and self._conversations.failure is None and self._cut is None
+        failed = self._conversations.failure is not None or self._tools.failure is not None
+        never_answered = not self._calls and not failed and self._cut is None
         if self._limit is not None and not (never_answered and self._conversations.refused):
             return *self._limit, None
         if never_answered:
@@ -262,6 +297,7 @@ class _Play:
             Subagent(number, 1, each.system[:200], _conversation_result(each, []), segments=each.segments)
             for number, each in enumerate(recorded.subagents, 1)
         ]
+        result.tool_errors = self._tools.errors
         result.metadata = {"agent": self._agent.program.name}
         return result
 
@@ -280,6 +316,62 @@ class _Play:
                 "ignored_fields": dict(recorded.ignored),
             }
         )
+
+
+class _OfferedTools:
+    """The tools of a rollout that its program may call, and the calls of them. `failure` is the failure of a tool that
+    ends the rollout; `failed` is called with it."""
+
+    def __init__(self, rollout: Rollout, failed: Callable[[], None]) -> None:
+        self.output_bytes = 0
+        self.errors: list[ToolError] = []
+        self.failure: PalaestraError | None = None
+        self._rollout, self._failed = rollout, failed
+        self._names = [name for name in rollout.kit.names if name not in BUILTIN_NAMES]
+        self._one_at_a_time = asyncio.Lock()
+        self._turn = self._calls_of_turn = 0
+        self._places = asyncio.Semaphore(MAX_PARALLEL_CALLS)
+
+    def service(self) -> ToolService | None:
+        """What answers the program's MCP client; None without tools."""
+        shown = [each for each in self._rollout.kit.definitions if each["function"]["name"] in self._names]
+        return McpTools(shown, self._call) if shown else None
+
+    def answered(self, conversation: RecordedConversation) -> None:
+        """Take note of a reply, after which calls may follow."""
+        self._calls_of_turn = 0
+        if conversation.tools or not self._turn:
+            self._turn = len(conversation.calls)
+
+    async def _call(self, name: str, arguments: str) -> ToolOutcome:
+        """Run one call and record it. Calls that may not run concurrently wait for each other."""
+        self._calls_of_turn += 1
+        if self.failure is not None:
+            return ToolOutcome.refused("This rollout has ended.")
+        if self._calls_of_turn > CALLS_OF_A_TURN:
+            return ToolOutcome.refused(f"At most {CALLS_OF_A_TURN} calls may follow one reply of the model.")
+        tools, turn = self._rollout.tools, self._turn
+        calls = ToolCalls(tools, self._names, tools.parallel_safe, self._rollout.settings.beyond)
+        (answer,) = calls.check([RequestedCall(f"mcp_{turn}_{self._calls_of_turn}", name, arguments)], cut_off=False)
+        try:
+            async with self._places if name in tools.parallel_safe else self._one_at_a_time:
+                await calls.run([answer])
+        except (InfraError, ConfigError) as error:
+            self.failure = self.failure or error
+            self._failed()
+            return ToolOutcome.refused(str(error))
+        finally:
+            self.output_bytes += len(answer.text.encode(errors="replace"))
+            if answer.error:
+                self.errors.append(answer.tool_error(turn))
+            made = InnerCalls()
+            made.called(name, answer.checked.arguments if answer.checked is not None else arguments, answer.text)
+            self._rollout.inner_calls += made.taken(turn)
+        return answer.outcome or ToolOutcome.of(answer.text)
+
+
+def _assignment(prompt: str, address: RolloutAddress) -> AgentAssignment:
+    return AgentAssignment(prompt, address.url, address.openai_url, address.key, address.tools_url)
 
 
 def _conversation_result(own: RecordedConversation | None, opening: list[Message]) -> AgentResult:

@@ -224,16 +224,16 @@ class Conversations:
             task.cancel()
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """One of the rollout's concurrent calls, from before its body is read until its reply is written. Raises
-        `Refusal`."""
+    def call(self, *, of_model: bool = True) -> Iterator[None]:
+        """One of the rollout's concurrent calls, from before its body is read until its reply is written. One that is
+        not `of_model` is for a tool, and may follow the last reply. Raises `Refusal`."""
         if self.ended:
             raise _ended()
         if len(self._calls) >= self.limits.concurrent:
             raise Refusal(
                 429, f"At most {self.limits.concurrent} calls at a time are answered.", code="rate_limit_exceeded"
             )
-        if self._admit is not None:
+        if of_model and self._admit is not None:
             self._admit(0)
         task = asyncio.current_task()
         assert task is not None

@@ -9,6 +9,8 @@ Invariants: a key opens its own rollout's paths and nothing else, and is checked
 closes its key and cancels its calls; bodies, time, connections and concurrent calls are bounded, and long requests are
 read and rendered in a thread, so that no agent keeps another, or the run, waiting. Anything an agent sends is answered
 in its dialect's own form of errors.
+
+A rollout may have tools (`ToolService`), at `/mcp` below its address, under the same key and bounds.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import msgspec
 from aiohttp import web
@@ -60,26 +62,40 @@ _PATHS: Mapping[str, Dialect] = {
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 """What the name of a field must not bring into a header."""
 _COUNT_PATH = "v1/messages/count_tokens"
+TOOLS_PATH = "mcp"
+
+
+class ToolService(Protocol):
+    """Answers the messages of an MCP client (`tools.serving.mcp_endpoint.McpTools`)."""
+
+    async def answer(self, body: bytes) -> tuple[int, JSON]:
+        """The status and the JSON of the reply, None for an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutAddress:
     """Where the agent of one rollout finds its model: `url` for clients of Anthropic's API, `openai_url` for those of
-    OpenAI's, and the `key` for both."""
+    OpenAI's, and the `key` for both. `tools_url` is where MCP clients find the rollout's tools, with the same key."""
 
     url: str
     key: str
     conversations: Conversations
+    tools: ToolService | None = None
 
     @property
     def openai_url(self) -> str:
         """The base URL of OpenAI's clients."""
         return f"{self.url}/v1"
 
+    @property
+    def tools_url(self) -> str:
+        """The URL for MCP clients; empty without tools."""
+        return "" if self.tools is None else f"{self.url}/{TOOLS_PATH}"
+
     def at(self, origin: str) -> RolloutAddress:
         """The address as programs see it that reach this server at another origin, such as `http://127.0.0.1:8000`."""
         path = self.url.split("/", 3)[3]
-        return RolloutAddress(f"{origin}/{path}", self.key, self.conversations)
+        return replace(self, url=f"{origin}/{path}")
 
 
 class RecordingEndpoint:
@@ -114,10 +130,10 @@ class RecordingEndpoint:
         self._thread.close()
 
     @contextmanager
-    def open(self, conversations: Conversations) -> Iterator[RolloutAddress]:
-        """Serve a rollout's conversations during the block."""
+    def open(self, conversations: Conversations, tools: ToolService | None = None) -> Iterator[RolloutAddress]:
+        """Serve a rollout's conversations, and its tools if it has some, during the block."""
         name = secrets.token_hex(8)
-        address = RolloutAddress(f"{self.origin}/rollouts/{name}", secrets.token_urlsafe(32), conversations)
+        address = RolloutAddress(f"{self.origin}/rollouts/{name}", secrets.token_urlsafe(32), conversations, tools)
         self._rollouts[name] = address
         conversations.thread = self._thread
         try:
@@ -137,6 +153,8 @@ class RecordingEndpoint:
             address = self._address(root, name, request.headers)
             if request.method == "GET" and rest in ("v1/models", f"v1/models/{MODEL}"):
                 return _models(single=rest != "v1/models")
+            if rest == TOOLS_PATH and address.tools is not None:
+                return await _answer_tools(request, address.tools, address.conversations)
             if rest not in _PATHS and rest != _COUNT_PATH:
                 raise Refusal(404, f"There is nothing at {printable(request.method)} /{printable(rest[:200])}.")
             if request.method != "POST":
@@ -268,17 +286,32 @@ def _written(writer: ReplyStream, delta: JSON) -> bytes:
     return reasoning + (writer.text(delta.content) if delta.content else b"")
 
 
-async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
-    """The request, within its bounds. Raises `Refusal`."""
-    features = conversations.features
-    most_bytes = MAX_BODY_BYTES if "images" in features else min(conversations.limits.text_bytes, MAX_BODY_BYTES)
+async def _answer_tools(request: web.Request, tools: ToolService, conversations: Conversations) -> web.Response:
+    """The reply to an MCP client. Raises `Refusal`."""
+    if request.method != "POST":
+        raise Refusal(405, f"/{TOOLS_PATH} takes POST.")
+    with conversations.call(of_model=False):
+        body = await _raw(request, min(conversations.limits.text_bytes, MAX_BODY_BYTES))
+        status, reply = await tools.answer(body)
+    return web.Response(status=status) if reply is None else _json(reply, status)
+
+
+async def _raw(request: web.Request, most_bytes: int) -> bytes:
+    """The body of a request. Raises `Refusal`."""
     try:
         async with asyncio.timeout(BODY_S):
-            raw = await request.clone(client_max_size=most_bytes).read()
+            return await request.clone(client_max_size=most_bytes).read()
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
     except web.HTTPRequestEntityTooLarge:
         raise Refusal(413, f"The body is longer than {most_bytes} bytes.") from None
+
+
+async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
+    """The request, within its bounds. Raises `Refusal`."""
+    features = conversations.features
+    most_bytes = MAX_BODY_BYTES if "images" in features else min(conversations.limits.text_bytes, MAX_BODY_BYTES)
+    raw = await _raw(request, most_bytes)
 
     def read() -> ModelRequest:
         return dialect.read(_body(raw), features)
