@@ -26,7 +26,7 @@ from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incomin
 
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 KEPT_S = 30 * 86_400.0
 """How long the ids of answered messages are kept, so that one that comes again is recognised."""
 CODE_VALID_S = 3600.0
@@ -61,6 +61,11 @@ create table jobs (id text primary key, session_key text not null, next_at real,
 create index due on jobs (next_at) where next_at is not null;
 """
 """Since version 2 (`jobs.py`)."""
+_NOTES = """
+create table if not exists notes (platform text not null, name text not null, value text not null,
+  primary key (platform, name));
+"""
+"""Since version 3 (`MailboxNotes`)."""
 
 Decision: TypeAlias = Literal["taken", "duplicate", "limited", "full"]
 
@@ -294,6 +299,12 @@ class Mailbox:
         )
         return [(msgspec.msgpack.decode(body, type=Outgoing), note) for body, note in rows]
 
+    # Platforms
+
+    def notes(self, platform: str) -> MailboxNotes:
+        """What a platform keeps from one start to the next."""
+        return MailboxNotes(self, platform)
+
     # People
 
     async def is_paired(self, platform: str, user_id: str) -> bool:
@@ -417,6 +428,22 @@ class Mailbox:
             work.loop.call_soon_threadsafe(_resolve, work.future, result, problem)
 
 
+@dataclass(frozen=True, slots=True)
+class MailboxNotes:
+    """The `Notes` of one platform."""
+
+    mailbox: Mailbox
+    platform: str
+
+    async def read(self) -> dict[str, str]:
+        query = "select name, value from notes where platform = ?"
+        return dict(await self.mailbox.do(lambda db: db.execute(query, (self.platform,)).fetchall()))
+
+    async def write(self, name: str, value: str) -> None:
+        values = (self.platform, name, value)
+        await self.mailbox.do(lambda db: db.execute("insert or replace into notes values (?, ?, ?)", values))
+
+
 def _resolve(future: asyncio.Future[object], result: object, problem: BaseException | None) -> None:
     if not future.done():
         if problem is None:
@@ -431,8 +458,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("begin immediate")
         version = connection.execute("pragma user_version").fetchone()[0]
         tables = connection.execute("select count(*) from sqlite_master").fetchone()[0]
-        if (version == 0 and tables == 0) or version == 1:
-            for statement in (_JOBS if version else _TABLES + _JOBS).split(";"):
+        if 0 < version < VERSION or (version == 0 and tables == 0):
+            for statement in ";".join((_TABLES, _JOBS, _NOTES)[version:]).split(";"):
                 connection.execute(statement)
             connection.execute(f"pragma user_version = {VERSION}")
             version = VERSION

@@ -10,13 +10,15 @@ checks:
 - Sending raises `PlatformUnavailable` if a later try can succeed and `PlatformRefused` if none can. `key` names the
   message: if the platform's API takes such a key (`PlatformLimits.idempotent`), two sends with one key are one.
 - `stop` is idempotent. Nothing is delivered after it returns.
+- How far a bot has read is what its server knows, where it can: by acknowledged messages or data of its account. A
+  platform whose server has no place for that keeps it in the gateway's mailbox (`KeepsNotes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote
 
 ChatType: TypeAlias = Literal["dm", "group", "channel"]
@@ -130,6 +132,23 @@ class Platform(Protocol):
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         """Show that an answer is being written, or no longer. Only with `limits.typing`; an error has no effect."""
         ...
+
+
+class Notes(Protocol):
+    """What a platform keeps from one start to the next, in the mailbox: a few texts by name."""
+
+    async def read(self) -> dict[str, str]: ...
+
+    async def write(self, name: str, value: str) -> None:
+        """Returns once it survives the death of this process. Raises `DiskError`."""
+        ...
+
+
+@runtime_checkable
+class KeepsNotes(Protocol):
+    """A platform that the gateway gives `notes` before `start`."""
+
+    notes: Notes | None
 
 
 def session_key(message: Incoming, *, per_user: bool = True, agent: str = "main") -> str:

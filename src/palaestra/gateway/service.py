@@ -36,7 +36,7 @@ from palaestra.gateway.long_replies import split_reply
 from palaestra.gateway.mailbox import Mailbox, Outgoing, SessionRow, Waiting
 from palaestra.gateway.messaging import Messaging
 from palaestra.gateway.outbox import Outbox
-from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incoming, Platform, session_key
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incoming, KeepsNotes, Platform, session_key
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 T = TypeVar("T")
@@ -101,6 +101,9 @@ class Gateway:
         self.platforms: Mapping[str, Platform] = {platform.name: platform for platform in platforms}
         if len(self.platforms) < len(platforms):
             raise ConfigError("two platforms of the gateway have one name; give each its own")
+        for platform in platforms:
+            if isinstance(platform, KeepsNotes):
+                platform.notes = mailbox.notes(platform.name)
         if config.limits.cost_per_day and chat.settings.prices is None:
             raise ConfigError("limits.cost_per_day needs the setting prices: what a million tokens cost")
         self._clock = clock or SystemClock()

@@ -16,6 +16,7 @@ PLATFORMS: Mapping[str, str] = {
     "openai": "palaestra.gateway.platforms.openai_api:OpenAIServer",
     "slack": "palaestra.gateway.platforms.slack:Slack",
     "telegram": "palaestra.gateway.platforms.telegram:Telegram",
+    "discord": "palaestra.gateway.platforms.discord:Discord",
     "email": "palaestra.gateway.platforms.email:Email",
     "matrix": "palaestra.gateway.platforms.matrix:Matrix",
 }
@@ -39,6 +40,7 @@ def make_platform(name: str, config: PlatformConfig) -> Platform:
     for setting in config.extra:
         if setting not in found.extra_settings:
             known = f"{nearest(setting, found.extra_settings)} The settings are {', '.join(found.extra_settings)}."
+            known = known if found.extra_settings else " There are none."
             raise ConfigError(f"unknown setting {setting} of platforms.{name}.extra.{known}")
     platform: Platform = found(name, config)
     return platform

@@ -1,0 +1,406 @@
+"""Discord, with discord.py: the gateway websocket, so no address of this machine needs to be public.
+
+Settings: `token` is the bot's. It needs no privileged intents. In servers the bot takes messages that mention it or
+reply to it, and answers as a reply; a thread is a chat of its own.
+
+Discord has no acknowledgements. So the mailbox keeps up to which message everything is taken (`_POSITION`) and which
+direct channels there are, since Discord lists none to a bot. After each connection that does not resume the last one,
+the history after that message is read; the mailbox knows by their ids which messages it has. Lost is the first direct
+message that a person ever writes to the bot, if they write it while the gateway is down.
+
+Format: https://docs.discord.com/developers/events/gateway and /resources/message
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import logging
+import re
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+
+from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra.gateway.config import PlatformConfig
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, Notes, PlatformLimits
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of audioop, which discord.py imports for voice
+    import discord
+
+logger = logging.getLogger(__name__)
+discord.VoiceClient.warn_nacl = discord.VoiceClient.warn_dave = False
+
+_POSITION, _DIRECT = "position", "direct "
+"""Names of notes: the id of the last message that was taken, and the prefix of a direct channel's id."""
+_OVERLAP = 10_000 << 22
+"""Ten seconds in ids, which begin with a time: messages of different channels may come out of order."""
+_WRITE_EVERY_S = 60.0
+"""How often the position is written while only messages come that are not for the bot."""
+_MOST_WAITING = 1000
+"""Messages that wait to be delivered; further ones are read from the history later."""
+_MOST_BYTES = 20 << 20
+_START_S = 60.0
+_LONGEST_RATE_LIMIT_S = 30.0
+_LONGEST_WAIT_S = 60.0
+_FOR_GOOD = frozenset({4004, 4010, 4011, 4012, 4013, 4014})
+"""Codes of a closed connection that connecting again does not help: a wrong token, intents, version or shard."""
+
+
+class Discord:
+    """One bot. `connector` makes what opens connections, in place of aiohttp's own."""
+
+    extra_settings = ()
+    limits = PlatformLimits(max_text=2000, unit="utf16", max_file_bytes=10 << 20, edits=True, typing=True)
+
+    def __init__(
+        self, name: str, config: PlatformConfig, *, connector: Callable[[], aiohttp.BaseConnector] | None = None
+    ) -> None:
+        self.name = name
+        self.notes: Notes | None = None
+        self._token = config.secret(name)
+        if not self._token:
+            raise ConfigError(
+                f"platforms.{name} needs token, the bot's, from https://discord.com/developers/applications"
+            )
+        self._connector = connector
+        self._client: discord.Client | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._kept: dict[str, str] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin anew, as after a start. While `_behind`, the history may have messages that were not taken, and the
+        position stays; when the history is `_readable`, it is read. `_session` counts sessions of the websocket."""
+        self._waiting: deque[discord.Message] = deque()
+        self._taken: deque[int] = deque(maxlen=_MOST_WAITING)
+        self._came = asyncio.Event()
+        self._direct: set[int] = set()
+        self._behind, self._readable, self._session = True, False, 0
+        self._last, self._written_at = 0, 0.0
+
+    async def start(self, deliver: Deliver) -> None:
+        await self.stop()
+        self._forget()
+        self._kept = {} if self.notes is None else await self.notes.read()
+        connected = asyncio.get_running_loop().create_future()
+        self._tasks = [
+            asyncio.create_task(self._stay_connected(connected), name=f"connect {self.name}"),
+            asyncio.create_task(self._follow(deliver), name=f"follow {self.name}"),
+        ]
+        try:
+            async with asyncio.timeout(_START_S):
+                await connected
+        except TimeoutError:
+            await self.stop()
+            raise PlatformUnavailable(f"{self.name}: Discord does not answer within {_START_S:.0f} s") from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._closing is not None:
+            await self._closing
+
+    async def _stay_connected(self, connected: asyncio.Future[None]) -> None:
+        """Connect for ever. The first attempt settles `connected`."""
+        loop = asyncio.get_running_loop()
+        wait_s = 1.0
+        while True:
+            began, problem = loop.time(), f"{self.name}: the connection ended"
+            self._client = client = self._new_client(connected)
+            try:
+                async with self._failures():
+                    await client.login(self._token or "")
+                    await client.connect(reconnect=False)  # it resumes; for the rest, a later connection begins here
+            except PlatformError as error:
+                if not connected.done():
+                    connected.set_exception(error)
+                    return
+                problem = str(error)
+            except Exception as error:  # of the library, by an answer that is not Discord's
+                logger.exception("%s: the connection failed", self.name)
+                problem = f"{self.name}: {type(error).__name__}: {error}"
+                if not connected.done():
+                    connected.set_exception(PlatformUnavailable(problem))
+                    return
+            finally:
+                self._client = None
+                self._closing = asyncio.create_task(client.close())
+                await asyncio.shield(self._closing)
+            wait_s = 1.0 if loop.time() - began > _LONGEST_WAIT_S else min(_LONGEST_WAIT_S, wait_s * 2)
+            logger.warning("%s; connecting again in %.0f s", problem, wait_s)
+            await asyncio.sleep(wait_s)
+
+    def _new_client(self, connected: asyncio.Future[None]) -> discord.Client:
+        client = _Client(
+            intents=discord.Intents(guilds=True, guild_messages=True, dm_messages=True), max_messages=None,
+            chunk_guilds_at_startup=False, member_cache_flags=discord.MemberCacheFlags.none(),
+            max_ratelimit_timeout=_LONGEST_RATE_LIMIT_S, connector=self._connector() if self._connector else None,
+            allowed_mentions=discord.AllowedMentions.none(),
+        )  # fmt: skip
+        self._behind, self._readable = True, False
+
+        @client.event
+        async def on_connect() -> None:
+            self._behind = True  # a session that is resumed needs no history: Discord sends what was missed
+            self._session += 1
+            if not connected.done():
+                connected.set_result(None)
+
+        @client.event
+        async def on_ready() -> None:
+            self._behind = self._readable = True
+            self._came.set()
+
+        @client.event
+        async def on_guild_available(guild: discord.Guild) -> None:
+            if client.is_ready():
+                self._behind = self._readable = True
+                self._came.set()
+
+        @client.event
+        async def on_message(message: discord.Message) -> None:
+            if _is_direct(message.channel):
+                self._direct.add(message.channel.id)
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.append(message)
+            else:
+                self._behind = self._readable = True
+            self._came.set()
+
+        return client
+
+    # Messages that come in
+
+    async def _follow(self, deliver: Deliver) -> None:
+        """Deliver what comes; what could not be delivered is tried again."""
+        wait_s = 1.0
+        while True:
+            await self._came.wait()
+            self._came.clear()
+            try:
+                while self._waiting:
+                    await self._take(self._waiting[0], deliver)
+                    self._waiting.popleft()
+                if self._readable and self._client is not None and self._client.is_ready():
+                    await self._read_history(self._client, deliver)
+                wait_s = 1.0
+            except PlatformError as error:
+                logger.warning("%s; trying again in %.0f s", error, wait_s)
+            except Exception:  # of the gateway: the disk is full, perhaps
+                logger.exception("%s: a message was not taken; it is read again", self.name)
+            else:
+                continue
+            self._came.set()
+            await asyncio.sleep(wait_s)
+            wait_s = min(_LONGEST_WAIT_S, wait_s * 2)
+
+    async def _read_history(self, client: discord.Client, deliver: Deliver) -> None:
+        """Deliver what was written while there was no connection. The first time, note where to begin."""
+        session, self._readable = self._session, False
+        channels = [channel for guild in client.guilds for channel in (*guild.channels, *guild.threads)]
+        last = {each.id: each.last_message_id or 0 for each in channels if isinstance(each, discord.abc.Messageable)}
+        if position := int(self._kept.get(_POSITION, 0)):
+            after = max(0, position - _OVERLAP)
+            await self._keep_direct()
+            direct = [int(name.removeprefix(_DIRECT)) for name in self._kept if name.startswith(_DIRECT)]
+            try:
+                for each in direct:
+                    private = client.get_partial_messageable(each, type=discord.ChannelType.private)
+                    await self._read_channel(private, after, deliver)
+                for channel in channels:
+                    if isinstance(channel, discord.abc.Messageable) and last[channel.id] > after:
+                        await self._read_channel(channel, after, deliver)
+            except BaseException:
+                self._readable = True
+                raise
+        else:
+            self._last = max(self._last, *last.values(), 0)
+        missing = any(guild.unavailable for guild in client.guilds)
+        if session == self._session and not self._readable and not missing:
+            self._behind = False
+            await self._advance(self._last, now=True)
+
+    async def _read_channel(self, channel: discord.abc.Messageable, after: int, deliver: Deliver) -> None:
+        try:
+            async with self._failures():
+                async for message in channel.history(limit=None, after=discord.Object(after), oldest_first=True):
+                    await self._take(message, deliver)
+        except PlatformRefused as error:  # the bot may not read there, or the channel is gone
+            logger.info("%s", error)
+
+    async def _take(self, message: discord.Message, deliver: Deliver) -> None:
+        if message.id in self._taken:
+            return
+        await self._keep_direct()
+        if _POSITION not in self._kept:
+            await self._keep(_POSITION, str(message.id - 1))
+        try:
+            incoming = await self._incoming(message)
+        except PlatformUnavailable:
+            raise
+        except Exception:  # of the library: one message must not hold up the others
+            logger.exception("%s: message %s cannot be read, and is passed over", self.name, message.id)
+            incoming = None
+        if incoming is not None:
+            await deliver(incoming)
+        self._taken.append(message.id)
+        await self._advance(message.id, now=incoming is not None)
+
+    async def _keep_direct(self) -> None:
+        """Note the direct channels, before their messages: without the note, nobody knows where to read again."""
+        for channel in list(self._direct):
+            if f"{_DIRECT}{channel}" not in self._kept:
+                await self._keep(f"{_DIRECT}{channel}", "")
+            self._direct.discard(channel)
+
+    async def _advance(self, message_id: int, *, now: bool) -> None:
+        """Note up to where everything is taken."""
+        self._last = max(self._last, message_id)
+        time_s = asyncio.get_running_loop().time()
+        if self._behind or not (now or time_s - self._written_at > _WRITE_EVERY_S):
+            return
+        if self._last > int(self._kept.get(_POSITION, 0)):
+            self._written_at = time_s
+            await self._keep(_POSITION, str(self._last))
+
+    async def _keep(self, name: str, value: str) -> None:
+        if self.notes is not None:
+            await self.notes.write(name, value)
+        self._kept[name] = value
+
+    async def _incoming(self, message: discord.Message) -> Incoming | None:
+        """The message; None for what is not for the bot, or not of a person."""
+        me = self._running().user
+        person = not message.author.bot and message.webhook_id is None
+        spoken = message.type in (discord.MessageType.default, discord.MessageType.reply)
+        direct = _is_direct(message.channel)
+        if me is None or not person or not spoken or not (direct or me in message.mentions):
+            return None
+        address = ChatAddress(self.name, str(message.channel.id), "dm" if direct else "group")
+        text = re.sub(rf"<@!?{me.id}>", "", message.content).strip()
+        files, problem = [], ""
+        for attachment in message.attachments:
+            if attachment.size > _MOST_BYTES:
+                problem = (
+                    f"{attachment.filename} has {attachment.size >> 20} MB; at most {_MOST_BYTES >> 20} are taken."
+                )
+                continue
+            try:
+                async with self._failures():
+                    data = await attachment.read()
+            except PlatformRefused as error:  # a later try would keep the messages after this one waiting
+                problem = f"{attachment.filename} could not be read: {error}"
+            else:
+                media_type = attachment.content_type or "application/octet-stream"
+                files.append(Attachment(attachment.filename, media_type, data))
+        if not text and not message.attachments:
+            problem = "Messages of this kind are not supported; text, images and files are."
+        author = message.author
+        return Incoming(
+            address, str(message.id), str(author.id), text, tuple(files), author.display_name, problem
+        )  # fmt: skip
+
+    # Messages that go out
+
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
+        async with self._failures():
+            chat, reference = self._chat(address), _reference(address, answers)
+            if reference is None:
+                sent = await chat.send(text, nonce=_nonce(key))
+            else:
+                sent = await chat.send(text, nonce=_nonce(key), reference=reference)
+        return str(sent.id)
+
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
+        async with self._failures():
+            await self._chat(address).get_partial_message(int(message_id)).edit(content=text)
+
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
+        async with self._failures():
+            content = discord.File(io.BytesIO(file.data), file.name)
+            sent = await self._chat(address).send(file=content, nonce=_nonce(key))
+        return str(sent.id)
+
+    async def stream_text(self, message: Incoming, text: str) -> None:
+        raise NotImplementedError("this platform gets whole answers")
+
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
+        if typing and self._client is not None:
+            with contextlib.suppress(PlatformError):
+                async with self._failures():
+                    await self._chat(address).typing()
+
+    def _chat(self, address: ChatAddress) -> discord.PartialMessageable:
+        try:
+            return self._running().get_partial_messageable(int(address.chat_id))
+        except ValueError:
+            raise PlatformRefused(f"{self.name}: {address.chat_id!r} is no channel id of Discord") from None
+
+    def _running(self) -> discord.Client:
+        if self._client is None:
+            raise PlatformUnavailable(f"{self.name} is not connected")
+        return self._client
+
+    @contextlib.asynccontextmanager
+    async def _failures(self) -> AsyncIterator[None]:
+        """Turn errors of discord.py into those of platforms."""
+        client = self._client
+        try:
+            yield
+        except discord.LoginFailure:
+            raise PlatformRefused(f"{self.name}: Discord does not know the token") from None
+        except discord.RateLimited as error:
+            raise PlatformUnavailable(f"{self.name}: Discord limits the rate", error.retry_after) from None
+        except discord.HTTPException as error:
+            kind = PlatformUnavailable if error.status == 429 or error.status >= 500 else PlatformRefused
+            raise kind(f"{self.name}: Discord answers {error}") from None
+        except discord.ConnectionClosed as error:
+            kind = PlatformRefused if error.code in _FOR_GOOD else PlatformUnavailable
+            raise kind(f"{self.name}: Discord closed the connection with code {error.code}") from None
+        except (discord.DiscordException, aiohttp.ClientError, OSError, TimeoutError) as error:
+            if isinstance(error, PlatformError):
+                raise
+            raise PlatformUnavailable(f"{self.name}: Discord cannot be reached: {error!r:.200}") from error
+        except RuntimeError as error:
+            if client is None or not client.is_closed():
+                raise
+            raise PlatformUnavailable(f"{self.name} is not connected") from error
+
+
+class _Client(discord.Client):
+    def dispatch(self, event: str, /, *args: object, **kwargs: object) -> None:
+        if not self.is_closed():  # discord.py may say that it is ready after its end, which raises
+            super().dispatch(event, *args, **kwargs)
+
+
+def _is_direct(channel: object) -> bool:
+    if isinstance(channel, discord.PartialMessageable):
+        return channel.type is discord.ChannelType.private
+    return isinstance(channel, discord.DMChannel)
+
+
+def _nonce(key: str) -> str:
+    """For some minutes, Discord takes a message with one nonce once."""
+    return hashlib.sha256(key.encode()).hexdigest()[:25]
+
+
+def _reference(address: ChatAddress, answers: Answers | None) -> discord.MessageReference | None:
+    """In a channel of many, an answer is a reply."""
+    if answers is None or address.chat_type == "dm" or not answers.message_id.isdecimal():
+        return None
+    message, channel = int(answers.message_id), int(address.chat_id)
+    return discord.MessageReference(message_id=message, channel_id=channel, fail_if_not_exists=False)
