@@ -1,7 +1,8 @@
 """A chat completions server whose replies follow from the last message of the user, for tests of the gateway.
 
 `run CMD` calls the terminal, `start CMD` starts CMD in the background and `watch CMD` with a check every second;
-`call TOOL JSON` calls any tool. The answer to a tool's result is `done: RESULT`. `slowly TEXT` streams TEXT a word
+`call TOOL JSON` calls any tool; `ask QUESTION` asks, and `twice QUESTION` asks again after the answer.
+The answer to a tool's result is `done: RESULT`. `slowly TEXT` streams TEXT a word
 every 50 ms. Everything else is answered with `echo N: TEXT`, where N is the number of messages of the user.
 """
 
@@ -74,6 +75,9 @@ class EchoModel:
 
 def _reply(messages: list[Any]) -> tuple[str | None, list[Any], float]:
     last = messages[-1]
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    if last["role"] == "tool" and messages[-3]["role"] == "user" and str(asked[-1]).startswith("twice "):
+        last = {"role": "user", "content": f"ask {asked[-1]} again"}
     if last["role"] == "tool":
         return f"done: {last['content']}", [], 0.0
     said = last["content"]
@@ -89,7 +93,7 @@ def _reply(messages: list[Any]) -> tuple[str | None, list[Any], float]:
         name, _, given = rest.partition(" ")
         function = {"name": name, "arguments": given}
         return None, [{"id": f"call_{len(messages)}", "type": "function", "function": function}], 0.0
-    if word == "ask":
+    if word in ("ask", "twice"):
         function = {"name": "clarify", "arguments": json.dumps({"question": rest})}
         return None, [{"id": f"call_{len(messages)}", "type": "function", "function": function}], 0.0
     if word == "slowly":

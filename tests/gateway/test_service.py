@@ -165,6 +165,25 @@ def test_a_question_of_the_model_is_answered_by_the_next_message(tmp_path):
     asyncio.run(main())
 
 
+def test_a_late_answer_does_not_answer_the_next_question(tmp_path):
+    async def main():
+        config = {**OPEN, "approval_timeout_s": 2.0}
+        async with a_gateway(tmp_path, config, settings=ChatSettings(toolsets=["clarify"])) as scene:
+            assert await scene.ask("twice which colour?") == "which colour?"
+            second = (await scene.platform.receive()).text
+            answer = re.search(r"/answer \w+", second)[0]
+            assert f"write {answer} TEXT" in await scene.ask("blue, to the first one")
+            for wrong in ("/answer", "/answer xxx red", answer):
+                assert "Nothing is answered" in await scene.ask(wrong)
+            assert await scene.ask(f"{answer} red, or blue") == "Answered."
+            assert '"user_response": "red, or blue"' in (await scene.platform.receive()).text
+            assert "no question" in await scene.ask(f"{answer} green")
+            assert await scene.ask("ask which size?") == "which size?"
+            assert '"user_response": "large"' in await scene.ask("large")
+
+    asyncio.run(main())
+
+
 def test_a_stranger_gets_a_code_and_may_write_once_it_is_confirmed(tmp_path):
     async def main():
         async with a_gateway(tmp_path, only("anna")) as scene:

@@ -14,11 +14,12 @@ COMMANDS = {
     "status": "show what runs here and what waits",
     "approve": "CODE [session, always]  allow the command of the question with that code, or all of its kind",
     "deny": "do not allow the command that was asked about",
+    "answer": "CODE TEXT  answer the question with that code, when an earlier one was not answered in time",
 }
 ALIASES = {"reset": "new", "start": "help"}
-AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny"})
+AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny", "answer"})
 """Commands that do not wait for the turn that runs."""
-WITH_WORDS = frozenset({"help", "stop", "approve", "deny"})
+WITH_WORDS = frozenset({"help", "stop", "approve", "deny", "answer"})
 """Commands that may be followed by words; some programs add words to the `/start` that they send by themselves."""
 
 _COMMAND = re.compile(r"/([a-z]+)(?:@\w+)?(?:\s+(.*))?", re.DOTALL)

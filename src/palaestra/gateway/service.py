@@ -61,7 +61,8 @@ _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 @dataclass(slots=True)
 class _Session:
     """A session of this process. `used_at` is monotonic seconds, None before its first message here. `approval`
-    and `question` wait for a person; `approval_code` names the question that `approval` waits for."""
+    and `question` wait for a person; `approval_code` and `question_code` name what they wait for. `unanswered`: the turn
+    asked an earlier question that nobody has answered, so a text may be the answer to that one."""
 
     key: str
     address: ChatAddress
@@ -74,6 +75,8 @@ class _Session:
     approval: asyncio.Future[ApprovalAnswer] | None = None
     approval_code: str = ""
     question: asyncio.Future[str] | None = None
+    question_code: str = ""
+    unanswered: bool = False
 
 
 @dataclass(slots=True)
@@ -216,8 +219,12 @@ class Gateway:
             if (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
                 await self._say(message, await self._do_at_once(command, session))
             return
-        if session.question is not None and command is None:
-            if (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
+        if session.question is not None and command is None and not message.attachments:
+            if session.unanswered:
+                how = f"/answer {session.question_code} TEXT"
+                text = f"An earlier question was not answered in time. To answer the one that waits now, write {how}."
+                await self._answer_now(message, key, text)
+            elif (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
                 _settle(session.question, message.text)
                 if self.platforms[message.address.platform].limits.requests:
                     await self._say(message, "Answered.")
@@ -330,6 +337,8 @@ class Gateway:
         """One message: a command, or a turn of the agent. Records its answers."""
         message = waiting.message
         session.stopped = False
+        if not message.job:
+            session.unanswered = bool(waiting.conversation)  # the earlier gateway may have asked in this turn
         try:
             notes = await self._begin(session, waiting)
             command = None if message.job else commands.parse(message.text)
@@ -553,6 +562,8 @@ class Gateway:
                 return await self._end_processes(session) if command.argument else self._interrupt(session)
             case "status":
                 return await self._status(session)
+            case "answer":
+                return _answer_question(command, session)
             case _:
                 return _approve(command, session)
 
@@ -630,13 +641,19 @@ class Gateway:
             session.approval = None
 
     async def _ask_question(self, session: _Session, question: str, choices: Sequence[str]) -> str | None:
-        """Ask the chat a question of the model; the next message there is the answer."""
+        """Ask the chat a question of the model; the next message there is the answer. After a question that nobody
+        answered in time, an answer must name the question by its code."""
+        code = session.question_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
+        lines = [question, *(f"- {choice}" for choice in choices)]
+        if session.unanswered:
+            lines.append(f"(Answer with /answer {code} TEXT, because an earlier question was not answered.)")
         session.question = asyncio.get_running_loop().create_future()
         try:
-            await self.notify("\n".join([question, *(f"- {choice}" for choice in choices)]), session.address)
+            await self.notify("\n".join(lines), session.address)
             async with asyncio.timeout(self.config.approval_timeout_s):
                 return await session.question
         except TimeoutError:
+            session.unanswered = True
             return None
         finally:
             session.question = None
@@ -691,6 +708,17 @@ def _approve(command: ChatCommand, session: _Session) -> str:
         return f"Nothing is approved. Write /approve {code}, /approve {code} session, /approve {code} always or /deny."
     _settle(session.approval, answer)
     return "Not allowed." if answer is ApprovalAnswer.DENY else "Allowed."
+
+
+def _answer_question(command: ChatCommand, session: _Session) -> str:
+    """Answer the question of the model that a code names."""
+    if session.question is None or session.question.done():
+        return "There is no question to answer in this chat."
+    code, _, text = command.argument.partition(" ")
+    if code.lower() != session.question_code or not text.strip():
+        return f"Nothing is answered. Write /answer {session.question_code} TEXT."
+    _settle(session.question, text.strip())
+    return "Answered."
 
 
 def _settle(future: asyncio.Future[T], value: T) -> None:
