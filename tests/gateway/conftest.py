@@ -15,7 +15,7 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.types import JSON
 from palaestra.gateway.config import GatewayConfig
 from palaestra.gateway.mailbox import Mailbox
-from palaestra.gateway.platform import Platform
+from palaestra.gateway.platform import Incoming, Platform
 from palaestra.gateway.platforms.loopback import Loopback
 from palaestra.gateway.service import Gateway
 from palaestra.inference.config import APIServerConfig
@@ -54,6 +54,21 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def started(platform: Platform) -> AsyncIterator[list[Incoming]]:
+    """Run a platform without a gateway; what it delivers is appended to the list."""
+    arrived: list[Incoming] = []
+
+    async def deliver(message: Incoming) -> None:
+        arrived.append(message)
+
+    await platform.start(deliver)
+    try:
+        yield arrived
+    finally:
+        await platform.stop()
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sqlite3
 import uuid
+from functools import partial
 
 import openai
 import pytest
@@ -18,6 +19,12 @@ from palaestra.tools.registry.build import build_tool_registry
 
 TOOLS = ChatSettings(toolsets=["cronjob"])
 HOME = {"allowed_users": ["*"], "home_channel": {"chat_id": "home", "chat_type": "group"}}
+
+
+def on_a_moved_clock(home):
+    """A clock, and what opens a gateway of `home` on it, again and again."""
+    clock = MovedClock()
+    return clock, partial(a_gateway, home, settings=TOOLS, clock=clock)
 
 
 async def call(scene, chat_id="anna", **arguments):
@@ -39,8 +46,8 @@ async def quiet(scene, chat_id="anna"):
 
 def test_a_job_runs_in_its_session_at_its_times(tmp_path):
     async def main():
-        clock = MovedClock()
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        clock, gateway = on_a_moved_clock(tmp_path)
+        async with gateway() as scene:
             job = await create(scene, prompt="how are you?", name="check", repeat=2)
             assert (job["schedule"], job["runs"], job["state"]) == ("every 10m", 0, "on")
             assert "Scheduled job check (every 10m)" in await scene.ask("/status", "anna")
@@ -61,18 +68,18 @@ def test_a_job_runs_in_its_session_at_its_times(tmp_path):
 
 def test_jobs_survive_a_restart_and_what_was_missed_is_reported_once(tmp_path):
     async def main():
-        clock = MovedClock()
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        clock, gateway = on_a_moved_clock(tmp_path)
+        async with gateway() as scene:
             await create(scene, name="often")
             await create(scene, name="once", schedule="20m", prompt="say once")
         clock.moved_s += 65 * 60  # six times of the one, the other one long ago
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        async with gateway() as scene:
             said = sorted([(await scene.platform.receive("anna", timeout_s=5)).text for _ in range(3)])
             assert said[0].startswith("(Scheduled job often: 5 runs were missed, the last at")
             assert said[1].startswith("(Scheduled job often:)\n\nran")
             assert said[2].startswith("(Scheduled job once: a run was missed")
             assert [each["name"] for each in (await call(scene, action="list"))["jobs"]] == ["often"]
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        async with gateway() as scene:
             await quiet(scene)
 
     asyncio.run(main())
@@ -80,13 +87,13 @@ def test_jobs_survive_a_restart_and_what_was_missed_is_reported_once(tmp_path):
 
 def test_a_run_that_was_begun_before_a_crash_is_answered_once(tmp_path):
     async def main():
-        clock = MovedClock()
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        clock, gateway = on_a_moved_clock(tmp_path)
+        async with gateway() as scene:
             await create(scene, prompt="slowly one two three four five six seven eight nine ten")
             clock.moved_s += 600
             await until(lambda: len(scene.model.requests) == 3)
             runs = len(scene.model.requests)
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        async with gateway() as scene:
             text = (await scene.platform.receive("anna")).text
             assert text.startswith("(Scheduled job")
             await quiet(scene)
@@ -97,8 +104,8 @@ def test_a_run_that_was_begun_before_a_crash_is_answered_once(tmp_path):
 
 def test_a_clock_that_is_set_back_runs_nothing_again(tmp_path):
     async def main():
-        clock = MovedClock()
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        clock, gateway = on_a_moved_clock(tmp_path)
+        async with gateway() as scene:
             await create(scene)
             clock.moved_s += 600
             assert "ran" in (await scene.platform.receive("anna")).text
@@ -114,9 +121,9 @@ def test_a_clock_that_is_set_back_runs_nothing_again(tmp_path):
 
 def test_a_run_is_skipped_while_the_earlier_one_is_not_finished(tmp_path):
     async def main():
-        clock = MovedClock()
+        clock, gateway = on_a_moved_clock(tmp_path)
         words = " ".join("word" for _ in range(60))
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        async with gateway() as scene:
             await create(scene, prompt=f"slowly {words}", schedule="every 1m")
             clock.moved_s += 60
             await until(lambda: len(scene.model.requests) == 3)
@@ -129,8 +136,8 @@ def test_a_run_is_skipped_while_the_earlier_one_is_not_finished(tmp_path):
 
 def test_jobs_are_changed_paused_run_and_removed_by_their_chat_only(tmp_path):
     async def main():
-        clock = MovedClock()
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        clock, gateway = on_a_moved_clock(tmp_path)
+        async with gateway() as scene:
             job = (await create(scene))["job_id"]
             for action in ("update", "pause", "resume", "remove", "run"):
                 assert "no job" in (await call(scene, "bert", action=action, job_id=job))["error"]
@@ -169,8 +176,8 @@ def test_what_cannot_be_a_job_is_refused(tmp_path):
 
 def test_the_answer_goes_where_the_job_says(tmp_path):
     async def main():
-        clock = MovedClock()
-        async with a_gateway(tmp_path, {"platforms": {"loopback": HOME}}, settings=TOOLS, clock=clock) as scene:
+        clock, gateway = on_a_moved_clock(tmp_path)
+        async with gateway({"platforms": {"loopback": HOME}}) as scene:
             await create(scene, prompt="say to home", schedule="1m", deliver="loopback")
             await create(scene, prompt="say to nobody", schedule="1m", deliver="local")
             clock.moved_s += 60
@@ -183,16 +190,16 @@ def test_the_answer_goes_where_the_job_says(tmp_path):
 
 def test_a_person_who_may_no_longer_write_or_has_used_up_the_cost_starts_no_runs(tmp_path):
     async def main():
-        clock = MovedClock()
-        async with a_gateway(tmp_path, settings=TOOLS, clock=clock) as scene:
+        clock, gateway = on_a_moved_clock(tmp_path)
+        async with gateway() as scene:
             await create(scene)
         clock.moved_s += 600
         nobody = {"platforms": {"loopback": {"allowed_users": []}}}
-        async with a_gateway(tmp_path, nobody, settings=TOOLS, clock=clock) as scene:
+        async with gateway(nobody) as scene:
             assert "may no longer write" in (await scene.platform.receive("anna")).text
         clock.moved_s += 600
         priced = ChatSettings(toolsets=["cronjob"], prices=Prices(prompt=1e4, completion=0))
-        async with a_gateway(tmp_path, {**OPEN, "limits": {"cost_per_day": 1}}, settings=priced, clock=clock) as scene:
+        async with gateway({**OPEN, "limits": {"cost_per_day": 1}}, settings=priced) as scene:
             assert "ran" in (await scene.platform.receive("anna")).text
             clock.moved_s += 600
             assert "$1.00" in (await scene.platform.receive("anna")).text

@@ -61,8 +61,8 @@ _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 @dataclass(slots=True)
 class _Session:
     """A session of this process. `used_at` is monotonic seconds, None before its first message here. `approval`
-    and `question` wait for a person; `approval_code` and `question_code` name what they wait for. `unanswered`: the turn
-    asked an earlier question that nobody has answered, so a text may be the answer to that one."""
+    and `question` wait for a person; `approval_code` and `question_code` name what they wait for. `unanswered`: the
+    turn asked an earlier question that nobody has answered, so a text may be the answer to that one."""
 
     key: str
     address: ChatAddress

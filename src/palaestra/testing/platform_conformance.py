@@ -65,6 +65,11 @@ class PlatformConformance(ABC):
         """Make the platform's server unreachable."""
         pytest.skip("the platform's tests do not say how its server becomes unreachable")
 
+    async def limit_rate(self) -> float:
+        """Make the platform's server refuse messages because there were too many; returns the seconds to wait that it
+        names."""
+        pytest.skip("the platform's tests do not say how its server limits the rate")
+
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         """The address of a chat that does not exist."""
         pytest.skip("the platform has no chats that do not exist")
@@ -187,6 +192,15 @@ class PlatformConformance(ABC):
             await self.break_connection()
             with pytest.raises(PlatformUnavailable):
                 await platform.send_text(address, "lost?", key="k")
+
+        self.run(body)
+
+    def test_a_rate_limit_says_when_to_try_again(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            address, wait_s = await self.chat(arrived), await self.limit_rate()
+            with pytest.raises(PlatformUnavailable) as caught:
+                await platform.send_text(address, "too many", key="k")
+            assert caught.value.retry_after_s == wait_s
 
         self.run(body)
 

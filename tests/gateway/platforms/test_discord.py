@@ -5,12 +5,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.conftest import a_gateway, until
+from gateway.conftest import a_gateway, started, until
 from gateway.discord_api import ANNA, BOT, DM, EPOCH_MS, GENERAL, QUIET, DiscordAPI
 from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
 from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.mailbox import Mailbox
-from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incoming, Platform
+from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Platform
 from palaestra.gateway.platforms.discord import Discord
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -58,6 +58,10 @@ class TestDiscord(PlatformConformance):
     async def break_connection(self) -> None:
         self.api.failing = 503
 
+    async def limit_rate(self) -> float:
+        self.api.failing = 429
+        return 65
+
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         return ChatAddress(address.platform, "999")
 
@@ -65,18 +69,12 @@ class TestDiscord(PlatformConformance):
 @asynccontextmanager
 async def connected(api: DiscordAPI, path):
     """A platform with a mailbox, and what it delivers."""
-    mailbox, arrived = Mailbox(path), list[Incoming]()
-    platform = discord(api)
+    mailbox, platform = Mailbox(path), discord(api)
     platform.notes = mailbox.notes("discord")
-
-    async def deliver(message):
-        arrived.append(message)
-
     try:
-        await platform.start(deliver)
-        yield platform, arrived
+        async with started(platform) as arrived:
+            yield platform, arrived
     finally:
-        await platform.stop()
         await mailbox.aclose()
 
 
@@ -176,18 +174,6 @@ def test_a_text_that_is_sent_twice_within_minutes_is_seen_once(tmp_path):
             for key in ("a" * 30, "a" * 30, "b"):
                 await platform.send_text(ChatAddress("discord", DM), f"text {key[0]}", key=key)
             assert [each["content"] for each in api.sent] == ["text a", "text b"]
-
-    asyncio.run(main())
-
-
-def test_a_rate_limit_says_when_to_try_again(tmp_path):
-    async def main():
-        api = DiscordAPI()
-        async with api.serving(), connected(api, tmp_path / "db") as (platform, _):
-            api.failing = 429
-            with pytest.raises(PlatformUnavailable) as caught:
-                await platform.send_text(ChatAddress("discord", DM), "x", key="k")
-            assert caught.value.retry_after_s == 65
 
     asyncio.run(main())
 

@@ -5,12 +5,12 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from gateway.conftest import until
+from gateway.conftest import started, until
 from gateway.slack_api import APP_TOKEN, TOKEN, SlackAPI
-from palaestra.core.errors import ConfigError, PlatformUnavailable
+from palaestra.core.errors import ConfigError
 from palaestra.core.io.http_server import listening
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.gateway.platforms.slack import Slack
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -50,20 +50,18 @@ class TestSlack(PlatformConformance):
     async def break_connection(self) -> None:
         self.api.failing = 503
 
+    async def limit_rate(self) -> float:
+        self.api.failing = 429
+        return 4
+
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         return ChatAddress(address.platform, "D9")
 
 
 def test_the_bot_answers_in_the_thread_of_a_mention_and_passes_over_what_is_not_for_it():
     async def main():
-        api, arrived = SlackAPI(), list[Incoming]()
-
-        async def deliver(message):
-            arrived.append(message)
-
-        async with api.serving():
-            platform = slack(api.url)
-            await platform.start(deliver)
+        api = SlackAPI()
+        async with api.serving(), started(slack(api.url)) as arrived:
             await api.write(text="not for the bot", channel="C1", channel_type="channel")
             await api.write(text="of a bot", bot_id="B2")
             await api.write(text="edited", subtype="message_changed")
@@ -74,17 +72,13 @@ def test_the_bot_answers_in_the_thread_of_a_mention_and_passes_over_what_is_not_
             (message,) = arrived
             assert message.text == "a <b>"
             assert message.address == ChatAddress("slack", "C1", "group", "5.5")
-            await platform.stop()
 
     asyncio.run(main())
 
 
 def test_a_file_from_elsewhere_does_not_get_the_token():
     async def main():
-        api, arrived, asked = SlackAPI(), list[Incoming](), list[str | None]()
-
-        async def deliver(message):
-            arrived.append(message)
+        api, asked = SlackAPI(), list[str | None]()
 
         async def elsewhere(request):
             asked.append(request.headers.get("Authorization"))
@@ -92,31 +86,13 @@ def test_a_file_from_elsewhere_does_not_get_the_token():
 
         app = web.Application()
         app.router.add_get("/file", elsewhere)
-        async with api.serving(), listening(app, "127.0.0.1", 0) as url:
-            platform = slack(api.url)
-            await platform.start(deliver)
+        async with api.serving(), listening(app, "127.0.0.1", 0) as url, started(slack(api.url)) as arrived:
             shared = {"name": "a.txt", "size": 4, "is_external": True, "url_private": f"{url}/file"}
             await api.write(text="look", subtype="file_share", files=[shared])
             await until(lambda: bool(arrived))
             assert not asked
             assert not arrived[0].attachments
             assert "a.txt" in arrived[0].problem
-            await platform.stop()
-
-    asyncio.run(main())
-
-
-def test_a_rate_limit_says_when_to_try_again():
-    async def main():
-        api = SlackAPI()
-        async with api.serving():
-            platform = slack(api.url)
-            await platform.start(None)
-            api.failing = 429
-            with pytest.raises(PlatformUnavailable) as caught:
-                await platform.send_text(ChatAddress("slack", "D1"), "x", key="k")
-            assert caught.value.retry_after_s == 4
-            await platform.stop()
 
     asyncio.run(main())
 

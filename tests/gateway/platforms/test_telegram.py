@@ -4,11 +4,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.conftest import a_gateway, until
+from gateway.conftest import a_gateway, started, until
 from gateway.telegram_api import CHAT, TOKEN, TelegramAPI
-from palaestra.core.errors import ConfigError, PlatformUnavailable
+from palaestra.core.errors import ConfigError
 from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
+from palaestra.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.gateway.platforms.telegram import Telegram
 from palaestra.testing.platform_conformance import PlatformConformance
 
@@ -47,42 +47,24 @@ class TestTelegram(PlatformConformance):
     async def break_connection(self) -> None:
         self.api.failing = 502
 
+    async def limit_rate(self) -> float:
+        self.api.failing = 429
+        return 3
+
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         return ChatAddress(address.platform, "999")
 
 
 def test_a_file_that_cannot_be_read_keeps_no_message_waiting():
     async def main():
-        api, arrived = TelegramAPI(), list[Incoming]()
-
-        async def deliver(message):
-            arrived.append(message)
-
-        async with api.serving():
-            platform = telegram(api.url)
-            await platform.start(deliver)
+        api = TelegramAPI()
+        async with api.serving(), started(telegram(api.url)) as arrived:
             api.write(document={"file_id": "gone", "file_unique_id": "gone", "file_name": "a.txt"})
             api.write(text="after it")
             await until(lambda: len(arrived) > 1)
-            await platform.stop()
         assert "a.txt" in arrived[0].problem
         assert not arrived[0].attachments
         assert arrived[1].text == "after it"
-
-    asyncio.run(main())
-
-
-def test_a_rate_limit_says_when_to_try_again():
-    async def main():
-        api = TelegramAPI()
-        async with api.serving():
-            platform = telegram(api.url)
-            await platform.start(None)
-            api.failing = 429
-            with pytest.raises(PlatformUnavailable) as caught:
-                await platform.send_text(ChatAddress("telegram", str(CHAT)), "x", key="k")
-            assert caught.value.retry_after_s == 3
-            await platform.stop()
 
     asyncio.run(main())
 
