@@ -120,6 +120,56 @@ def test_a_page_may_not_ask_a_server_without_token(start: Start, path: str, sent
     start(scenario, None)
 
 
+EXPECTING = "\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\nExpect: "
+
+
+@BOTH
+@pytest.mark.parametrize("sent", ["", "\r\nAuthorization: Bearer wrong"])
+@pytest.mark.parametrize("expected", ["100-continue", "anything"])
+def test_nobody_without_the_token_is_asked_for_a_body(start: Start, path: str, sent: str, expected: str) -> None:
+    async def scenario(url: str) -> None:
+        assert b" 401 " in await _raw(url, f"POST {path} HTTP/1.1{EXPECTING}{expected}{sent}")
+        right = "\r\nAuthorization: Bearer right"
+        if expected == "100-continue":
+            assert b" 100 " in await _raw(url, f"POST {path} HTTP/1.1{EXPECTING}{expected}{right}")
+        assert b" 401 " in await _raw(url, f"POST /nothing HTTP/1.1{EXPECTING}{expected}{sent}")
+
+    start(scenario, "right")
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list", "/register", "/register-env"])
+@pytest.mark.parametrize(
+    ("head", "tail"), [(b"", b""), (b'{"zzz":', b"}"), (b'[{"zzz":', b"}]")], ids=["bare", "member", "list"]
+)
+def test_a_body_of_any_depth_is_a_wrong_request(path: str, head: bytes, tail: bytes) -> None:
+    async def scenario(url: str) -> None:
+        headers = {"Content-Type": "application/json"}
+        body = head + DEEP + tail
+        async with aiohttp.ClientSession() as session, session.post(url + path, data=body, headers=headers) as reply:
+            assert reply.status == 422
+
+    with_trajectory_server(scenario, None)
+
+
+@BOTH
+def test_two_lengths_and_upgrades_open_nothing(start: Start, path: str) -> None:
+    """A second request in the body of one that is refused is never answered by its own right."""
+    inner = b"GET /status HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer right\r\n\r\n"
+
+    async def scenario(url: str) -> None:
+        both = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5"
+        assert b" 400 " in await _raw(url, both, b"0\r\n\r\n" + inner)
+        upgrade = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x"
+        assert b" 401 " in await _raw(url, upgrade, b"x" * 1000)
+        assert b" 401 " in await _raw(url, f"POST //{path}?x=/health HTTP/1.1\r\nHost: x\r\nContent-Length: 9")
+        assert b" 40" in await _raw(url, f"GET /%2e%2e/health/..{path} HTTP/1.1\r\nHost: x")
+
+    start(scenario, "right")
+
+
 def test_only_json_is_a_body_of_the_trajectory_server() -> None:
     async def scenario(url: str) -> None:
         async with aiohttp.ClientSession() as session:

@@ -129,6 +129,20 @@ def test_the_key_is_checked_before_the_body() -> None:
     attack(run, "hi")
 
 
+def test_nobody_without_the_key_is_asked_for_a_body() -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        host, port = here.url.split("/")[2].split(":")
+        path = here.openai_url.split("/", 3)[3]
+        for key, answer in ((there.key, b" 401 "), (here.key, b" 100 ")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue"
+            writer.write(f"{head}\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+            assert answer in await asyncio.wait_for(reader.readline(), 10)
+            writer.close()
+
+    attack(run)
+
+
 def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "MAX_BODY_BYTES", 1000)
 

@@ -2,7 +2,7 @@
 
 Every server of the project listens through this. It bounds connections, the time until a request has begun, and the
 time that its body may take. Invariants: a server beyond the loopback has a token, a caller is checked before its body
-is read (`guard`), and a token is compared in constant time.
+is read or asked for (`guard`, `invite_body`), and a token is compared in constant time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
+from multidict import CIMultiDictProxy
 
 from palaestra.core.errors import ConfigError
 
 MOST_CONNECTIONS = 4096
 HEAD_S, BODY_S = 30.0, 300.0
 """Seconds until a connection has sent the head of its first request, and until a request has sent its body."""
+
+_EXPECTED = "X-Palaestra-Expected"
+"""Under this name the header `Expect` is kept, because aiohttp answers it before any check of the caller."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -79,6 +83,7 @@ def guard(
         refused = None if request.path in open_paths else refusal(token, headers)
         if refused is None:
             if request.can_read_body:
+                await invite_body(request)
                 await _read_body(request)
             return await handler(request)
         status, reason = refused
@@ -133,6 +138,13 @@ async def listening(
         await runner.cleanup()
 
 
+async def invite_body(request: web.Request) -> None:
+    """Ask a caller that waits with its body (`Expect: 100-continue`) to send it. Does nothing for others."""
+    if request.headers.get(_EXPECTED, "").lower() == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the length of the response, which has not begun
+
+
 async def _read_body(request: web.Request) -> None:
     """Read a body, which the request keeps. Raises `HTTPRequestTimeout` if it does not arrive in `BODY_S` seconds."""
     try:
@@ -148,6 +160,23 @@ class _Runner(web.AppRunner):
     def __init__(self, app: web.Application, **settings: Any) -> None:
         super().__init__(app, **settings)
         self._silent: set[web.RequestHandler] = set()  # connections that have not begun a request
+
+    async def _make_server(self) -> web.Server:
+        """The server, whose requests have `_EXPECTED`."""
+        server = await super()._make_server()
+        make = server.request_factory
+
+        def make_request(message: Any, *rest: Any) -> Any:
+            expected = message.headers.get(hdrs.EXPECT)
+            if expected is None:
+                return make(message, *rest)
+            headers = message.headers.copy()
+            del headers[hdrs.EXPECT]
+            headers[_EXPECTED] = expected
+            return make(message._replace(headers=CIMultiDictProxy(headers)), *rest)
+
+        server.request_factory = make_request
+        return server
 
     @property
     def server(self) -> Any:

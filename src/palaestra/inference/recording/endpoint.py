@@ -29,7 +29,7 @@ from typing import Protocol, Self
 import msgspec
 from aiohttp import web
 
-from palaestra.core.io.http_server import BODY_S, listening
+from palaestra.core.io.http_server import BODY_S, invite_body, listening
 from palaestra.core.io.threads import OneThread
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
@@ -299,6 +299,7 @@ async def _answer_tools(request: web.Request, tools: ToolService, conversations:
 async def _raw(request: web.Request, most_bytes: int) -> bytes:
     """The body of a request. Raises `Refusal`."""
     try:
+        await invite_body(request)
         async with asyncio.timeout(BODY_S):
             return await request.clone(client_max_size=most_bytes).read()
     except TimeoutError:

@@ -130,7 +130,7 @@ def read(body: bytes, shape: type[T]) -> T:
     except msgspec.ValidationError as error:
         place = re.search(r"`\$\.?([^`]*)`$", str(error)) or re.search(r"field `([^`]*)`", str(error))
         raise RequestRefusal(422, str(error), field=place[1] if place else None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRefusal(422, f"the body is not JSON: {error}") from None
 
 

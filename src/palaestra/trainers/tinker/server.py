@@ -386,7 +386,7 @@ async def _read(request: web.Request, kind: type[_Model]) -> _Model:
 async def _json(request: web.Request) -> dict[str, JSON]:
     try:
         body = msgspec.json.decode(await request.read() or b"{}")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"The body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise UserError("The body is not a JSON object.")
