@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from collections.abc import Callable
+from urllib.parse import quote
+
 import pytest
 
+from palaestra.core import redaction
+from palaestra.core.config import sent_secret
 from palaestra.core.errors import EngineRefused, PrepareError
 from palaestra.core.exits import report_failure
-from palaestra.core.redaction import redacted, redacted_arguments
+from palaestra.core.io.process_arguments import hide
+from palaestra.core.redaction import HIDDEN, redacted, redacted_arguments
+from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 
@@ -116,6 +125,10 @@ def test_further_places_of_secrets(text: str) -> None:
         "see https://example.org/a@b and https://example.org/x?page=2",
         "the authorization failed",
         "KeyError: 'something'",
+        "set --openai.api_key or pass --token FILE",
+        "the token 4096 of 8192; the secret is safe; password protected",
+        "req_011CSHoEeqs5C35K2UUqR7Fy chatcmpl-9aB8cD7eF6gH5iJ4kL3mN2oP1q",
+        "sorted(rows, key=len)",
     ],
 )
 def test_ordinary_text_stays(text: str) -> None:
@@ -126,3 +139,86 @@ def test_ordinary_text_stays(text: str) -> None:
 @pytest.mark.parametrize("text", ["x-" * 20_000 + "key", "a_" * 20_000, "//" * 20_000, "aK" * 20_000])
 def test_a_long_text_is_redacted_in_time(text: str) -> None:
     assert redacted(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"error": json.dumps({"api_key": SECRET})}),
+        json.dumps({"a": json.dumps({"error": json.dumps({"token": f"{SECRET}"})})}),
+        f"the command tool --api-key {SECRET} --port 80 failed",
+        f"machine example.org\n  login me\n  password {SECRET}\n",
+        f"PGPASSWORD={SECRET} psql",
+        f'password: "{SECRET} with blanks {SECRET}"',
+        f"<password>{SECRET}</password>",
+        "https://example.org/?next=" + quote(f"https://x/?api_key={SECRET}"),
+        quote(f"https://user:{SECRET}@host/x", safe=""),
+        repr(("api_key", SECRET)),
+        f"api_key => {SECRET}",
+        f"curl -u user:{SECRET} https://example.org",
+    ],
+)
+def test_secrets_in_texts_of_programs(text: str) -> None:
+    assert SECRET not in redacted(text)
+
+
+@pytest.mark.parametrize("text", ["password=abc12", '{"password": "abc12"}', "{'api_key': 'abc12'}"])
+def test_short_values_of_names_that_only_secrets_have(text: str) -> None:
+    assert "abc12" not in redacted(text)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(f"{prefix}{'a1B2' * 8}" for prefix in ("gsk_", "xai-", "tml-", "nvapi-", "tvly-", "r8_", "zzz-")),
+        f"https://api.telegram.org/bot123456789:{'x' * 35}/sendMessage",
+        "https://hooks.slack.com/services/T0/B0/" + "x" * 24,
+    ],
+)
+def test_keys_of_other_services_by_their_shape(key: str) -> None:
+    assert redacted(f"refused: {key} is wrong") not in f"refused: {key} is wrong"
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A secret without a known shape that Palaestra was given."""
+    monkeypatch.setattr(redaction, "_known", {})
+    monkeypatch.setattr(redaction, "_known_pattern", None)
+    return 'swordfish/and"more'
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda secret: secret,
+        lambda secret: quote(secret, safe=""),
+        lambda secret: json.dumps({"said": f"no: {secret}!"}),
+        lambda secret: base64.b64encode(f"user:{secret}".encode()).decode(),
+        lambda secret: base64.urlsafe_b64encode(f"me:{secret}".encode()).decode(),
+        lambda secret: secret.encode().hex(),
+        lambda secret: repr(ValueError(secret)),
+        lambda secret: f"no: {secret}"[:17],
+    ],
+    ids=["plain", "address", "json", "base64", "base64-url", "hex", "exception", "cut-off"],
+)
+@pytest.mark.parametrize("way", ["setting", "header", "argument", "variable"])
+def test_a_secret_that_was_given_is_hidden_in_every_form(given: str, written: Callable[[str], str], way: str) -> None:
+    before = written(given)
+    assert redacted(before) == before
+    if way == "setting":
+        APIServerConfig(api_key=given)
+    elif way == "header":
+        sent_secret(given, "the token")
+    elif way == "argument":
+        hide(given)
+    else:
+        MCPServerConfig(command="tool", env={"SERVICE_TOKEN": given, "MODE": "fast-and-wide"})
+        assert redacted("fast-and-wide") == "fast-and-wide"
+    assert HIDDEN in redacted(before)
+    assert "swordfish/an" not in redacted(before)
+
+
+def test_short_secrets_are_words_and_words_are_no_secrets(given: str) -> None:
+    APIServerConfig(api_key="k3y-1")
+    APIServerConfig(api_key="EMPTY")
+    assert redacted("k3y-1 ak3y-1 EMPTY") == f"{HIDDEN} ak3y-1 EMPTY"

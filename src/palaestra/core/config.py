@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.redaction import remember
 from palaestra.core.types import JSON
 
 T = TypeVar("T")
@@ -57,6 +58,10 @@ class Settings(BaseModel):
                 super().__init__(**values)
             except ValidationError as error:
                 raise ConfigError(_explain(error, type(self), {}, {})) from error
+            for name in filter(is_secret, type(self).model_fields):
+                value = getattr(self, name)
+                for secret in value.values() if isinstance(value, Mapping) else (value,):
+                    remember(secret if isinstance(secret, str) else None)
 
     def recorded(self) -> dict[str, JSON]:
         """All values as JSON, for the record; an object that JSON cannot hold becomes the name of its type."""
@@ -102,6 +107,7 @@ def sent_secret(text: str | None, name: str) -> str | None:
     secret = (text or "").strip()
     if not secret.isprintable():
         raise ConfigError(f"{name} holds a control character, a new line perhaps: no header can carry it.")
+    remember(secret)
     return secret or None
 
 

@@ -1,49 +1,132 @@
 """Replaces secrets in text that is written or shown: keys in addresses, headers, arguments and messages. Does no I/O.
 
-It knows secrets by their place (user and key parts of an address, `Bearer …`, `--api-key …`, `token=…`) and by the
-shapes of well-known keys; a secret that looks like an ordinary word cannot be found. For settings and error texts: what
+It knows the secrets that Palaestra was given (`remember`), and others by their place (user and key parts of an address,
+`Bearer …`, `--api-key …`, `token=…`) and by the shapes of well-known keys; another secret that looks like an ordinary
+word cannot be found. For settings and error texts: what
 models and tools wrote is data and stays as it is.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
 HIDDEN = "(hidden)"
 
-_NAMES = (
-    r"(?:[a-z0-9]+[-_])*(?:api[-_]?keys?|apikey|auth|authorization|credentials?|key|pass(?:wd|word|phrase)|private[-_]?key"
-    r"|pwd|secret|sig|signature|token)|_?(?-i:[A-Za-z][A-Za-z0-9]{0,40}(?:Key|Token|Secret|Password|Signature))"
+_STRONG = (
+    r"(?:[a-z0-9]+[-_])*(?:api[-_]?keys?|apikey|credentials?|pass(?:wd|word|phrase)|private[-_]?key|pwd|secret|token)"
+    r"|_?(?-i:[A-Za-z][A-Za-z0-9]{0,40}(?:Key|Token|Secret|Password|Signature)"
+    r"|[A-Z][A-Z0-9]{0,40}(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD))"
 )
+"""Names whose values are secrets of any length."""
+_NAMES = rf"(?:[a-z0-9]+[-_])*(?:auth|authorization|key|sig|signature)|{_STRONG}"
+"""The same, with names whose values are secrets if they are long."""
+_PLAIN = r"(?:(?=[^\s\"'<>]*\d)(?=[^\s\"'<>]*[A-Za-z])[^\s\"'<>,;)\]}`-][^\s\"'<>,;)\]}`]{5,})"
+"""A word with letters and digits: what follows a name after a blank, where most words are no secrets."""
+
 _USER = re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/\"'<>]+@", re.IGNORECASE)
 _USER_OF_NPM = re.compile(r"(?P<kept>(?<![:/])//)[^\s/@:\"'<>]+:[^\s/\"'<>]+@")
+_USER_ENCODED = re.compile(r"(?P<kept>%3A(?:%2F|/){2})[^\s/\"'<>&]+?(?=%40)", re.IGNORECASE)
 _QUERY = re.compile(rf"(?P<kept>[?&;](?:{_NAMES})=)[^\s&#\"'<>]+", re.IGNORECASE)
-_HEADER = re.compile(r"(?P<kept>\b(?:authorization|cookie)[\"']?\s*:\s*[\"']?)[^\r\n\"']{6,}", re.IGNORECASE)
-_ASSIGNED = re.compile(
-    rf"(?P<kept>(?<![\w-])(?:--?)?(?:{_NAMES})(?:[:=]|[ \t]+=)\s*[\"']?)(?!\()[^\s\"'&,;}}\]]{{6,}}", re.IGNORECASE
+_QUERY_ENCODED = re.compile(
+    rf"(?P<kept>%(?:3F|26|23|3B)(?:{_NAMES})%3D)(?:(?!%(?:26|23|3B))[^\s&#\"'<>])+", re.IGNORECASE
 )
-_QUOTED = re.compile(rf"(?P<kept>(?P<quote>[\"'])(?:{_NAMES})(?P=quote)\s*:\s*b?[\"'])[^\"']{{6,}}", re.IGNORECASE)
-"""A member of an object in JSON, or in a dict of Python."""
+_HEADER = re.compile(r"(?P<kept>\b(?:authorization|cookie)\\*[\"']?\s*:\s*\\*[\"']?)[^\r\n\"']{6,}", re.IGNORECASE)
+_PHRASE = re.compile(
+    rf"(?P<kept>(?<![\w-])(?:--?)?(?:{_STRONG})\s{{0,8}}[:=]>?\s{{0,8}}(?P<quote>[\"']))(?:(?!(?P=quote)).)+",
+    re.IGNORECASE,
+)
+_ASSIGNED = re.compile(
+    rf"(?P<kept>(?<![\w-])(?:--?)?(?:(?:{_NAMES})(?:[:=]|[ \t]+=)>?\s*[\"']?(?!\()(?=[^\s\"'&,;}}\]]{{6}})"
+    rf"|(?:{_STRONG})=))(?!\()[^\s\"'&,;}}\]]+",
+    re.IGNORECASE,
+)
+_FOLLOWING = re.compile(
+    rf"(?P<kept>(?<![\w-])(?:--(?:{_NAMES})|(?:password|passwd|secret|token))\s+){_PLAIN}", re.IGNORECASE
+)
+"""The value after a flag, or after the word of a netrc file."""
+_QUOTED = re.compile(
+    rf"(?P<kept>(?P<quote>\\*[\"'])(?:{_STRONG})(?P=quote)\s*:\s*b?\\*[\"']|\(b?(?P<quoted>[\"'])(?:{_STRONG})(?P=quoted)"
+    rf",\s*b?[\"']|(?P<other>\\*[\"'])(?:{_NAMES})(?P=other)\s*:\s*b?\\*[\"'](?=[^\"']{{6}}))[^\"'\\]+"
+    r"(?:\\+[^\"'\\]+)*",
+    re.IGNORECASE,
+)
+"""A member of an object in JSON, also in a string of JSON, or in a dict of Python; a header as a tuple."""
+_ELEMENT = re.compile(rf"(?P<kept><(?:{_STRONG})>)[^<]+", re.IGNORECASE)
 _BEARER = re.compile(r"(?P<kept>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
+_LOGIN = re.compile(r"(?P<kept>(?<![\w/-])-u\s+[^\s:]+:)[^\s\"']+")
+_PATTERNS = (
+    *(_QUERY, _QUERY_ENCODED, _HEADER, _BEARER, _QUOTED, _PHRASE, _ASSIGNED),
+    *(_FOLLOWING, _ELEMENT, _LOGIN),
+)
 _SHAPES = re.compile(
     r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
     r"|\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}|\bAKIA[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bnpm_[A-Za-z0-9]{30,}"
     r"|\bASIA[A-Z0-9]{16}\b|\bya29\.[\w-]{20,}|\bpypi-[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
+    r"|\bSG\.[\w-]{10,}\.[\w-]{20,}|(?<=/bot)\d{6,12}:[\w-]{30,}|\b\d{6,12}:AA[\w-]{30,}|(?<=hooks\.slack\.com/services/)\S+"
+    r"|\b(?!(?:req|msg|call|toolu|chatcmpl|resp|file|run|rollout|batch)[-_])[a-z][a-z0-9]{1,9}[-_]"
+    r"(?=[A-Za-z]{0,60}\d)(?=[a-z0-9]{0,60}[A-Z])(?=[A-Z0-9]{0,60}[a-z])[A-Za-z0-9]{20,200}\b"
 )
+"""Well-known keys; last, a short prefix with a long word of digits, small and capital letters."""
+
+_MOST_KNOWN = 256
+_known: dict[str, None] = {}
+_known_pattern: re.Pattern[str] | None = None
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _FLAG = re.compile(rf"--?(?:{_NAMES})", re.IGNORECASE)
+_NAME = re.compile(_NAMES, re.IGNORECASE)
+
+
+def remember(secret: str | None) -> None:
+    """Hide this secret in every text from now on, also encoded or cut off. Not hidden are secrets of less than four
+    characters, short ones that are words (`EMPTY`), and all but the latest 256."""
+    global _known_pattern
+    if not secret or len(secret) < 4 or secret in _known or (len(secret) < 8 and secret.isalpha()):
+        return
+    _known[secret] = None
+    while len(_known) > _MOST_KNOWN:
+        del _known[next(iter(_known))]
+    _known_pattern = re.compile("|".join(form for each in _known for form in _forms(each)))
+
+
+def remember_named(values: Mapping[str, str]) -> None:
+    """`remember` the values whose names are those of secrets, such as headers and variables."""
+    for name, value in values.items():
+        if _NAME.fullmatch(name):
+            remember(value.rpartition(" ")[2])
+
+
+def _forms(secret: str) -> list[str]:
+    """Patterns of a secret as it may appear: as it is, its first half, in an address, in JSON, in base64, in hex."""
+    if len(secret) < 8:  # short ones are words
+        return [rf"(?<![\w-]){re.escape(secret)}(?![\w-])"]
+    data = secret.encode("utf-8", "surrogateescape")
+    found = [secret, quote(data, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1], data.hex()]
+    for skipped, before in ((0, 0), (2, 1), (3, 2)):  # it begins at any byte of a group of three
+        for altchars in (b"+/", b"-_"):
+            text = base64.b64encode(bytes(before) + data, altchars).decode()
+            found.append(text[skipped : (before + len(data)) * 8 // 6])
+    patterns = [re.escape(each) for each in sorted(set(found), key=len, reverse=True)]
+    head = secret[: max(12, len(secret) // 2)]
+    return [*patterns, re.escape(head) + r"[\w.-]*"] if len(head) < len(secret) else patterns
 
 
 def redacted(text: str, *known: str | None) -> str:
-    """The text without secrets: those known by their place or shape, and the `known` ones, wherever they are."""
+    """The text without secrets: those known by their place or shape, and the `known` and remembered ones, wherever they
+    are."""
     for secret in known:
         if secret and len(secret) > 3:
-            text = text.replace(secret, HIDDEN)
+            text = re.sub("|".join(_forms(secret)), HIDDEN, text)
+    if _known_pattern is not None:
+        text = _known_pattern.sub(HIDDEN, text)
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     for user in (_USER, _USER_OF_NPM):
         text = user.sub(rf"\g<kept>{HIDDEN}@", text)
-    for pattern in (_QUERY, _HEADER, _BEARER, _QUOTED, _ASSIGNED):
+    text = _USER_ENCODED.sub(rf"\g<kept>{HIDDEN}", text)
+    for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<kept>{HIDDEN}", text)
     return _SHAPES.sub(HIDDEN, text)
 

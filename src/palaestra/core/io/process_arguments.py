@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 
+from palaestra.core.redaction import remember
+
 
 def hide(secret: str) -> None:
-    """Overwrite a secret among the arguments. Other users could read it before this call. Does nothing where the
-    system has no `/proc`."""
+    """Overwrite a secret among the arguments, and `remember` it. Other users could read it before this call. Overwrites
+    nothing where the system has no `/proc`."""
+    remember(secret)
     wanted = secret.encode("utf-8", "surrogateescape")
     try:
         with open("/proc/self/stat", "rb") as file:

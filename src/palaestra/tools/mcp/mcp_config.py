@@ -20,7 +20,7 @@ from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
 from palaestra.core.config import Settings, read_yaml
 from palaestra.core.errors import ConfigError
-from palaestra.core.redaction import HIDDEN, redacted, redacted_arguments
+from palaestra.core.redaction import HIDDEN, redacted, redacted_arguments, remember_named
 from palaestra.core.types import JSON
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -79,6 +79,7 @@ class MCPServerConfig(Settings):
         for name in unused:
             if getattr(self, name):
                 raise ConfigError(f"{name} means nothing for a server with {'command' if self.command else 'url'}")
+        remember_named(self.env | self.headers)
         return self
 
     @field_serializer("args")
@@ -115,14 +116,17 @@ class MCPServerConfig(Settings):
 
     def resolved(self) -> MCPServerConfig:
         """A copy with every variable replaced. Raises `ConfigError` for one that was not handed over."""
+        env = {name: self._value(value) for name, value in self.env.items()}
+        headers = {name: self._value(value) for name, value in self.headers.items()}
+        remember_named({**self._variables, **env, **headers})
         return self.model_copy(
             update={
                 "command": self._value(self.command) if self.command else None,
                 "args": [self._value(each) for each in self.args],
-                "env": {name: self._value(value) for name, value in self.env.items()},
+                "env": env,
                 "cwd": self._value(self.cwd) if self.cwd else None,
                 "url": self._value(self.url) if self.url else None,
-                "headers": {name: self._value(value) for name, value in self.headers.items()},
+                "headers": headers,
             }
         )
 
