@@ -10,7 +10,7 @@ import pytest
 
 from abuse.arena import Arena, python, running
 from palaestra.core.types import Limits
-from palaestra.sandbox.slot import Slot
+from palaestra.sandbox.slot import Rung, Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 
@@ -262,3 +262,51 @@ print(len(polls))
         assert await _while_hogged(arena, slot, hog, use.replace("register(0", "register(os.pipe()[0]")) == "16\n"
 
     arena.face(case, memory_bytes=512 << 20)
+
+
+@X86_ONLY
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_huge_pages_are_refused(arena: Arena) -> None:
+    """They come from one pool of the machine, and no limit of a slot counts them."""
+    program = """
+import ctypes, errno, mmap
+c = ctypes.CDLL(None, use_errno=True)
+c.mmap.restype = ctypes.c_void_p
+if c.syscall(319, b'abuse', 4) >= 0: print('a file of huge pages')
+if c.syscall(319, b'abuse', 4 | 21 << 26) >= 0: print('a file of huge pages of a size')
+if c.syscall(319, b'plain', 0) < 0: print('no file of pages')
+flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000
+if c.mmap(None, 2 << 20, 3, flags, -1, 0) != 2**64 - 1: print('mapped')
+if c.syscall(29, 0, 2 << 20, 0o5600) >= 0: print('a segment of huge pages')
+"""
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program)).output == ""
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+def test_segments_and_semaphores(arena: Arena) -> None:
+    """The kernel has one number of System V objects for each namespace, and they outlive their process."""
+    hog = """
+import ctypes, time
+c = ctypes.CDLL(None)
+for _ in range(5000):
+    if c.shmget(0, 4096, 0o1666) < 0: break
+for _ in range(33000):
+    if c.semget(0, 1, 0o1666) < 0: break
+print('full', flush=True)
+time.sleep(60)
+"""
+    use = "import ctypes; c = ctypes.CDLL(None); print(sum(c.shmget(0, 4096, 0o1600) >= 0 for _ in range(16)))"
+
+    async def case(slot: Slot) -> None:
+        libc = ctypes.CDLL(None)
+        expected = "0\n" if arena.ground.rung is Rung.CONFINED else "16\n"
+        assert await _while_hogged(arena, slot, hog, use) == expected
+        made = libc.shmget(0, 4096, 0o1600)
+        assert made >= 0
+        assert libc.shmctl(made, 0, None) == 0
+
+    arena.face(case, memory_bytes=256 << 20)

@@ -262,6 +262,41 @@ def beat():
 
 
 @pytest.mark.contained_on("full", "userns", "confined")
+def test_no_name_of_a_process_hides_it(arena: Arena) -> None:
+    """Names that look like the rest of a line in /proc, or are no text."""
+    program = """
+import ctypes, os, time
+c = ctypes.CDLL(None)
+for number, name in enumerate((b') Z 1 1 1', b'\\xff\\xfe) Z 0', b'a b) T 0\\n', b'(', b'))))\\n Z')):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork(): os._exit(0)
+        c.prctl(15, name, 0, 0, 0)
+        beat = os.open(f'beat-{number}', os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        while True:
+            os.write(beat, b'.')
+            time.sleep(0.02)
+time.sleep(60)
+"""
+
+    async def beats(slot: Slot) -> list[str]:
+        return (await slot.execute("wc -c beat-*")).output.splitlines()
+
+    async def case(slot: Slot) -> None:
+        assert (await python(slot, program, timeout_s=3)).metadata["timeout"]
+        before = await beats(slot)
+        assert len(before) == 6, before
+        await asyncio.sleep(0.3)
+        assert await beats(slot) == before
+        (started,) = [await slot.spawn(["python3", "-c", program])]
+        await asyncio.sleep(2)
+        assert await slot.freeze() >= 5
+        await started.forget()
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
 def test_a_timeout_takes_processes_that_are_stopped_or_traced(arena: Arena) -> None:
     """A stopped process does not act on signals, and one that is traced belongs to its tracer; both wake later."""
     program = (

@@ -42,8 +42,8 @@ def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ALWAYS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x05, 0x06
 _ALLOW, _KILL_PROCESS, _EPERM, _ENOSYS, _NO_FAMILY = 0x7FFF0000, 0x80000000, 0x50001, 0x50026, 0x50061
-_EINVAL, _EOPNOTSUPP, _NO_PROTOCOL = 0x50016, 0x5005F, 0x5005D
-_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2, _ARGUMENT_5 = 0, 4, 16, 24, 32, 56
+_EINVAL, _ENOMEM, _EOPNOTSUPP, _NO_PROTOCOL = 0x50016, 0x5000C, 0x5005F, 0x5005D
+_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2, _ARGUMENT_3, _ARGUMENT_5 = 0, 4, 16, 24, 32, 40, 56
 
 _NAMESPACE_FLAGS = 0x7E020000
 # unix, inet, inet6, netlink. A network namespace does not contain the others (vsock, packet, alg, …), or nobody needs
@@ -111,12 +111,16 @@ _ON_OTHERS = {
 _CALLS = {
     "x86_64": {
         "clone": 56, "ioctl": 16, "socket": 41, "socketpair": 53, "fcntl": 72, "madvise": 28, "preadv2": 327,
+        "mmap": 9, "memfd_create": 319, "shmget": 29,
     },
     "aarch64": {
         "clone": 220, "ioctl": 29, "socket": 198, "socketpair": 199, "fcntl": 25, "madvise": 233, "preadv2": 286,
+        "mmap": 222, "memfd_create": 279, "shmget": 194,
     },
 }  # fmt: skip
 _MADV_COLD, _MADV_PAGEOUT, _RWF_NOWAIT = 20, 21, 8
+# Huge pages come from a pool of the whole machine, and no memory limit counts them.
+_MAP_HUGETLB, _MFD_HUGETLB, _SHM_HUGETLB = 0x40000, 0x4, 0o4000
 # A larger pipe is charged to the user who made it, who may be outside the slot.
 _F_SETPIPE_SZ = 1031
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -159,6 +163,9 @@ def program(
     hints = [*_when((_EQUAL, _MADV_COLD), _EINVAL), *_when((_EQUAL, _MADV_PAGEOUT), _EINVAL)]
     lines += _clause(calls["madvise"], _ARGUMENT_2, hints)
     lines += _clause(calls["preadv2"], _ARGUMENT_5, _when((_ANY_BIT, _RWF_NOWAIT), _EOPNOTSUPP))
+    lines += _clause(calls["mmap"], _ARGUMENT_3, _when((_ANY_BIT, _MAP_HUGETLB), _ENOMEM))
+    lines += _clause(calls["memfd_create"], _ARGUMENT_1, _when((_ANY_BIT, _MFD_HUGETLB), _ENOMEM))
+    lines += _clause(calls["shmget"], _ARGUMENT_2, _when((_ANY_BIT, _SHM_HUGETLB), _ENOMEM))
     families = [family for family in _FAMILIES if inet or family not in _INET]
     netlink = (_NETLINK_ROUTE, _NETLINK_SOCK_DIAG) if unix else (_NETLINK_ROUTE,)
     lines += _protocols(calls["socket"], (_NETLINK,), netlink)
