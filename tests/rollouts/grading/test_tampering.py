@@ -86,6 +86,53 @@ def test_new_libraries_are_found_after_those_of_the_root(tmp_path: Path, monkeyp
     assert json.loads(groups_file().read_text())["scores"] == [0.25]
 
 
+LEADING = r"""
+from palaestra import Task, environment
+
+GREEN = "printf '#!/bin/sh\necho right\n' > green; chmod 755 green; echo wrong > answer.txt\n"
+PTH = 'import os; os.write(1, b"right"); os._exit(0)'
+PLACES = "/usr/local/lib/python3.11/dist-packages /usr/local/lib/python3.11 /usr/lib/python3/dist-packages"
+CHEATS = {
+    "program": (GREEN + "rm -f /usr/bin/cat; cp green /usr/bin/cat", ["/bin/cat"]),
+    "removed": (GREEN + "rm -rf /bin /usr/bin /lib64 /usr/lib64 /usr/local", ["/bin/cat", "/usr/local/bin/python3"]),
+    "home": (GREEN + "mkdir /opt/h; echo x > /opt/h/.bashrc; cd /; rm -rf /root; ln -s /opt/h /root", ["/"]),
+    "modules": (
+        GREEN + f"mkdir -p /opt/q/dist-packages; echo '{PTH}' | tee /opt/q/a.pth > /opt/q/dist-packages/a.pth\n"
+        f"for d in {PLACES}; do rm -rf $d; mkdir -p $(dirname $d); ln -s /opt/q $d; done",
+        ["/"],
+    ),
+}
+
+@environment(toolsets=["terminal"])
+def leading():
+    for name, (cheat, paths) in CHEATS.items():
+        yield Task(id=name, prompt="?", solution=cheat, paths=paths)
+
+@leading.score
+async def seen(sandbox):
+    assert (await sandbox.execute("cat answer.txt")).output == "wrong\n"
+    assert "right" not in (await sandbox.execute("/usr/bin/python3 -c 'print(1)'")).output
+    assert not (await sandbox.execute("grep x ~/.bashrc")).output.startswith("x")
+    return 0.25
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["full", "userns"])
+def test_no_link_leads_a_declared_path_to_a_program(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path of the root that leads through links, a directory that was removed or replaced by a link."""
+    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
+        pytest.skip(f"{level} is not available here")
+    monkeypatch.chdir(tmp_path)
+    Path("leading_env.py").write_text(LEADING)
+    argv = ["run", "leading_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
+    assert main(argv) == 0
+    assert [json.loads(line)["scores"] for line in groups_file().read_text().splitlines()] == [[0.25]] * 4
+
+
 UNDECLARED = """
 from palaestra import Task, environment
 
@@ -263,6 +310,21 @@ def test_a_directory_counts_where_it_hides_what_was_there() -> None:
     ]
     found = asyncio.run(Rule("/workspace").planted(changes, Had().names))
     assert found == ("/bin", "/usr/bin/python3", "/usr/lib", "/usr/lib/git-core")
+
+
+def test_a_directory_of_programs_is_none_of_the_programs_that_a_task_names() -> None:
+    rule = Rule("/app", new_programs=frozenset({"bin"}), directories=frozenset({"/opt/tools/bin"}))
+    changes = [
+        Change("/bin", "symlink"),
+        Change("/snap/bin", "symlink"),
+        Change("/usr/bin", "deleted"),
+        Change("/opt", "symlink"),
+        Change("/root", "symlink"),
+        Change("/usr/local/share/perl", "symlink"),
+        Change("/opt/other", "symlink"),
+    ]
+    found = set(asyncio.run(rule.planted(changes, Had().names)))
+    assert found == {"/bin", "/snap/bin", "/usr/bin", "/root", "/usr/local/share/perl", "/opt/tools/bin"}
 
 
 def left_out(rule: Rule, *paths: str) -> tuple[str, ...]:

@@ -94,6 +94,14 @@ _SYSTEM = frozenset(
 ) | {each for each in PROGRAM_DIRECTORIES if not each.startswith("/root")}
 """Directories above protected paths: replacing one replaces everything in it."""
 
+_SEARCH_PATHS = re.compile(
+    r"/usr/(?:local/)?lib(?:32|64)?/(?:python[\d.]*(?:/(?:site|dist)-packages)?|site_ruby(?:/.*)?|.*perl5?(?:/[\d.]+)?)"
+    r"|/usr/(?:local/)?share/perl5?(?:/[\d.]+)?|/usr/share/(?:misc|file|awk|terminfo|bc)|/usr/local/include"
+    r"|/etc/(?:perl|gdb|ld\.so\.conf\.d)|.*/gconv",
+    re.DOTALL,
+)
+"""Directories in which programs look for modules and settings. A link in the place of one leads to others."""
+
 _STANDARD = re.compile(
     r"(/(?:usr/(?:local/)?)?lib(?:32|64)?/python3\.\d+)/(?!site-packages/|dist-packages/)(.+)", re.DOTALL
 )
@@ -190,7 +198,9 @@ class Rule:
         path = str(PurePosixPath("/", change.path))
         if change.kind == "dir" and not change.opaque:
             return False  # its entries are changes of their own
-        if path in _SYSTEM or self._is_program(path) or path.rpartition("/")[0] == _LINKS or self._in_home(path):
+        if self._is_place(path) or self._hidden_by(change):
+            return True
+        if self._is_program(path) or path.rpartition("/")[0] == _LINKS or self._in_home(path):
             return True
         patterns = (LOADER, _OWN, _LOCAL, _BEFORE_STANDARD, _HOME_OF_PYTHON, _SETTINGS, _HEADERS)
         matches = any(pattern.fullmatch(path) for pattern in patterns)
@@ -199,16 +209,17 @@ class Rule:
     async def planted(self, changes: Sequence[Change], names: Names) -> tuple[str, ...]:
         """The paths of `changes` to leave out of the graded view, sorted. `names` are of the root before the agent."""
         self._names = names
-        suspects = filter(self.is_suspect, changes)
-        return tuple(sorted([change.path for change in suspects if await self._leaves_out(change)]))
+        suspects = list(filter(self.is_suspect, changes))
+        found = {change.path for change in suspects if await self._leaves_out(change)}
+        return tuple(sorted(found.union(*map(self._hidden_by, suspects))))
 
     async def _leaves_out(self, change: Change) -> bool:
         path = str(PurePosixPath("/", change.path))
         folder, _, name = path.rpartition("/")
+        if self._is_place(path):
+            return change.kind not in ("dir", "deleted") or await self._has(path)
         if self._is_program(path) or folder == _LINKS:
             return not (name in self.programs or await self._is_new_program(name))
-        if path in _SYSTEM:
-            return await self._has(path)
         if _SETTINGS.fullmatch(path) or self._in_home(path):
             return name.removeprefix(".") not in self.programs and name not in self.programs
         if header := _HEADERS.fullmatch(path):
@@ -225,11 +236,26 @@ class Rule:
         return _SHARED.fullmatch(name) is not None and await self._shadows_library(path, name)
 
     def _is_program(self, path: str) -> bool:
-        """Whether a shell looks here for programs: in a directory of PATH outside of the workspace."""
-        folder = path.rpartition("/")[0]
-        if folder in PROGRAM_DIRECTORIES or path in PROGRAM_DIRECTORIES:
+        """Whether a shell looks here for programs."""
+        return self._has_programs(path.rpartition("/")[0])
+
+    def _has_programs(self, folder: str) -> bool:
+        """Whether it is a directory of PATH outside of the workspace."""
+        inside = self.workspace != "/" and is_below(folder, (self.workspace,))
+        return folder in PROGRAM_DIRECTORIES or (folder in self.directories and not inside)
+
+    def _is_place(self, path: str) -> bool:
+        """Whether programs look for programs, modules or settings in this directory, or below it."""
+        if path in _SYSTEM or path == self.home or self._has_programs(path):
             return True
-        return folder in self.directories and not (self.workspace != "/" and is_below(folder, (self.workspace,)))
+        return _SEARCH_PATHS.fullmatch(path) is not None
+
+    def _hidden_by(self, change: Change) -> tuple[str, ...]:
+        """The directories of PATH and the home above which this change removed or replaced a directory."""
+        if change.kind == "dir" and not change.opaque:
+            return ()
+        places = sorted({*filter(self._has_programs, self.directories), self.home})
+        return tuple(place for place in places if place.startswith(f"{change.path}/"))
 
     def _in_home(self, path: str) -> bool:
         """Whether a path holds settings or modules in a home, and the task does not declare that path."""
