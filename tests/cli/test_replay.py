@@ -15,9 +15,12 @@ from envs import agent_script, scripts
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome
+from palaestra.envs.discovery import load_environment
+from palaestra.envs.run.replay_run import HOST_SETTINGS, PORTABLE_SETTINGS, decides
 from palaestra.envs.run.run_folder import RunFolder, _earlier_copy, resumed_folder
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import read_journal
+from palaestra.rollouts.journal.reader import Recording
 
 NOISY = """
 from palaestra import Task, environment
@@ -311,7 +314,8 @@ def test_a_foreign_run_of_an_installed_environment_chooses_no_server(
         evil = {
             "mcp_servers": {"evil": {"command": "touch", "args": [str(ran)]}}, "vision_base_url": url,
             "web_urls": {"tavily": url}, "tokenizer_name": str(folder / "evil"), "total_steps": 3,
-            "enabled_toolsets": ["terminal", "evil"],
+            "enabled_toolsets": ["terminal", "evil"], "image_base_url": url, "speech_base_url": url, "rl_test_url": url,
+            "rl_dir": str(ran), "rl_model": "m", "rl_outlive": True, "allow_network": True,
         }  # fmt: skip
 
         def forge(event: AnyJournalEvent) -> None:
@@ -330,3 +334,59 @@ def test_a_foreign_run_of_an_installed_environment_chooses_no_server(
         with pytest.raises(TimeoutError):
             listener.accept()
     assert not ran.exists(), shown
+
+
+OPTIONS = """
+from palaestra import HermesAgentEnvConfig
+from palaestra.suites.examples.terminal_test import TerminalTestEnv
+
+class Options(HermesAgentEnvConfig):
+    depth: int = 1
+    place: str = "here"
+
+class Own(TerminalTestEnv):
+    name = "own"
+    env_config_cls = Options
+"""
+
+
+def test_a_foreign_run_decides_only_what_names_nothing_of_this_machine(folder: Path) -> None:
+    """Every setting of every shipped environment is portable by name, or is not taken; so is each new one."""
+    (folder / "options_env.py").write_text(OPTIONS)
+    form = load_environment("options_env.py:Own", folder)
+    (folder / "journal.jsonl").write_bytes(
+        msgspec.json.encode(RunStarted(at=0.0, run_id="r", env="own", model="m", seed=0, config={})) + b"\n"
+    )
+    recording = Recording(folder / "journal.jsonl")
+    taken = {name for name in form.config_type().model_fields if decides(recording, form, name, 3)}
+    assert "depth" in taken
+    assert taken - {"depth", "place"} <= PORTABLE_SETTINGS
+    assert not decides(recording, form, "place", "http://127.0.0.1:1")
+    named = ("_url", "_dir", "_key", "_token", "_address", "_executable", "_options", "_host", "_hosts", "_file")
+    assert not [name for name in PORTABLE_SETTINGS if name.endswith(named)]
+    assert not PORTABLE_SETTINGS & HOST_SETTINGS
+
+
+@pytest.mark.slots
+def test_a_foreign_run_names_no_folder_whose_files_are_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `.env` in the folder where the run claims to have been would name servers and give settings."""
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    assert palaestra("run", "terminal_test", "process", "--env.total_steps", "1", "--policy", "oracle") == 0
+    (run,) = folder.glob("runs/*/*")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        (run / ".env").write_text(f"ATROPOS_SERVER_BASE_URL={url}\nATROPOS_SERVER_API_KEY=sk-x\n")
+
+        def forge(event: AnyJournalEvent) -> None:
+            if isinstance(event, RunStarted):
+                event.config["folder"] = str(run)
+                event.config["env"]["total_steps"] = 3
+
+        change(run, forge)
+        listener.settimeout(0.1)
+        palaestra("resume", run, "--env.infra_retries", "0", "--openai.model_name", "m")
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert "sk-x" not in capsys.readouterr().err

@@ -56,16 +56,17 @@ def command(
     as_json: bool,
 ) -> None:
     from palaestra.core.printable import printable
-    from palaestra.envs.run.replay_run import ReplaySettings, differing, replay
+    from palaestra.envs.run.replay_run import ReplaySettings, differing, replay, replayable_form
     from palaestra.rollouts.journal.reader import Recording, journal_of
     from palaestra.rollouts.observe.console import make_console
 
     recording = Recording(journal_of(run).resolve())  # an absolute path: the replay changes the directory
     settings = ReplaySettings(environment, tasks, concurrency, network, isolation)
-    for line in differing(recording, settings):
+    form = replayable_form(recording, environment)
+    for line in differing(recording, form, settings):
         click.echo(f"note: {printable(line)}", err=True)
     with make_console(sys.stderr) as console:
-        comparison = asyncio.run(replay(recording, settings, console))
+        comparison = asyncio.run(replay(recording, form, settings, console))
     if as_json:
         click.echo(json.dumps({**comparison.to_dict(), "unfinished_groups": recording.unfinished}))
     else:

@@ -48,7 +48,7 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     among them names the environment in place of the recorded one."""
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.origin import is_ours
-    from palaestra.envs.run.replay_run import HOST_SETTINGS, REACHING_SETTINGS, recorded_form, where_it_ran
+    from palaestra.envs.run.replay_run import decides, recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.status import RunReader
 
@@ -66,15 +66,15 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     environment, settings = _environment(settings)
     form = recorded_form(recording, environment)
     if not is_ours(recording):
-        foreign = HOST_SETTINGS | REACHING_SETTINGS
-        env = {name: value for name, value in dict(recorded.get("env") or {}).items() if name not in foreign}
+        said = dict(recorded.get("env") or {}).items()
+        env = {name: value for name, value in said if decides(recording, form, name, value)}
         recorded = {**recorded, "env": env, "openai": []}
         click.echo(
             "note: this run was not recorded here, or its records have changed: settings of this machine, the model "
             "and other servers are not taken from it; give them again",
             err=True,
         )
-    with where_it_ran(recorded):
+    with where_it_ran(recording):
         return run_command(form, [verb, "--resume", str(folder), *settings], prog=prog, recorded=recorded)
 
 

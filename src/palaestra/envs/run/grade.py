@@ -48,7 +48,7 @@ async def grade(env: object, trajectory: Trajectory) -> Score:
     """
     with python_names():
         recording = open_recording(_workspace(trajectory).parents[2])
-        with where_it_ran(recording.meta.config):
+        with where_it_ran(recording):
             async with reopened(recording, environment_form(env)) as run:
                 return await _Grader(run).grade(trajectory)
 
@@ -58,7 +58,7 @@ async def grade_run(run: Run, env: str | None = None, *, network: bool = False) 
     None if it has not moved. With `network`, tasks get the network that they ask for. Raises `ConfigError`."""
     recording = run.recording
     form = recorded_form(recording, env)
-    with where_it_ran(recording.meta.config):
+    with where_it_ran(recording):
         async with reopened(recording, form, network=network) as again:
             grader = _Grader(again)
             for group in run.groups:

@@ -1,16 +1,16 @@
 """Replays a recorded run: its environment and fresh slots, with the recorded replies in place of a model.
 
 The run's folder is data and is only read. It chooses no isolation, no code, no program and no server: the environment
-is an installed one, the caller's file, or the recorded file of a run that this user recorded here, and the settings in
-`HOST_SETTINGS` are the caller's. Tools that reach outside answer from the recording, and slots have no network unless
-the caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a new one.)
+is an installed one, the caller's file, or the recorded file of a run that this user recorded here, and the settings
+that act on this machine are the caller's (`decides`). Tools that reach outside answer from the recording, and slots
+have no network unless the caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a new one.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,14 +61,22 @@ HOST_SETTINGS = frozenset({
 })  # fmt: skip
 """Settings that act on this machine or reach other ones. No recording decides them."""
 
-REACHING_SETTINGS = frozenset({
-    "agent", "mcp_servers", "tool_server_url", "tool_server_token", "vision_base_url", "moa_base_url",
-    "web_urls", "web_allow",
-    "web_provider", "web_extract_provider", "browser_allow", "browser_block", "extra_body", "tokenizer_name",
-    "dataset_name", "max_cost", "prompt_price", "completion_price", "tracker_project", "wandb_name",
+PORTABLE_SETTINGS = frozenset({
+    "group_size", "total_steps", "seed", "short_groups", "branches", "branch_at", "infra_retries", "max_failures",
+    "max_infra_rate", "acquire_timeout_s", "worker_timeout", "idle_limits", "drain_s", "include_messages",
+    "ensure_scores_are_not_same", "held_out", "dataset_split", "prompt_field", "dataset_fields",
+    "max_agent_turns", "max_token_length", "max_rollout_tokens", "max_rollout_completion_tokens",
+    "max_rollout_output_bytes", "agent_temperature", "agent_max_steps", "agent_max_tokens", "agent_tool_delay_s",
+    "system_prompt", "thinking_mode", "reasoning_effort", "max_reasoning_tokens", "custom_thinking_prompt",
+    "tool_call_parser", "enabled_toolsets", "disabled_toolsets", "distribution", "strict_tools", "terminal_timeout",
+    "terminal_lifetime", "freeze_slots", "grading", "live", "share_setup", "graded_paths", "graded_programs",
+    "save_workspaces", "world_miss", "browser_snapshot_chars", "vision_max_tokens", "moa_max_tokens",
+    "shuffle", "n", "level", "families", "areas", "task_filter", "skip_tasks", "max_items", "prompt_mode",
+    "python_only", "score_include_fail_to_pass", "test_timeout", "test_timeout_s", "task_timeout", "keep_tests",
+    "keep_programs", "live_tasks", "controls", "eval_limit_ratio", "steps_per_eval",
 })  # fmt: skip
-"""Settings that name programs, servers and files, which get keys or are run or read. A replay asks none of them; a run
-that continues one of somebody else's takes them from its user."""
+"""The settings that somebody else's run decides: which tasks are played, how the agent works and what a score sees.
+None of them names a program, a server, a key or a file of this machine, or opens the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +91,27 @@ class ReplaySettings:
     isolation: str = "best"
 
 
-async def replay(recording: Recording, settings: ReplaySettings, console: Console) -> Comparison:
-    """Replay the finished groups of a recording and compare. Raises `ConfigError` if that is impossible."""
+def replayable_form(recording: Recording, environment: str | None) -> Form:
+    """The environment to replay. Raises `ConfigError` if that is impossible."""
     if recording.last < 0:
         raise ConfigError(f"{recording.path} has no finished group, so there is nothing to play")
-    form = recorded_form(recording, settings.environment)
-    with where_it_ran(recording.meta.config):
+    return recorded_form(recording, environment)
+
+
+async def replay(recording: Recording, form: Form, settings: ReplaySettings, console: Console) -> Comparison:
+    """Replay the finished groups of a recording in the environment of `replayable_form`, and compare."""
+    with where_it_ran(recording):
         return await _Replay(recording, settings, form).run(console)
 
 
-def differing(recording: Recording, settings: ReplaySettings) -> list[str]:
+def differing(recording: Recording, form: Form, settings: ReplaySettings) -> list[str]:
     """The settings that the recording has and a replay does not take from it, for the user to read."""
     recorded = recording.meta.config
     taken = {"isolation": settings.isolation}
     lines = [
         f"{name}: {value!r} in the recording, {taken.get(name, 'not set')!r} here"
         for name, value in sorted(said_settings(recorded, "env", (DEFAULT,)).items())
-        if name in HOST_SETTINGS and taken.get(name) != value
+        if taken.get(name) != value and not decides(recording, form, name, value)
     ]
     place, given = str(recorded.get("environment") or ""), settings.environment
     return [*lines, f"environment: {place!r} in the recording, {given!r} here"] if given not in (None, place) else lines
@@ -166,12 +178,12 @@ async def reopened(
     network: bool = False,
     isolation: str = "best",
 ) -> AsyncIterator[ReopenedRun]:
-    """The environment of a recording with the recorded settings, those of `HOST_SETTINGS` excepted, and fresh slots,
+    """The environment of a recording with the recorded settings that count (`decides`), and fresh slots,
     which have no network unless `network` allows it. Tools that reach outside answer from the recording, and no model
     is asked."""
     bound = form.bound if isinstance(form, FunctionForm) else None
     said = said_settings(recording.meta.config, "env", (DEFAULT,))
-    said = {name: value for name, value in said.items() if name not in HOST_SETTINGS}
+    said = {name: value for name, value in said.items() if decides(recording, form, name, value)}
     said |= set_fields(bound) if bound is not None else {}
     said |= {"isolation": isolation, "world": "replay", "world_file": str(recording.path.parent)}
     config = form.config_type()(**said)
@@ -209,6 +221,21 @@ async def reopened(
                     journal.close()
 
 
+def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
+    """Whether a recorded setting counts for a replay, or for a run of somebody else that is resumed.
+
+    A run of this user decides all but `HOST_SETTINGS`; another one `PORTABLE_SETTINGS`, and numbers that the user's own
+    environment class declares.
+    """
+    if is_ours(recording):
+        return name not in HOST_SETTINGS
+    declared = next(
+        (each for each in form.config_type().__mro__ if name in vars(each).get("__annotations__", {})), None
+    )
+    own = declared is not None and declared.__module__.partition(".")[0] != __name__.partition(".")[0]
+    return name in PORTABLE_SETTINGS or (own and (value is None or isinstance(value, int | float)))
+
+
 class OfflinePool(SlotPool):
     """Slots without a network, in every phase."""
 
@@ -230,7 +257,7 @@ def recorded_form(recording: Recording, given: str | None) -> Form:
             f"the environment of this run was the file {recorded}. The run was not recorded here by you, so its code "
             f"is not run on its word: name the file with --environment {shlex.quote(recorded)}"
         )
-    with where_it_ran(recording.meta.config) if given is None else contextlib.nullcontext():
+    with where_it_ran(recording) if given is None else contextlib.nullcontext():
         path = Path(recorded.partition(":")[0])
         if given is None and path.suffix == ".py" and not path.is_file():
             raise ConfigError(f"the environment of this run, {path}, is gone: name the file with --environment")
@@ -250,8 +277,9 @@ def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
 
 
 @contextlib.contextmanager
-def where_it_ran(recorded: Mapping[str, JSON]) -> Iterator[None]:
-    """Resolve relative paths of settings and environments in the run's folder, if it still exists."""
-    folder = Path(str(recorded.get("folder") or "."))
-    with contextlib.chdir(folder) if folder.is_dir() else contextlib.nullcontext():
+def where_it_ran(recording: Recording) -> Iterator[None]:
+    """Resolve relative paths of settings and environments in the folder where this user ran it, if that still exists.
+    Somebody else's run names no folder, since files such as `.env` are read there."""
+    folder = Path(str(recording.meta.config.get("folder") or "."))
+    with contextlib.chdir(folder) if is_ours(recording) and folder.is_dir() else contextlib.nullcontext():
         yield
