@@ -3,16 +3,18 @@
 The engine samples with the sampling client of the last step's weights. The loss `importance_sampling` is a sum over
 tokens: advantages are divided by the number of sampled tokens in the step, so that each of them has the same weight.
 
-Extra: `tinker`. Source: the `tinker` package, version 0.38.
+Extra: `tinker`. Source: the `tinker` package, version 0.38; 0.25, which SkyRL's server needs, works too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import sys
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,6 +49,14 @@ a server that was killed without end."""
 
 _LOCAL_KEY = "tml-local"
 _MOST_TOKENS = 4096
+
+
+async def _value(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call of the SDK gives in the end: 0.38 returns something to await, 0.25 the value or a `Future` of it."""
+    made = await asyncio.to_thread(call, *args, **kwargs)
+    if isinstance(made, Future):
+        return await asyncio.wrap_future(made)
+    return await made if isinstance(made, Awaitable) else made
 
 
 async def answered(answer: Awaitable[T], url: str | None) -> T:
@@ -121,7 +131,7 @@ class TinkerEngine(TokenChat):
         try:
             with self._busy.working():
                 prompt = tinker.ModelInput.from_ints(list(input_ids))
-                asked = self._client.sample(prompt, num_samples=1, sampling_params=settings)
+                asked = _value(self._client.sample, prompt, num_samples=1, sampling_params=settings)
                 answer = await answered(asked, self.url)
         except TrainerUnavailable as error:
             raise EngineUnavailable(str(error)) from None
@@ -180,9 +190,9 @@ class TinkerTrainer:
         key = {"api_key": _LOCAL_KEY} if self._url is not None else {}
         try:
             self._service = await asyncio.to_thread(lambda: tinker.ServiceClient(base_url=self._url, **key))
-            self._client = await self._service.create_lora_training_client(
-                self.model, rank=self._config.lora_rank, seed=self._seed
-            )
+            self._opened.push_async_callback(self._end_session)
+            made = self._service.create_lora_training_client
+            self._client = await _value(made, self.model, rank=self._config.lora_rank, seed=self._seed)
         except tinker.TinkerError as error:
             raise ConfigError(
                 f"The model '{self.model}' cannot be trained at {self._url or 'the Tinker service'}: {error}. Check "
@@ -224,8 +234,8 @@ class TinkerTrainer:
         stepping = self._client.optim_step(adam)
         answer, _ = await self._asked(computing), await self._asked(stepping)
         await self._sample_with(version)
-        metrics = {name.partition(":")[0]: value for name, value in answer.metrics.items()}
-        return {"loss": metrics.get("loss", math.nan)}
+        trained = (_completion(row, each["logprobs"]) for row, each in zip(rows, answer.loss_fn_outputs, strict=True))
+        return {"loss": sum(_loss(row, found) / count for row, found in zip(rows, trained, strict=True))}
 
     async def save(self, folder: Path) -> None:
         name = f"{folder.parent.parent.parent.name}-{folder.stem}".lower()
@@ -238,7 +248,8 @@ class TinkerTrainer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"The checkpoint {folder} names no state of a Tinker server: {error!r}") from None
         try:
-            await self._asked(self._client.load_state_with_optimizer(path))
+            made = self._service.create_training_client_from_state_with_optimizer
+            self._client = await self._asked(_value(made, path))
         except TrainerError as error:
             raise ConfigError(
                 f"The state {path} cannot be loaded: {error}. Resume with the same server and its folder of states"
@@ -248,8 +259,14 @@ class TinkerTrainer:
     async def aclose(self) -> None:
         await self._opened.aclose()
 
+    async def _end_session(self) -> None:
+        """Let the server free the model. SDK 0.25 has no call for that: its sessions end some minutes later."""
+        if (close := getattr(self._service, "close", None)) is not None:
+            with contextlib.suppress(TrainerError):
+                await self._asked(close("success"))
+
     async def _sample_with(self, version: str) -> None:
-        self._engine.use(await self._asked(self._client.save_weights_and_get_sampling_client()), version)
+        self._engine.use(await self._asked(_value(self._client.save_weights_and_get_sampling_client)), version)
 
     async def _asked(self, answer: Awaitable[T]) -> T:
         import tinker
@@ -265,6 +282,12 @@ class TinkerTrainer:
 def _shifted(row: TrainedRow, completion: Sequence[float]) -> list[float]:
     """Values of the completion at the positions that predict it; 0.0 before."""
     return [*[0.0] * (len(row.row.prompt_ids) - 1), *completion]
+
+
+def _loss(row: TrainedRow, logprobs: Sequence[float]) -> float:
+    """The sum of `importance_sampling` over a row, from the server's log-probabilities: not every server reports it."""
+    terms = zip(logprobs, row.logprobs, row.row.mask, strict=True)
+    return sum(-math.exp(found - sampled) * row.advantage for found, sampled, on in terms if on)
 
 
 def _completion(row: TrainedRow, found: Any) -> list[float]:

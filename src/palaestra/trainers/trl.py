@@ -74,6 +74,7 @@ class TrlTrainer:
         self._ready: Future[None] = Future()
         self._pending: _Batch | None = None
         self._failed: BaseException | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="palaestra-trl-")
         self._thread = threading.Thread(target=self._train, name="trl-trainer", daemon=True)
         self._trl: GRPOTrainer
         self._engine: _SamplingEngine
@@ -157,6 +158,7 @@ class TrlTrainer:
         self._batches.put(None)
         if self._thread.ident is not None:
             await asyncio.shield(asyncio.to_thread(self._thread.join))
+        self._folder.cleanup()
 
     async def _computed(self, compute: Callable[[], T]) -> T:
         """Run a function while TRL waits for rows."""
@@ -172,7 +174,6 @@ class TrlTrainer:
         micro = min(FORWARD_ROWS, self._rows)
         passes = math.ceil(self._rows / micro)
         self._rows = micro * passes
-        self._folder = tempfile.TemporaryDirectory(prefix="palaestra-trl-")
         args = GRPOConfig(
             self._folder.name,
             max_steps=2**40,

@@ -131,11 +131,11 @@ def test_a_trainer_steps_saves_and_resumes(folder: Path, trainer: Any) -> None:
 class Server:
     """A Tinker server as a process; its address stays over a restart."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *words: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.command = [sys.executable, "-m", "palaestra", "serve", "tinker", str(folder), "--name", str(folder)]
-        self.command += ["--port", str(self.port), "--checkpoints", "states"]
+        self.command += ["--port", str(self.port), "--checkpoints", "states", *words]
         self.start()
 
     def start(self) -> None:
@@ -177,6 +177,16 @@ def test_a_server_that_is_killed_ends_the_training_which_can_resume(folder: Path
     finally:
         server.kill()
     assert [line["step"] for line in read_steps(run)] == list(range(1, done + 2))
+
+
+def test_a_training_frees_its_model_of_the_server(folder: Path) -> None:
+    pytest.importorskip("palaestra.trainers.tinker.model")
+    server = Server(folder, "--max-models=1")
+    try:
+        for _ in range(2):
+            assert train(folder, "tinker", 1, tinker_url=server.url).result.steps == 1
+    finally:
+        server.kill()
 
 
 @pytest.mark.long
