@@ -88,6 +88,12 @@ def test_a_home_directory_that_is_not_there_is_one_error() -> None:
         load_tokenizer("~nobody-of-this-name/m")
 
 
+def test_a_hub_that_cannot_be_reached_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"nor could it be fetched \(LocalEntryNotFoundError"):
+        load_tokenizer("nobody/has-this-model")
+
+
 @pytest.mark.parametrize("name", ["", "none", "default"])
 def test_no_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"set --openai\.tokenizer_name"):

@@ -136,14 +136,14 @@ def _fetched(name: str, file: str) -> Path | None:
     """One file of a model's repository, from the local cache or the hub; None if the repository has no such file."""
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     except ImportError:
         raise _missing_extra() from None
     try:
         return Path(hf_hub_download(name, file))
-    except EntryNotFoundError:
-        return None
     except Exception as error:  # whatever the hub's client raises: no such model, no network, no right
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None  # the local one means that the hub could not be reached
         raise ConfigError(
             f"No tokenizer '{name}': it is neither a folder here nor could it be fetched ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}). Set --openai.tokenizer_name to a local folder."

@@ -101,6 +101,52 @@ GROUPS = """
 
 BOTH = ROLLOUTS + GROUPS
 
+OWN_AGENT = """
+    async def collect_trajectory(self, item):
+        trajectory_id = str(uuid.uuid4())
+        task = self.build_task(item)
+
+        async def _exec(call):
+            return await self._tool_executor.execute(trajectory_id, call)
+
+        agent = AtroposAgent(
+            server=self.server,
+            tokenizer=self.tokenizer,
+            tools=self.tools,
+            config=self.build_agent_config(item),
+            execute_tool=_exec,
+        )
+        try:
+            await self.setup_trajectory_workspace(item, trajectory_id=trajectory_id, exec_tool=_exec)
+            result = await agent.run(task)
+            if not result.success:
+                return None, []
+            score, _ = await self.verify_and_score_trajectory(
+                item, result.final_response, trajectory_id=trajectory_id, exec_tool=_exec, agent_result=result
+            )
+            messages = [{"role": "system", "content": agent._build_system_prompt()}, {"role": "user", "content": task}]
+            for step in result.steps:
+                messages.append({"role": "assistant", "content": step.assistant_message})
+                if step.tool_results:
+                    text = "\\n".join(r.to_xml() for r in step.tool_results)
+                    messages.append({"role": "user", "content": text})
+            return {"tokens": [1, 2], "masks": [-100, 2], "scores": score, "messages": messages}, []
+        finally:
+            await self._tool_executor.release_trajectory(trajectory_id, reset_workspace=True)
+"""
+
+GATHERED = """
+    async def collect_trajectories(self, item):
+        results = await asyncio.gather(*[self.collect_trajectory(item) for _ in range(self.config.group_size)])
+        if any(scored is None for scored, _ in results):
+            return None, []
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[], messages=[])
+        for scored, _ in results:
+            for name in group:
+                group[name].append(scored[name])
+        return group, []
+"""
+
 FORMS = {"hermes": HERMES, "agent": AGENT}
 WAYS = {"rollouts": (ROLLOUTS, 2.0), "groups": (GROUPS, 2.0), "both": (BOTH, 3.0)}
 
@@ -133,6 +179,18 @@ def test_super_collects_as_the_base_class_does(form: str, way: str) -> None:
         assert (trajectory.outcome, len(trajectory.turns), trajectory.tool_calls_attempted) == (Outcome.NATURAL, 2, 1)
         assert any(str(message["content"]).endswith("word.txt now") for message in trajectory.messages)
         assert trajectory.beside.sandbox
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("collect", [OWN_AGENT, OWN_AGENT + GATHERED], ids=["rollouts", "groups"])
+def test_the_oracle_plays_an_agent_that_the_class_runs_itself(collect: str) -> None:
+    imports = "import asyncio, uuid\nfrom palaestra import AtroposAgent, ScoredDataGroup\n"
+    Path("collecting_env.py").write_text(imports + AGENT.replace("COLLECT", collect))
+    assert main(line()) == 0
+    found = groups()
+    assert [[each.reward for each in group.trajectories] for group in found] == [[1.0, 1.0]] * 2
+    shown = [str(each.messages) for group in found for each in group.trajectories]
+    assert all("tool_response" in text for text in shown), shown[0]
 
 
 @pytest.mark.usefixtures("here")

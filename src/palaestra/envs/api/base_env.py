@@ -41,7 +41,7 @@ from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from palaestra.envs.api.rollout_parts import Tools
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
-    from palaestra.inference.chat_server import ChatServer
+    from palaestra.inference.chat_server import ChatServer, SessionContext
     from palaestra.rollouts.records import Trajectory
     from palaestra.rollouts.spec import RecordedTools
     from palaestra.tools.mcp.run_servers import MCPServers
@@ -81,6 +81,9 @@ PLAYER: ContextVar[Callable[[Attempt], Awaitable[ScoredDataItem]] | None] = Cont
 
 ATTEMPT: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
 """What the rollout that is played here was asked for."""
+
+COLLECTED: ContextVar[SessionContext | None] = ContextVar("collected", default=None)
+"""The group that a class collects here: a scripted policy plays its task."""
 
 COLLECTING = frozenset({"collect_trajectory", "_collect_trajectory_local", "_collect_trajectory_sandbox"})
 COLLECTING_GROUPS = frozenset({"collect_trajectories", "postprocess_histories"})
@@ -134,7 +137,7 @@ class BaseEnv(ABC):
         self.slurm = slurm
         self.testing = testing
         self._manager: Callable[[], Awaitable[None]] | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer: Tokenizer | ConfigError | None = None
         self._run_items: ItemRunner | None = None
         self._logged: dict[str, JSON] = {}
         self.curr_step = 0
@@ -235,16 +238,16 @@ class BaseEnv(ABC):
         """The model server, from `__init__` to the end of a run. A class may assign another one, which its rollouts
         then ask."""
         from palaestra.envs.api.rollout_parts import RolloutServer
+        from palaestra.inference.server_group import ServerGroup
         from palaestra.rollouts.rollout import CURRENT
 
-        rollout = CURRENT.get()
-        if (
-            self._own_server is None
-            and self._server is not None
-            and rollout is not None
-            and rollout.server.ledger is None
-        ):
-            return RolloutServer(self._server, rollout.server)
+        if self._own_server is None and self._server is not None:
+            rollout, group = CURRENT.get(), COLLECTED.get()
+            if rollout is not None and rollout.server.ledger is None:
+                return RolloutServer(self._server, rollout.server)
+            chats = isinstance(self._server, ServerGroup) and not self._server.token_exact
+            if rollout is None and group is not None and chats:
+                return RolloutServer(self._server, self._server.session(group))
         found = self._own_server or self._server
         if found is None:
             raise ConfigError(f"{type(self).__name__}.server is only there while the environment runs")
@@ -259,13 +262,18 @@ class BaseEnv(ABC):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, loaded on first use, else
-        None. Raises `ConfigError` if it cannot be loaded."""
+        None. Raises `ConfigError` if it cannot be loaded, without a second attempt."""
         servers = getattr(self._own_server or self._server, "servers", ())
         own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
         if own is not None:
             return own
         if self._tokenizer is None and self.config.tokenizer_name not in ("", "none"):
-            self._tokenizer = load_tokenizer(self.config.tokenizer_name)
+            try:
+                self._tokenizer = load_tokenizer(self.config.tokenizer_name)
+            except ConfigError as error:
+                self._tokenizer = ConfigError(f"env.tokenizer_name: {error} With 'none', self.tokenizer is None.")
+        if isinstance(self._tokenizer, ConfigError):
+            raise self._tokenizer
         return self._tokenizer
 
     async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:

@@ -24,6 +24,7 @@ from palaestra.core.types import JSON, Blame, Outcome, Score, Task, number, numb
 from palaestra.core.user_code import called, place, run_hook, settled, told
 from palaestra.envs.api.base_env import (
     ATTEMPT,
+    COLLECTED,
     MANAGERS,
     PLAYER,
     Attempt,
@@ -48,6 +49,7 @@ from palaestra.envs.api.scored_data import (
 )
 from palaestra.envs.config.build import mcp_servers
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
+from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.ledger import Ledger
 from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.environment import GroupCollection
@@ -293,6 +295,7 @@ class CollectedEnvironment(ClassEnvironment):
         try:
             with (
                 assigned(PLAYER, play),
+                assigned(COLLECTED, SessionContext(group.group_id, task, tools=group.kit.names)),
                 self.group_tools(group.kit),
                 ended_loops() as self._ended[group.group_id],
             ):

@@ -87,7 +87,8 @@ def _assistant_messages(messages: Sequence[Message]) -> int:
 def _task(context: SessionContext, policy: str) -> Task:
     if context.task is None:
         raise TaskError(
-            f"Policy '{policy}' needs the rollout's task: open a session of the engine with SessionContext(task=…)."
+            f"Policy '{policy}' plays the task of a rollout, and this call of the model server is not part of one. "
+            "Use a model server, or collect the item with super().collect_trajectory(item)."
         )
     return context.task
 
