@@ -108,6 +108,11 @@ HOOKS: dict[str, tuple[str, tuple[str, ...], Callable[[Done], bool]]] = {
         ("--env.sandbox", "true"),
         lambda done: done.rewards == [[0.5, 0.5]],
     ),
+    "_collect_trajectory_sandbox: a slot of its own": (
+        "own_slot",
+        ("--env.tool_pool_mode", "local"),
+        lambda done: done.rewards == [[1.0, 1.0]],
+    ),
     "process_manager": ("process_manager", (), kept_alive),
     "postprocess_histories": (
         "postprocess",

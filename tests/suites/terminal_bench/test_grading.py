@@ -134,6 +134,14 @@ def test_a_source_without_usable_tasks_is_reported_with_the_reasons(tmp_path: Pa
     assert "TOML" in report.lines[0].reason
 
 
+def test_no_more_tasks_are_tried_than_a_user_asks_for(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        copied(HARBOR / "no-solution", tmp_path, {"tests/test.sh": "#!/bin/bash\necho 0 > /logs/verifier/reward.txt\n"})
+        (tmp_path / "no-solution").rename(tmp_path / name)
+    settings = [f"--env.cache_dir={tmp_path / 'cache'}", "--env.base_image=host", "--tasks", "1"]
+    assert [line.finding for line in import_tasks(str(tmp_path), settings).lines] == [Finding.UNPROVEN]
+
+
 def test_the_first_version_of_the_format_is_read(tmp_path: Path) -> None:
     text = (HARBOR / "greeting/task.toml").read_text()
     old = re.sub(r'(?m)^(schema_)?version = ".*"$', 'version = "0.1"', text)
