@@ -228,11 +228,11 @@ class SlotServer:
 
     def _on_lost(self, frame: Frame, slot: ServerSlot) -> None:
         """A slot died without having been ended: while it was made, or later."""
-        if slot.root < 0:
+        if slot.was_made:
+            self._connection.send(FrameKind.LOST, 0, {"slot": slot.name, "epoch": slot.epoch})
+        else:
             self._fail(frame, CannotMake(f"cannot make a slot: {slot.failure}"))
             self._clean(slot)
-        else:
-            self._connection.send(FrameKind.LOST, 0, {"slot": slot.name, "epoch": slot.epoch})
 
     def _renew(self, frame: Frame) -> None:
         """Give a lease a new epoch; requests of the former holder are refused."""

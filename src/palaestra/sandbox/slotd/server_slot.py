@@ -55,6 +55,7 @@ class ServerSlot:
         self.state = SlotState.STARTING
         self.failure = "its first process died"  # why it could not be made
         self.root = self.process = -1  # descriptors of its root directory and of its init's process
+        self.was_made = False  # whether its init has reported that it is ready
         self.pid = -1  # its init, as the server numbers processes
         self.ending: Callable[[], None] | None = None  # set for an end on purpose; called instead of `on_end`
         self.uploads: set[Upload] = set()  # files that are being written
@@ -82,8 +83,13 @@ class ServerSlot:
         self._loop.watch(self.process, self._on_death)
 
     def kill(self, then: Callable[[], None]) -> None:
-        """End every process of the slot; `then` is called when they are dead, instead of `on_end`."""
+        """End every process of the slot; `then` is called when they are dead, instead of `on_end`.
+
+        The root is closed first, so that the dying init unmounts it: an unmount waits for the kernel, and many slots
+        can wait at the same time, but all others wait for this process.
+        """
         self.ending = then
+        self._close_root()
         if self.state is SlotState.DEAD:
             self.ending()
         else:
@@ -127,6 +133,10 @@ class ServerSlot:
         finally:
             pipes.close(*opened)
 
+    def _close_root(self) -> None:
+        pipes.close(self.root)
+        self.root = -1
+
     def _kill_init(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # only processes that it has left still live
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
@@ -144,7 +154,7 @@ class ServerSlot:
             return
         report = init_messages.decode_report(data)
         if report.kind is ReportKind.READY:
-            self.root, self.state = fds[0], SlotState.LIVE
+            self.root, self.state, self.was_made = fds[0], SlotState.LIVE, True
             self.supervisor.listen()
             self._on_ready(self)
         else:
@@ -161,17 +171,16 @@ class ServerSlot:
         if not self._init.gone():
             self._loop.later(_GONE_EVERY_S, self._bury)
             return
-        if self.root < 0:
+        if self.state is SlotState.STARTING:
             self._on_begin()  # its failure may still be in the socket
-        while self.root >= 0 and self.supervisor.receive():
+        while self.state is SlotState.LIVE and self.supervisor.receive():
             pass  # and so may the reports of commands
+        self._close_root()
         self.state = SlotState.DEAD
         self.supervisor.slot_died()
         for upload in tuple(self.uploads):
             upload.lose(self.name)
         os.close(self.process)
-        if self.root >= 0:
-            os.close(self.root)
         if self.ending is not None:
             self.ending()
         else:
