@@ -119,7 +119,7 @@ def test_commands_for_an_agent_without_a_terminal_are_the_tasks_fault() -> None:
 
 def test_the_oracle_without_a_task_says_so() -> None:
     engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="oracle"))
-    with pytest.raises(TaskError, match="oracle.*not part of"):
+    with pytest.raises(TaskError, match=r"oracle.*not part of"):
         asyncio.run(engine.chat_completion(messages=[]))
 
 
