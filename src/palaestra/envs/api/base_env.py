@@ -245,9 +245,9 @@ class BaseEnv(ABC):
             rollout, group = CURRENT.get(), COLLECTED.get()
             if rollout is not None and rollout.server.ledger is None:
                 return RolloutServer(self._server, rollout.server)
-            chats = isinstance(self._server, ServerGroup) and not self._server.token_exact
-            if rollout is None and group is not None and chats:
-                return RolloutServer(self._server, self._server.session(group))
+            chats = self._server if isinstance(self._server, ServerGroup) and not self._server.token_exact else None
+            if rollout is None and group is not None and chats is not None:
+                return RolloutServer(chats, chats.session(group))
         found = self._own_server or self._server
         if found is None:
             raise ConfigError(f"{type(self).__name__}.server is only there while the environment runs")
