@@ -26,7 +26,7 @@ from ..rung import Counted, SealedLayer
 FIRST_STORE = 64  # stores have descriptors from this number on
 _UNLIMITED = "size=0,nr_inodes=0"
 _TRIAL = "/stage"
-_THREADS, _MOST_WAITING = 4, 64
+THREADS, MOST_WAITING = 4, 64
 
 
 def most_inodes(size_bytes: int) -> int:
@@ -77,7 +77,7 @@ class LayerStore(Counted):
             os.rmdir(self.path)
 
 
-class _Drops:
+class Drops:
     """Threads that drop stores. They only make system calls, so a fork never finds a lock of theirs that it needs."""
 
     def __init__(self) -> None:
@@ -86,11 +86,11 @@ class _Drops:
 
     def add(self, drop: Callable[[], None]) -> None:
         """Call `drop` in a thread; here if too many wait, since a store keeps its memory until it is dropped."""
-        if self._waiting.qsize() >= _MOST_WAITING:
+        if self._waiting.qsize() >= MOST_WAITING:
             drop()
             return
         self._waiting.put(drop)
-        if self._threads < min(_THREADS, self._waiting.qsize()):
+        if self._threads < THREADS:
             self._threads += 1
             threading.Thread(target=self._run, daemon=True).start()
 
@@ -100,7 +100,7 @@ class _Drops:
                 self._waiting.get()()
 
 
-_drops = _Drops()
+_drops = Drops()
 
 
 def _high(fd: int) -> int:
