@@ -56,19 +56,19 @@ def judged(row: Row, target: float, ok: bool) -> Row:
     return replace(row, target=target, ok=ok)
 
 
-def options_parser(description: str | None) -> argparse.ArgumentParser:
+def options_parser(description: str | None, rounds: int = 5) -> argparse.ArgumentParser:
     """`--quick` for a short look, `--json FILE` for the rows, `--rounds N` for how often every case is measured."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it runs, proves no number")
-    parser.add_argument("--rounds", type=int, default=None, help="how often every case is measured (default 5)")
+    parser.add_argument("--rounds", type=int, default=None, help=f"how often every case is measured (default {rounds})")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to FILE as well")
     return parser
 
 
-def parse_options(description: str | None) -> argparse.Namespace:
+def parse_options(description: str | None, rounds: int = 5) -> argparse.Namespace:
     """The options of a benchmark that has no others."""
-    options = options_parser(description).parse_args()
-    options.rounds = options.rounds or (1 if options.quick else 5)
+    options = options_parser(description, rounds).parse_args()
+    options.rounds = options.rounds or (1 if options.quick else rounds)
     return options
 
 

@@ -6,6 +6,10 @@ rollout waits for a slot, N rollouts at a time finish N/CALLS per second: the id
 pool has its defaults, so the limit is what this machine carries. 512 rollouts have more calls, because two cores
 execute about 300 commands a second, which is what would be measured otherwise.
 
+A run has `WAVES` times N rollouts. The rate is that of the rollouts that end after the first N and before the last N,
+so that N are in flight all the time: all slots are made before, in the first wave, and the last wave only empties.
+`whole run` is the rate from the start to the last end.
+
 `memory` is by how much the available memory shrank at most, per rollout in flight. `leftovers` are slots that are in
 use after the last rollout.
 """
@@ -18,7 +22,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import _measure as measure
@@ -27,6 +31,7 @@ from _instant_server import chat_reply, serve
 from palaestra import Task, environment
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
+from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext, RunSettings
@@ -35,7 +40,8 @@ from palaestra.sandbox.admission import available_memory
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
-CALL_S, COMMANDS, GROUP, WAVES = 1.0, 9, 8, 2
+CALL_S, COMMANDS, GROUP = 1.0, 9, 8
+WAVES, QUICK_WAVES, ROUNDS = 4, 3, 3
 CALLS = {64: 10, 512: 20}
 """Model calls per rollout, by rollouts at a time."""
 TARGET = 0.9
@@ -65,6 +71,16 @@ async def right(sandbox):
     return await sandbox.read_text("done.txt", missing="") == "step\n" * COMMANDS
 
 
+class Ends:
+    """When each rollout ended. Subscribes to the events of a run."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def handlers(self) -> dict[type, Callable[[RolloutEnded], None]]:
+        return {RolloutEnded: lambda event: self.times.append(time.perf_counter())}
+
+
 @contextlib.asynccontextmanager
 async def lowest_memory() -> AsyncIterator[list[int]]:
     """The available memory at the start, and the lowest since."""
@@ -88,25 +104,26 @@ async def run(url: str, at_once: int, waves: int) -> dict[str, float]:
         engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
         await engine.start()
         async with SlotPool(SlotPoolConfig(), LocalBackend()) as pool:
-            workspaces = Workspaces(pool)
-            seconds = {}
+            workspaces, ends = Workspaces(pool), Ends()
+            journal = Journal(Path(folder, "journal.jsonl"))
+            events = EventStream(journal, ends)
+            context = RunContext(engine, workspaces, events, settings=RunSettings(group_size=GROUP))
+            tasks = steps.build(steps.config_type()(n=waves * at_once // GROUP))
             async with lowest_memory() as memory:
-                for name, groups in (("warm", 1), ("counted", waves * at_once // GROUP)):
-                    journal = Journal(Path(folder, f"{name}.jsonl"))
-                    context = RunContext(
-                        engine, workspaces, EventStream(journal), settings=RunSettings(group_size=GROUP)
-                    )
-                    started = time.perf_counter()
-                    tasks = steps.build(steps.config_type()(n=groups))
-                    totals = await Runner(tasks, context, concurrency=at_once // GROUP).run()
-                    seconds[name] = time.perf_counter() - started
-                    journal.close()
-                    assert (totals.scored, totals.mean_reward) == (groups * GROUP, 1.0), totals.errors
+                started = time.perf_counter()
+                totals = await Runner(tasks, context, concurrency=at_once // GROUP).run()
+            journal.close()
+            assert (totals.scored, totals.mean_reward) == (waves * at_once, 1.0), totals.errors
             await workspaces.aclose()
             left = pool.acquired_slots
         await engine.aclose()
-    rate = waves * at_once / seconds["counted"]
-    return {"per_s": rate, "memory_kib": (memory[0] - memory[1]) / 1024 / at_once, "left": left}
+    first, last = ends.times[at_once - 1], ends.times[(waves - 1) * at_once - 1]
+    return {
+        "per_s": (waves - 2) * at_once / (last - first),
+        "whole_per_s": waves * at_once / (ends.times[-1] - started),
+        "memory_kib": (memory[0] - memory[1]) / 1024 / at_once,
+        "left": left,
+    }
 
 
 def rows(at_once: int, calls: int, found: measure.Sample) -> list[measure.Row]:
@@ -115,6 +132,7 @@ def rows(at_once: int, calls: int, found: measure.Sample) -> list[measure.Row]:
     rate = measure.Row(f"{at_once} rollouts of {calls} calls", found["per_s"], "rollouts/s", found["per_s"] / ideal)
     return [
         measure.judged(rate, TARGET * ideal, found["per_s"] >= TARGET * ideal),
+        measure.Row(f"whole run with {at_once}", found["whole_per_s"], "rollouts/s", found["whole_per_s"] / ideal),
         measure.Row(f"memory with {at_once}", found["memory_kib"], "KiB/rollout"),
         measure.with_ceiling(measure.Row(f"leftovers of {at_once}", found["left"], "slots"), 0),
     ]
@@ -122,11 +140,11 @@ def rows(at_once: int, calls: int, found: measure.Sample) -> list[measure.Row]:
 
 def main() -> int:
     """Measure every size and print the table."""
-    given = measure.parse_options(__doc__)
+    given = measure.parse_options(__doc__, ROUNDS)
     table: list[measure.Row] = []
     for at_once, calls in list(CALLS.items())[: 1 if given.quick else None]:
         with measure.serving(__file__, "--serve", str(calls)) as url:
-            sample = ("--sample", url, str(at_once), str(1 if given.quick else WAVES))
+            sample = ("--sample", url, str(at_once), str(QUICK_WAVES if given.quick else WAVES))
             cases = {f"{at_once} rollouts": lambda sample=sample: measure.fresh_process(__file__, *sample)}
             (found,) = measure.interleaved(cases, given.rounds).values()
         table += rows(at_once, calls, found)
