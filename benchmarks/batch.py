@@ -2,7 +2,7 @@
 
 Prompts against a model server that answers at once, in a process of its own: one reply per prompt without tools, and
 one command in a slot of its own per prompt. The rate is that of the whole command, its files and its report included.
-`growth` is how much resident memory rises after the first 1,000 prompts, per further 1,000.
+Each case is one batch of 10,000 prompts, which takes minutes and needs no median; `--rounds` repeats it. `growth` is how much resident memory rises after the first 1,000 prompts, per further 1,000.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def sample(case: str, url: str, prompts: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure both cases and print the table."""
-    given = measure.parse_options(__doc__)
+    given = measure.options_parser(__doc__).parse_args()
     table: list[measure.Row] = []
     for case, prompts in (QUICK if given.quick else PROMPTS).items():
         with measure.serving(__file__, "--serve", case) as url:
@@ -99,7 +99,7 @@ def main() -> int:
                     __file__, "--sample", case, url, str(n)
                 )
             }
-            (found,) = measure.interleaved(cases, given.rounds).values()
+            (found,) = measure.interleaved(cases, given.rounds or 1).values()
         table.append(
             measure.with_floor(measure.Row(f"{prompts} prompts, {case}", found["per_s"], "prompts/s"), TARGETS[case])
         )
