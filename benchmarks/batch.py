@@ -2,7 +2,8 @@
 
 Prompts against a model server that answers at once, in a process of its own: one reply per prompt without tools, and
 one command in a slot of its own per prompt. The rate is that of the whole command, its files and its report included.
-Each case is one batch of 10,000 prompts, which takes minutes and needs no median; `--rounds` repeats it. `growth` is how much resident memory rises after the first 1,000 prompts, per further 1,000.
+Each case is one batch of 10,000 prompts, which takes minutes and needs no median; `--rounds` repeats it.
+`growth` is how much resident memory rises after the first 1,000 prompts, per further 1,000.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def main() -> int:
             sample = asyncio.run(CASES[given.case](given.url, Path(folder), given.messages))
         print(json.dumps(sample))
         return 0
-    messages = given.messages or (2 if given.quick else 8)
+    messages = given.messages or (2 if given.quick else 4)
     rounds = given.rounds or (1 if given.quick else 3)
     with measure.serving(__file__, "--case-server") as url:
         script = __file__
