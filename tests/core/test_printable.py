@@ -97,6 +97,8 @@ from palaestra.core.printable import guard_terminals
 guard_terminals()
 print({EVIL!r}); sys.stderr.write({EVIL!r}); logging.warning({EVIL!r})
 sys.stdout.writelines([{EVIL!r}])
+for byte in {EVIL!r}.encode(): sys.stdout.buffer.write(bytes([byte]))
+sys.stdout.buffer.write({EVIL!r}.encode()); sys.stdout.buffer.flush()
 raise RuntimeError({EVIL!r})
 """
 
@@ -107,7 +109,7 @@ def test_no_escape_sequence_reaches_a_terminal(tmp_path: Path) -> None:
     shown += on_a_terminal(tmp_path, "-m", "palaestra.cli.main", f"no{EVIL}command")
     shown += on_a_terminal(tmp_path, "-m", "palaestra.cli.main", "run", "evil_env.py")
     shown += on_a_terminal(tmp_path, "-m", "palaestra.cli.main", "status", f"no{EVIL}folder")
-    assert shown.count(b"text") >= 7
+    assert shown.count(b"text") >= 9
     assert b"\x1b" not in shown
     assert b"\x07" not in shown
     assert "\x9b".encode() not in shown

@@ -7,6 +7,7 @@ template engine. Sources of the sequences: ECMA-48, and xterm's control sequence
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ class TerminalText:
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
+        self.buffer = _TerminalBytes(self)
 
     def write(self, text: str) -> int:
         """Write the text as `printable` shows it."""
@@ -93,6 +95,26 @@ class TerminalText:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
+
+
+class _TerminalBytes:
+    """The binary stream below a `TerminalText`: bytes are text in UTF-8."""
+
+    def __init__(self, text: TerminalText) -> None:
+        self._text = text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes) -> int:
+        """Write the bytes as `printable` shows their text."""
+        self._text.write(self._decoder.decode(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Flush the stream above."""
+        self._text.raw.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._text.raw.buffer, name)
 
 
 def guard_terminals() -> None:
