@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 import pytest
 
 from palaestra.core.errors import ConfigError
 from palaestra.sandbox.slotd.network import allowlist, tunnel
-from palaestra.tools.net.host_policy import AddressPolicy, HostPolicy
+from palaestra.tools.net.host_policy import AddressPolicy, HostPolicy, PrivateAddress
 from palaestra.tools.settings import ToolSettings
 
 
@@ -70,3 +71,29 @@ def test_no_policy_reaches_cloud_metadata_whatever_is_allowed(network: ipaddress
         assert HostPolicy(["*:*", "0.0.0.0/0:*", "[::/0]:*"]).address_refusal("x.example", 80, each)
         assert allowlist.address_refusal("x.example", each)
         assert tunnel.refusal(each, 80)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["192.0.0.8", "192.88.99.1", "3fff::1", "5f00::1", "2001:2::1", "2001:10::1", "2002:808:808::", "fec0::1", "100::1",
+     "4000::1", "::ffff:0:8.8.8.8", "64:ff9b:1:ffff::7f00:1", "::ffff:192.0.0.8", "64:ff9b::c000:8"],
+)  # fmt: skip
+def test_special_addresses_are_not_public(address: str) -> None:
+    """Whatever version of Python decides which addresses are global."""
+    assert not AddressPolicy().covers(ipaddress.ip_address(address))
+    assert HostPolicy().address_refusal("x.example", 443, ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "2606:4700::1111", "64:ff9b::808:808"])
+def test_public_addresses_are_reached(address: str) -> None:
+    assert AddressPolicy().covers(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize(
+    "host", ["0251.0376.0251.0376", "2852039166", "0xa9fea9fe", "169.254.43518", "127.1", "0x7f.1", "0"]
+)
+def test_other_spellings_of_an_address_are_checked_where_they_are_resolved(host: str) -> None:
+    for info in socket.getaddrinfo(host, 80, type=socket.SOCK_STREAM):
+        with pytest.raises(PrivateAddress):
+            AddressPolicy().socket(info)
+        assert HostPolicy().address_refusal(host, 80, ipaddress.ip_address(info[4][0]))

@@ -29,6 +29,23 @@ _REFUSAL = "it is at a private or reserved address, which web tools do not reach
 """The same for all addresses of a name, so that one error remains, and it does not reveal the address."""
 
 
+_UNICAST = IPv6Network("2000::/3")
+"""The addresses of version 6 that the internet routes."""
+
+_SPECIAL: tuple[IPNetwork, ...] = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "192.0.0.0/24",  # protocol assignments
+        "192.88.99.0/24",  # relays of 6to4
+        "2001::/23",  # protocol assignments, Teredo among them
+        "2001:db8::/32",
+        "2002::/16",  # 6to4
+        "3fff::/20",  # documentation
+    )
+)
+"""Special addresses that some versions of Python take for global ones. Source: IANA's special-purpose registries."""
+
+
 class PrivateAddress(PermissionError):
     """The address of a name must not be reached."""
 
@@ -51,7 +68,9 @@ class AddressPolicy:
         address = _carried(address)
         if any(address.version == network.version and address in network for network in self._allowed):
             return True
-        if isinstance(address, IPv6Address) and (address.is_site_local or address.sixtofour or address.teredo):
+        if isinstance(address, IPv6Address) and address not in _UNICAST:
+            return False
+        if any(address.version == network.version and address in network for network in _SPECIAL):
             return False
         return address.is_global and not address.is_multicast and not address.is_reserved
 

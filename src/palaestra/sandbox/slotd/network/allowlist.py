@@ -29,6 +29,7 @@ METADATA: tuple[Range, ...] = tuple(
         "169.254.0.0/16",  # link-local: AWS, Google, Azure, Oracle, DigitalOcean, ECS tasks
         "fe80::/10",
         "fd00:ec2::/32",  # AWS
+        "fd00:42::42/128",  # Scaleway
         "fd20:ce::254/128",  # Google
         "100.100.100.200/32",  # Alibaba
         "168.63.129.16/32",  # Azure's host
