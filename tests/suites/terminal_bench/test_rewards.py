@@ -8,7 +8,14 @@ from palaestra.core.errors import GraderError
 from palaestra.sandbox.slot import Change
 from palaestra.suites.task_paths import scope_of
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
-from palaestra.suites.terminal_bench.verifier_files import ALWAYS_HIDDEN, hidden_paths
+from palaestra.suites.terminal_bench.verifier_files import (
+    ALWAYS_HIDDEN,
+    SearchedFolders,
+    ShadowScope,
+    hidden_paths,
+    python_folders,
+    shadows,
+)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +77,11 @@ def test_start_up_files_are_left_out_where_the_verifier_reads_them() -> None:
         ("/app/re/__init__.py", "python3 -c 'import re'\n", True),
         ("/app/enum.cpython-311-x86_64-linux-gnu.so", "python3 -u -c 'import re'\n", True),
         ("/srv/json.py", "cd /srv && python3 -m json.tool x\n", True),
+        ("/app/src/json.py", "true; cd src && python3 -m json.tool x\n", True),
+        ("/app/src/json.py", "SRC=/app/src\ncd \"$SRC\"\npython3 -c 'import json'\n", True),
+        ("/tmp/json.py", "cp /tests/check.py /tmp/check.py\npython3 /tmp/check.py\n", True),
+        ("/carried/json.py", "cp /tests/check.py /tmp/check.py\npython3 /tmp/check.py\n", True),
+        ("/app/json.py", "cp /tests/check.py .\npython3 check.py\n", True),
         ("/srv/json.py", "python3 -m json.tool x\n", False),
         ("/app/json.py", "python3 /tests/check.py\n", False),
         ("/app/json.py", "python3 /app/main.py --check\n", False),
@@ -81,4 +93,18 @@ def test_start_up_files_are_left_out_where_the_verifier_reads_them() -> None:
 )
 def test_modules_that_python_in_the_script_would_import_first(path: str, script: str, hidden: bool) -> None:
     words = scope_of(["Write a module `/app/queue.py`.", script]).words
-    assert (path in hidden_paths([Change(path, "file")], (), script=script, words=words)) is hidden
+    scope = ShadowScope("/app", (), words, (), "/carried")
+    modules = python_folders(script, "/app", [path, "/app/main.py"])
+    folders = SearchedFolders(modules)
+    assert shadows(Change(path, "file"), folders, scope) is hidden
+
+
+@pytest.mark.parametrize(
+    ("path", "hidden"),
+    [("/app/bin/cmp", True), ("/app/bin/grep", False), ("/app/bin/tool", False), ("/app/lib/libc.so.6", True),
+     ("/app/lib/libown.so.1", False), ("/app/lib/ld-linux-x86-64.so.2", True), ("/app/cmp", False)],
+)  # fmt: skip
+def test_programs_and_libraries_of_the_image_come_first(path: str, hidden: bool) -> None:
+    scope = ShadowScope("/app", ("/app/bin/grep",), {"cmp", "tool"}, (), "/carried")
+    folders = SearchedFolders(programs={"/app/bin": {"cmp", "grep"}}, libraries={"/app/lib": {"libc.so.6"}})
+    assert shadows(Change(path, "file"), folders, scope) is hidden

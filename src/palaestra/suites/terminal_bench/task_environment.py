@@ -22,6 +22,7 @@ import shlex
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
@@ -29,6 +30,7 @@ from palaestra.core.types import Network, NetworkPolicy, Outcome, Say, Score, Ta
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
+from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import Slot, SlotSpec, View
@@ -61,7 +63,14 @@ from palaestra.suites.terminal_bench.terminal_task import (
 )
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verifier import SYSTEM_PATH, VerifierSetup, find_tampering, verify
-from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, hidden_paths, remove_links, script_name
+from palaestra.suites.terminal_bench.verifier_files import (
+    HARNESS_DIR,
+    ShadowScope,
+    find_shadows,
+    hidden_paths,
+    remove_links,
+    script_name,
+)
 
 CARRIED = "/.palaestra-tmp"
 """The copy of `/tmp` in a sealed workspace; layers do not contain `/tmp` itself."""
@@ -283,16 +292,20 @@ class TerminalBenchEnvironment(ContractEnvironment):
             programs=(*self.settings.keep_programs, *self.settings.graded_programs),
             new_programs=scope.words,
         )
-        without = hidden_paths(
-            changes,
-            view.without,
-            script="\n".join([part.script.text, *part.script.others.values()]),
-            declared=scope.paths,
-            workdir=work.workdir,
-            words=scope.words,
-        )
+        script = "\n".join([part.script.text, *part.script.others.values()])
+        env = {**work.env, **part.task.verifier.env}
+        without = hidden_paths(changes, view.without, script=script, declared=scope.paths, env=env)
         slot = await grading.slot(View(view.only, without))
-        gone = await remove_links(slot, [change for change in changes if change.path not in without])
+        seen = [change for change in changes if is_below(change.path, view.only)]
+        seen = [change for change in seen if not is_below(change.path, without)]
+        programs = (*self.settings.keep_programs, *self.settings.graded_programs)
+        about = ShadowScope(work.workdir, scope.paths, scope.words, programs, CARRIED)
+        if shadows := await find_shadows(slot, seen, script, env, about, partial(_prepared, rollout, grading)):
+            await grading.restart()
+            without = (*without, *shadows)
+            seen = [change for change in seen if not is_below(change.path, shadows)]
+            slot = await grading.slot(View(view.only, without))
+        gone = await remove_links(slot, seen, CARRIED)
         hidden = [change.path for change in changes if change.path in (*without, *gone)]
         made = [change.path for change in changes if change.kind == "file" and change.path not in without]
         return slot, hidden, made
@@ -332,6 +345,16 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
         yield part.script.text
         if task.solution is not None:
             yield read_text(task.solution.folder / task.solution.script, "replace")
+
+
+@asynccontextmanager
+async def _prepared(rollout: Rollout, grading: Grading) -> AsyncIterator[Slot]:
+    """A slot with the prepared workspace."""
+    slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, rollout.snapshot)
+    try:
+        yield slot
+    finally:
+        await grading.pool.release(slot)
 
 
 async def _restore_workdir(slot: Slot, workdir: str) -> None:

@@ -2,7 +2,8 @@
 
 `hidden_paths` selects changes of the agent that could influence its grade, besides those that no grader of any
 environment sees (`rollouts/grading/tampering.py`): the folders of the verifier, pytest's configuration above the tests,
-and start-up files of shells if the verifier's script loads them. The path alone decides.
+and start-up files of shells if the verifier's script loads them. The path alone decides. `find_shadows` finds files
+that the verifier's programs would load in place of those of the image.
 
 Not covered: programs that a task installed and a verifier trusts, and tests that import the work into their process;
 `verifier.py` runs a passing verdict against negated tests.
@@ -15,12 +16,16 @@ import json
 import re
 import sys
 import tarfile
-from collections.abc import Collection, Mapping, Sequence
-from posixpath import basename, dirname
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from posixpath import basename, dirname, join, normpath
 
 from palaestra.core.errors import GraderError, InfraError
+from palaestra.rollouts.grading.tampering import PROGRAM_DIRECTORIES, is_below, library_directories, names_in
 from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.harness import send_scripts
+from palaestra.suites.images.pytest_toolchain import image_modules
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe.protected import CONFIG_NAMES
 from palaestra.suites.terminal_bench.offline_script import STARTUP_FILES, OfflineScript
@@ -50,11 +55,20 @@ _STARTUP = re.compile(
     re.DOTALL,
 )
 
+_LOADING = frozenset(
+    {"BASH_ENV", "ENV", "LD_PRELOAD", "LD_AUDIT", "PYTHONHOME", "PYTHONSTARTUP", "PERL5OPT", "RUBYOPT", "NODE_OPTIONS"}
+    | {"GCONV_PATH", "LOCPATH", "OPENSSL_CONF", "OPENSSL_MODULES", "GIT_CONFIG_GLOBAL", "GIT_EXEC_PATH"}
+)
+"""Variables that name files which shells, the loader and interpreters load when they start, whatever they run."""
+_ABSOLUTE = re.compile(r"/[^\s:;=,'\"]+")
+
 _INLINE_PYTHON = re.compile(r"\bpython[\d.]*\s+(?:-[A-Za-z]+\s+)*(?:-[A-Za-z]*[cm]\b|-(?=[\s;]|$)|<<)", re.M)
 """Python that looks for modules in its working directory before its own: a command, a module, or standard input."""
 
-_CHANGED_DIRECTORY = re.compile(r"^\s*(?:cd|pushd)\s+['\"]?(/[^\s;&|'\"]+)", re.M)
-_MODULE = re.compile(r"(\w+)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)")
+_CHANGED_DIRECTORY = re.compile(r"(?:^|[;&|(])\s*(?:cd|pushd)\s+['\"]?([^\s;&|'\"()$~`-][^\s;&|'\"()$`]*)", re.M)
+_ASSIGNED = re.compile(r"^\s*(?:export\s+|readonly\s+)?([A-Za-z_]\w*)=['\"]?([\w./-]+)['\"]?\s*(?:;|$)", re.M)
+_PYTHON_FILE = re.compile(r"(?<![\w./$}~-])([\w./-]+\.py)\b")
+_MODULE = re.compile(r"(\w+)(?:\.[\w-]+)*\.(?:py|pyc|so)")
 
 _NEEDS = """\
 #!/bin/sh
@@ -139,21 +153,23 @@ async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"
     await check_execute(slot, argv, f"{problem} in {slot.slot_id}", stdin=stdin, error=GraderError)
 
 
-async def remove_links(slot: Slot, changes: Sequence[Change]) -> tuple[str, ...]:
+async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> tuple[str, ...]:
     """Remove the agent's links that lead to the verifier's files or into `/proc`, before those files exist.
 
-    Returns their paths. A link is followed through other links as the slot's file system has them now.
+    Returns their paths. A link is followed through other links as the slot's file system will have them: `carried` is
+    where the files of `/tmp` are now.
     """
     removed = []
     for change in changes:
-        if change.kind == "symlink" and await _leads_away(slot, change.path):
+        if change.kind == "symlink" and await _leads_away(slot, change.path, carried):
             await slot.remove(change.path)
             removed.append(change.path)
     return tuple(removed)
 
 
-async def _leads_away(slot: Slot, path: str) -> bool:
+async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
     """Whether a link ends below a hidden path. A chain that does not end in time does."""
+    path = f"/tmp{path.removeprefix(carried)}" if is_below(path, (carried,)) else path  # noqa: S108  in the slot
     parts = [part for part in path.split("/") if part]
     at, followed = "", 0
     while parts:
@@ -164,8 +180,9 @@ async def _leads_away(slot: Slot, path: str) -> bool:
         step = f"{at}/{part}"
         if any(step == hidden or step.startswith(f"{hidden}/") for hidden in _NOT_FOR_LINKS):
             return True
+        now = f"{carried}{step.removeprefix('/tmp')}" if is_below(step, ("/tmp",)) else step  # noqa: S108
         try:
-            entry = await slot.stat(step)
+            entry = await slot.stat(now)
         except InfraError:
             raise
         except OSError:
@@ -181,34 +198,180 @@ async def _leads_away(slot: Slot, path: str) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class ShadowScope:
+    """What a task is about: the directory in which its script starts, the paths and words of its texts, the programs
+    that the agent may replace; and where the files of `/tmp` are now."""
+
+    workdir: str
+    paths: Collection[str]
+    words: Collection[str]
+    programs: Collection[str]
+    carried: str
+
+    def place(self, path: str) -> tuple[str, str]:
+        """The directory and the name of a path as the script will find it."""
+        if is_below(path, (self.carried,)):
+            path = f"/tmp{path.removeprefix(self.carried)}"  # noqa: S108  in the slot
+        return dirname(path), basename(path)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedFolders:
+    """Directories of the work in which programs look first for modules of Python, programs and libraries, and the names
+    that the image has of each. `new_modules` are those of its packages: changed files of the image stay."""
+
+    modules: Collection[str] = ()
+    new_modules: Collection[str] = ()
+    programs: Mapping[str, Collection[str]] = field(default_factory=dict)
+    libraries: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+
+Prepared = Callable[[], AbstractAsyncContextManager[Slot]]
+"""Gives a slot with the prepared workspace, without the work."""
+
+
+async def find_shadows(
+    slot: Slot,
+    changes: Sequence[Change],
+    script: str,
+    env: Mapping[str, str],
+    scope: ShadowScope,
+    prepared: Prepared,
+) -> tuple[str, ...]:
+    """The agent's files that the verifier's own programs would load in place of files of the image: in the directories
+    in which `script`, or a variable of `env`, lets Python, shells and the loader look first.
+
+    Files that the task's texts name are not among them.
+    """
+    changed = {scope.place(change.path)[0] for change in changes if change.kind != "dir"}
+    changed |= {dirname(folder) for folder in changed}  # packages
+    python = python_folders(script, scope.workdir, {change.path for change in changes})
+    modules = await _real(slot, python | _entries(env, "PYTHONPATH", scope.workdir), changes, scope) & changed
+    work = await _real(slot, {scope.workdir}, changes, scope)
+    path = _entries(env, "PATH", scope.workdir)
+    inside = await _real(slot, {each for each in path if is_below(each, work)}, changes, scope)
+    libraries = await _real(slot, _entries(env, "LD_LIBRARY_PATH", scope.workdir), changes, scope) & changed
+    listed = names_in(slot)
+    own: set[str] = set()
+    for each in (PROGRAM_DIRECTORIES | path) - inside if inside & changed else ():
+        own |= await listed(each)
+    loaded: set[str] = set()
+    for each in await library_directories(listed) if libraries else ():
+        loaded |= await listed(each)
+    candidates = [change for change in changes if _module(change, modules, scope)]
+    folders = SearchedFolders(
+        modules,
+        await _new_modules(candidates, prepared) if candidates else (),
+        dict.fromkeys(inside & changed, own),
+        dict.fromkeys(libraries, loaded),
+    )
+    return tuple(change.path for change in changes if shadows(change, folders, scope))
+
+
+async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str]:
+    """The paths of these modules that the prepared workspace lacks, and that its packages have elsewhere."""
+    async with prepared() as before:
+        names = names_in(before)
+        modules = await image_modules(before)
+        found = set()
+        for change in changes:
+            folder, name = dirname(change.path), basename(change.path)
+            module = basename(folder) if name.startswith("__init__.") else name.partition(".")[0]
+            if module in modules and name not in await names(folder):
+                found.add(change.path)
+        return found
+
+
+async def _real(slot: Slot, folders: set[str], changes: Sequence[Change], scope: ShadowScope) -> set[str]:
+    """The directories, and those that they are links to; links of the agent may lead to `/tmp`, which is elsewhere."""
+    if not folders:
+        return folders
+    each = 'for each; do readlink -f -- "$each" || echo; done'
+    shown = await slot.execute(["/bin/sh", "-c", each, "sh", *sorted(folders)], cwd="/", timeout_s=30)
+    found = folders | {line for line in shown.output.splitlines() if line.startswith("/")}
+    links = [change.path for change in changes if change.kind == "symlink" and _leads_to(change.path, found)]
+    for path in links:
+        entry = await slot.stat(path)
+        if entry is not None and entry.kind == "symlink":
+            at = "/".join(scope.place(path))
+            target = normpath(join(dirname(at), entry.target))
+            found |= {f"{target}{folder[len(at) :]}" for folder in found if is_below(folder, (at,))}
+    return found
+
+
+def _leads_to(link: str, folders: Collection[str]) -> bool:
+    """Whether one of the directories is this path or below it."""
+    return any(is_below(folder, (link,)) for folder in folders)
+
+
+def shadows(change: Change, folders: SearchedFolders, scope: ShadowScope) -> bool:
+    """Whether the change comes before a file of the image of the same name."""
+    if change.kind not in ("file", "symlink") or change.path in scope.paths:
+        return False
+    folder, name = scope.place(change.path)
+    if name in folders.programs.get(folder, ()):
+        return name not in scope.programs
+    if name in folders.libraries.get(folder, ()) or (folder in folders.libraries and name.startswith("ld-")):
+        return True
+    return change.path in folders.new_modules or _module(change, folders.modules, scope) in sys.stdlib_module_names
+
+
+def _module(change: Change, folders: Collection[str], scope: ShadowScope) -> str:
+    """The module that Python would import from this change in one of the directories, unless the texts name it."""
+    folder, name = scope.place(change.path)
+    if change.kind not in ("file", "symlink"):
+        return ""
+    if name.startswith("__init__."):
+        folder, name = dirname(folder), f"{basename(folder)}.py"
+    match = _MODULE.fullmatch(name)
+    module = match[1] if match is not None else name if change.kind == "symlink" else ""
+    return module if folder in folders and f"{module}.py" not in scope.words else ""
+
+
+def _entries(env: Mapping[str, str], name: str, workdir: str) -> set[str]:
+    """The directories of a search path; an empty or relative one is below the working directory."""
+    value = env.get(name, "")
+    return {normpath(join(workdir, each)) for each in value.split(":")} if value else set()
+
+
+def python_folders(script: str, workdir: str, made: Collection[str]) -> set[str]:
+    """The directories in which Python looks for modules first when this script starts it: the working directory of a
+    command, a module or standard input, and the directory of a program that is not among the files that the agent
+    `made`."""
+    for name, value in _ASSIGNED.findall(script):
+        script = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value, script)
+    folders = {workdir}
+    for found in _CHANGED_DIRECTORY.findall(script):
+        folders |= {normpath(join(each, found)) for each in folders}
+    own = set(folders) if _INLINE_PYTHON.search(script) else set()
+    for program in _PYTHON_FILE.findall(script):
+        paths = {normpath(join(folder, program)) for folder in folders}
+        own |= {dirname(path) for path in paths if not is_below(path, (TESTS_DIR,))} if not paths & set(made) else set()
+    return own
+
+
 def hidden_paths(
     changes: Sequence[Change],
     planted: Sequence[str],
     *,
     script: str,
     declared: Sequence[str] = (),
-    workdir: str = "/app",
-    words: Collection[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """The paths to leave out of the graded view: `planted`, and those that could influence this `script`.
+    """The paths to leave out of the graded view: `planted`, and those that could influence this `script`, which has the
+    variables `env`.
 
-    The script starts in `workdir`. A start-up file of a shell that the task is about (`declared`), and a module whose
-    file is among the `words` of the task's texts, stay.
+    A start-up file of a shell that the task is about (`declared`) stays.
     """
-    folders = {workdir, *_CHANGED_DIRECTORY.findall(script)} if _INLINE_PYTHON.search(script) else set()
+    loaded = {path for name, value in (env or {}).items() if name in _LOADING for path in _ABSOLUTE.findall(value)}
     starts_shell = STARTUP_FILES.search(script) is not None
     found = {
         change.path
         for change in changes
         if (dirname(change.path) == "/" and basename(change.path) in CONFIG_NAMES)
         or (change.path in _PARENTS and change.kind != "dir")
+        or (change.path not in declared and is_below(change.path, loaded))
         or (starts_shell and change.path not in declared and _STARTUP.fullmatch(change.path))
-        or any(_shadows_python(change.path, folder.rstrip("/"), words) for folder in folders)
     }
     return (*ALWAYS_HIDDEN, *sorted(found.union(planted)))
-
-
-def _shadows_python(path: str, folder: str, words: Collection[str]) -> bool:
-    """Whether Python that starts in a folder would import this file in place of a module of its standard library."""
-    match = _MODULE.fullmatch(path.removeprefix(f"{folder}/")) if path.startswith(f"{folder}/") else None
-    return match is not None and match[1] in sys.stdlib_module_names and f"{match[1]}.py" not in words
