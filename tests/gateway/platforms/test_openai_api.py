@@ -266,3 +266,19 @@ def test_an_allow_list_does_not_keep_out_who_has_the_token(tmp_path):
             assert reply.choices[0].message.content == "echo 1: x"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("header", ["Idempotency-Key", SESSION])
+def test_headers_that_are_no_text_are_refused(tmp_path, header):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]):
+            host, port = platform.url.split("/")[2].split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            body = json.dumps({"messages": said("hi")}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{header}: a"
+            writer.write(head.encode() + b"\xff\xfe\r\nAuthorization: Bearer secret\r\n\r\n" + body)
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), 20)
+            writer.close()
+
+    asyncio.run(main())

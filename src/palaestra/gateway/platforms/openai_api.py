@@ -99,13 +99,12 @@ class OpenAIServer:
         try:
             body = msgspec.json.decode(await request.read())
             earlier, text, files = _read(body)
+            session, given_key = _header(request, SESSION), _header(request, "Idempotency-Key")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             return _error(400, str(error), "invalid_request_error")
         said = text
-        session = request.headers.get(SESSION, "").strip()
         if not session:
             session = self._known.get(_digest(earlier), "") if earlier else ""
-        given_key = request.headers.get("Idempotency-Key", "").strip()
         if not session:
             session = hashlib.sha256(given_key.encode()).hexdigest()[:32] if given_key else uuid.uuid4().hex
             if earlier:
@@ -220,6 +219,14 @@ class OpenAIServer:
         self._known[_digest(history)] = session
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
+
+
+def _header(request: web.Request, name: str) -> str:
+    """The header, empty without one. Raises `ConfigError` for bytes that are not text."""
+    value = request.headers.get(name, "").strip()
+    if not value.isprintable():
+        raise ConfigError(f"the header {name} must be text in UTF-8 without control characters")
+    return value
 
 
 def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
