@@ -10,6 +10,7 @@ import pytest
 
 from cli.test_replay import NOISY, change, palaestra, record
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
+from palaestra.rollouts.finished_run import open_run
 
 SCRIPT = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
 """Text that a page must not read as markup."""
@@ -100,3 +101,64 @@ def test_nothing_in_a_run_is_waited_for_or_followed(folder: Path, capsys: pytest
                 path.unlink(missing_ok=True)
             path.write_bytes(kept)
     assert secret.read_text() == json.dumps({"event": "secret"}) + "\n"
+
+
+LOOKING = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def noisy():
+    yield Task(id="task-0", prompt="?", files={"a.txt": "x"})
+
+@noisy.score
+async def there(sandbox):
+    assert "secret" not in (await sandbox.execute("ls /workspace; cat /workspace/*")).output
+    return 1
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.long
+def test_a_kept_workspace_shows_no_file_of_this_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its path leads out of the run's folder, or links in it do: the server that mounts it sees the host."""
+    run = record(folder, NOISY, "process", "--env.total_steps", "1", "--env.save_workspaces", "true")
+    (folder / "looking_env.py").write_text(LOOKING)
+    host = folder / "host"
+    (host / "0/root/workspace").mkdir(parents=True)
+    (host / "0/usr").mkdir()
+    (host / "0/root/workspace/secret").write_text("secret")
+    (kept,) = run.glob("workspaces/*/0")
+
+    def name(value: object) -> None:
+        def forge(event: AnyJournalEvent) -> None:
+            if isinstance(event, RolloutEnded):
+                event.trajectory.beside.sandbox["workspace"] = value
+
+        change(run, forge)
+
+    for value in (str(host), 5, ["x"], f"{run}/workspaces/../../../../{host.name}", "\x00"):
+        name(value)
+        capsys.readouterr()
+        assert palaestra("grade", run, "--environment", "looking_env.py") == 2, value
+        assert "workspace" in capsys.readouterr().err
+    name(str(kept))
+    for linked in ("", "0", "0/root", "1/root"):
+        original = (kept / linked).rename(folder / "original")
+        target = host if linked == "" else host / "0" if linked == "0" else host / "0/root"
+        for prefix in ("", "/host"):  # as the server sees it
+            (kept / linked).symlink_to(f"{prefix}{target}")
+            capsys.readouterr()
+            assert palaestra("grade", run, "--environment", "looking_env.py") == 2, linked
+            (kept / linked).unlink()
+        original.rename(kept / linked)
+    assert palaestra("grade", run, "--environment", "looking_env.py") == 0
+
+
+@pytest.mark.slots
+def test_metrics_of_another_shape_are_no_metrics(folder: Path) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    before = open_run(run).metrics
+    for text in ("3", "[]", '"x"', '{"rollouts": []}', "{", '{"rollouts": 1e999}'):
+        (run / "metrics.jsonl").write_text(f"{text}\n")
+        found = open_run(run).metrics
+        assert found.keys() <= before.keys()

@@ -50,9 +50,9 @@ class Run:
         """The finished groups, in the order of their tasks."""
         groups = list(self.recording)
         for trajectory in (each for group in groups for each in group.trajectories):
-            kept = Path(trajectory.beside.sandbox.get("workspace", ""))
+            kept = Path(str(trajectory.beside.sandbox.get("workspace", "")))
             here = Path(self.path, *kept.parts[-3:])
-            if kept.parts and not kept.exists() and here.exists():  # the run's folder was moved
+            if kept.parts and here != kept and here.is_dir():  # the run's folder was moved
                 trajectory.beside.sandbox["workspace"] = str(here.resolve())
         return groups
 
@@ -136,8 +136,8 @@ def _last_metrics(path: Path) -> dict[str, float]:
     """The line of the whole run, if the run has ended: its names have no prefix."""
     try:
         lines = path.read_bytes().splitlines()
-        last = msgspec.json.decode(lines[-1]) if lines else {}
-    except (OSError, msgspec.DecodeError):
+        last = msgspec.json.decode(lines[-1], type=dict[str, object]) if lines else {}
+    except (OSError, msgspec.MsgspecError):
         return {}
     if "rollouts" not in last:
         return {}

@@ -50,7 +50,7 @@ async def grade(env: object, trajectory: Trajectory) -> Score:
         recording = open_recording(_workspace(trajectory).parents[2])
         with where_it_ran(recording):
             async with reopened(recording, environment_form(env)) as run:
-                return await _Grader(run).grade(trajectory)
+                return await _Grader(run, recording.path.parent).grade(trajectory)
 
 
 async def grade_run(run: Run, env: str | None = None, *, network: bool = False) -> AsyncIterator[Regraded]:
@@ -60,7 +60,7 @@ async def grade_run(run: Run, env: str | None = None, *, network: bool = False) 
     form = recorded_form(recording, env)
     with where_it_ran(recording):
         async with reopened(recording, form, network=network) as again:
-            grader = _Grader(again)
+            grader = _Grader(again, recording.path.parent)
             for group in run.groups:
                 wanted = [each for each in group.trajectories if each.outcome.scored]
                 for regraded in await asyncio.gather(*map(grader.try_grade, wanted)):
@@ -70,8 +70,9 @@ async def grade_run(run: Run, env: str | None = None, *, network: bool = False) 
 class _Grader:
     """Grades rollouts of one run in its open environment."""
 
-    def __init__(self, run: ReopenedRun) -> None:
+    def __init__(self, run: ReopenedRun, folder: Path) -> None:
         self._run = run
+        self._folder = folder.resolve()
         self._tasks: dict[str, Task] | None = None
         self._reading = asyncio.Lock()
 
@@ -85,6 +86,8 @@ class _Grader:
     async def grade(self, trajectory: Trajectory) -> Score:
         """Raises `ConfigError`, `GraderError` and what else grading raises."""
         folder = _workspace(trajectory)
+        if not folder.resolve().is_relative_to(self._folder):
+            raise ConfigError(f"the workspace of {trajectory.rollout_id} is in {folder}, outside of {self._folder}")
         if not trajectory.outcome.scored:
             raise ConfigError(f"{trajectory.rollout_id} ended with {trajectory.outcome}, which is not scored")
         environment, context = self._run.environment, self._run.context
@@ -92,7 +95,10 @@ class _Grader:
         if task.grading == LIVE:
             raise ConfigError(f"task {task.id} is graded live, in a running sandbox, so it cannot be graded again")
         spec = environment.slot_spec(task, Phase.AGENT)
-        whole = await self._run.pool.load(folder, spec) if any(folder.iterdir()) else None
+        try:
+            whole = await self._run.pool.load(folder, spec) if any(folder.iterdir()) else None
+        except OSError as error:
+            raise ConfigError(f"the workspace of {trajectory.rollout_id} in {folder} cannot be used: {error}") from None
         sealed, before = (None, whole) if folder.name.endswith(UNTOUCHED) else (whole, _below(whole))
         seed = f"{context.settings.seed}:{trajectory.group_id}"
         kit = environment.kit(task, Seeded(f"{seed}:tools")())
@@ -147,7 +153,7 @@ def _result(trajectory: Trajectory) -> AgentResult:
 
 def _workspace(trajectory: Trajectory) -> Path:
     kept = trajectory.beside.sandbox.get("workspace")
-    if kept is None:
+    if not isinstance(kept, str):
         raise ConfigError(f"the workspace of {trajectory.rollout_id} was not kept: run with --env.save_workspaces")
     if not Path(kept).is_dir():
         raise ConfigError(f"the workspace of {trajectory.rollout_id} was kept in {kept}, which is gone")

@@ -21,6 +21,7 @@ import itertools
 import os
 import resource
 import socket
+import stat
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -452,12 +453,16 @@ class OverlayCheckpoints:
         return copied
 
     def load(self, folder: str, image: str | None) -> tuple[OverlayLayer, ...]:
+        wanted = {"root"} if image is not None else {"root", *rootfs.system_directories()}
         store = DiskStore(folder, f"/lower/k{next(self._numbers)}")
         layers: tuple[OverlayLayer, ...] = ()
         try:
             for number in reversed(range(len(os.listdir(store.path)))):
                 path = f"{store.path}/{number}"
-                trees = {tree: f"{path}/{tree}" for tree in os.listdir(path)}
+                trees = {tree: f"{path}/{tree}" for tree in wanted}
+                for each in (path, *trees.values()):  # a link would lead a mount to the host's files
+                    if not stat.S_ISDIR(os.lstat(each).st_mode):
+                        raise NotADirectoryError(20, "no snapshot was saved there", folder)
                 name = f"layer-{self._token}-k{next(self._numbers)}"
                 layers = (OverlayLayer(name, store.keep(), trees, layers, image), *layers)
         finally:
