@@ -30,7 +30,7 @@ from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNo
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from palaestra import JSON, ConfigError, Message, RolloutFunction, Trajectory, Unscored
-from palaestra.integrations.turns import SampledTurn, sampled_turns
+from palaestra.integrations.turns import TurnTokens, sampled_turns
 
 KEPT_ANSWERS = 1024
 """How many rollouts `/verify` knows: the newest."""
@@ -176,7 +176,7 @@ def _reply_items(message: Message, name: str) -> Iterator[dict[str, JSON]]:
         yield {"type": "function_call", "status": "completed", **named}
 
 
-def _training_fields(turn: SampledTurn | None) -> dict[str, JSON]:
+def _training_fields(turn: TurnTokens | None) -> dict[str, JSON]:
     if turn is None:
         return {}
     return {

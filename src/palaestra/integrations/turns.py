@@ -8,7 +8,7 @@ from typing import NamedTuple
 from palaestra import ConfigError, Trajectory
 
 
-class SampledTurn(NamedTuple):
+class TurnTokens(NamedTuple):
     """One call: `prompt_ids[P]`, `completion_ids[T]` as sampled, and the engine's `logprobs[T]`."""
 
     number: int
@@ -20,7 +20,7 @@ class SampledTurn(NamedTuple):
     logprobs: list[float]
 
 
-def sampled_turns(trajectory: Trajectory) -> Iterator[SampledTurn]:
+def sampled_turns(trajectory: Trajectory) -> Iterator[TurnTokens]:
     """The calls in their order: each sampled token once. Raises `ConfigError` for a rollout without recorded tokens."""
     if trajectory.ledger is None:
         raise ConfigError(f"{trajectory.rollout_id} has no recorded tokens: use a token-exact model server")
@@ -29,7 +29,7 @@ def sampled_turns(trajectory: Trajectory) -> Iterator[SampledTurn]:
         row, start = rows[turn.segment], turn.prompt_tokens
         stop = start + turn.sampled_tokens
         assert row.logprobs is not None
-        yield SampledTurn(
+        yield TurnTokens(
             turn.number,
             turn.segment,
             str(row.reason),

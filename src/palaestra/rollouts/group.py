@@ -46,7 +46,7 @@ from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.sandbox.snapshots.cache import Put, Recipe, Run
 
 if TYPE_CHECKING:
-    from palaestra.rollouts.trees import Tree
+    from palaestra.rollouts.trees import RolloutTree
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class GroupRun:
         self._preparing = asyncio.Lock()
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
-        self._tree: Tree | None = None
+        self._tree: RolloutTree | None = None
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
@@ -272,12 +272,12 @@ class GroupRun:
 
     async def _roll_out_tree(self, indices: Sequence[int], branches: range) -> None:
         """Roll out the roots, and then the branches, which continue them."""
-        from palaestra.rollouts.trees import Tree  # most runs have no trees
+        from palaestra.rollouts.trees import RolloutTree  # most runs have no trees
 
         done, settings = self.group.trajectories, self.run_context.settings
         turns = self.run_context.earlier.turns
         known = {each.index: turns[each.rollout_id] for each in done if each.rollout_id in turns}
-        self._tree = Tree(branches.start, known, self.run_context.workspaces.pool)
+        self._tree = RolloutTree(branches.start, known, self.run_context.workspaces.pool)
         try:
             await self._roll_out_each(index for index in indices if index not in branches)
             roots = sorted((each for each in done if each.index not in branches), key=lambda each: each.index)

@@ -120,7 +120,7 @@ class Branch:
         return RecordedTurns(cut_off, forked=self.copied, snapshot=self.snapshot)
 
 
-class Tree:
+class RolloutTree:
     """The fork points of one group, whose first `roots` rollouts are roots, and the branches that continue them.
     `known` has the turns of roots that an earlier part of the run finished, by index."""
 

@@ -32,8 +32,8 @@ from palaestra.tools.training.training_process import (
     RUNNING,
     STARTING,
     TRAIN,
-    Request,
     TrainingProcess,
+    TrainingRequest,
     trainings,
     words_of,
 )
@@ -239,7 +239,7 @@ async def _start(
                     active_runs=busy,
                 )
             on_training = {name: value for name, value in config.items() if setup.rows[name].get("training")}
-            request = Request(
+            request = TrainingRequest(
                 run_id=training.id,
                 owner=run.task_id,
                 environment=setup.environment,

@@ -49,7 +49,7 @@ STARTING, RUNNING, COMPLETED, FAILED = "starting", "running", "completed", "fail
 STOPPED, INTERRUPTED = "stopped", "interrupted"
 
 
-class Request(msgspec.Struct, kw_only=True):
+class TrainingRequest(msgspec.Struct, kw_only=True):
     """What is trained. `flags` are words for `palaestra train`, without the environment and its settings."""
 
     schema: str = REQUEST_SCHEMA
@@ -88,10 +88,10 @@ class TrainingProcess:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
-    def request(self) -> Request:
+    def request(self) -> TrainingRequest:
         """What is trained. Raises `ToolUnavailable` if the folder is damaged."""
         try:
-            return msgspec.json.decode((self.path / "request.json").read_bytes(), type=Request)
+            return msgspec.json.decode((self.path / "request.json").read_bytes(), type=TrainingRequest)
         except (OSError, msgspec.MsgspecError) as error:
             raise ToolUnavailable(f"the training {self.id} cannot be read: {error}") from None
 
@@ -155,7 +155,7 @@ class TrainingProcess:
                 found.append(json.loads(line))
         return found
 
-    async def start(self, request: Request, command: Sequence[str] = TRAIN) -> str:
+    async def start(self, request: TrainingRequest, command: Sequence[str] = TRAIN) -> str:
         """Start the training, or continue it from its last checkpoint, and wait until it is ready, has ended, or
         `READY_S` are over. Returns its status. The caller has checked that nothing trains here. `command` takes the
         words of `palaestra train`."""
@@ -215,7 +215,7 @@ class TrainingProcess:
         finally:
             os.close(lock)
 
-    def _write(self, request: Request) -> None:
+    def _write(self, request: TrainingRequest) -> None:
         with replaced(self.path / "request.json") as file:
             file.write(msgspec.json.format(msgspec.json.encode(request)))
 
