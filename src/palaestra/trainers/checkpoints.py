@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import not_written, replaced, writing
+from palaestra.core.io.durable_files import not_written, read_lines, replaced, writing
 from palaestra.core.types import JSON
 
 FOLDER = "training"
@@ -138,15 +138,7 @@ class TrainingFiles:
 def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
     """The metrics of a training's steps (`kind` step) and evaluations (`kind` evaluation), in order; none if the run
     trained nothing. A torn line is left out."""
-    try:
-        lines = (run / FOLDER / "steps.jsonl").read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            yield msgspec.json.decode(line)
-        except msgspec.MsgspecError:
-            continue
+    return read_lines(run / FOLDER / "steps.jsonl")
 
 
 def read_settings(run: Path) -> dict[str, JSON]:

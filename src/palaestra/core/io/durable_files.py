@@ -12,13 +12,14 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from palaestra.core.errors import ConfigError, DiskError
+from palaestra.core.types import JSON
 
 
 @contextmanager
@@ -118,6 +119,18 @@ def open_lines(path: Path, schema: str, *, mode: int = 0o600, exclusive: bool = 
         os.close(fd)
         raise
     return AppendedFile(fd, path)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, JSON]]:
+    """The JSON objects of a file's lines, without lines that cannot be read, such as a torn last one; none if the file
+    is missing."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with suppress(msgspec.MsgspecError):
+            yield msgspec.json.decode(line, type=dict[str, Any])
 
 
 def _begin(fd: int, path: Path, schema: str) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ToolUnavailable
-from palaestra.core.io.durable_files import replaced
+from palaestra.core.io.durable_files import read_lines, replaced
 from palaestra.core.types import JSON
 
 REQUEST_SCHEMA = "palaestra.rl-run/1"
@@ -145,15 +145,7 @@ class TrainingProcess:
 
     def lines(self) -> list[dict[str, JSON]]:
         """The metrics of steps and evaluations, in order. A torn last line is left out."""
-        try:
-            lines = (self.run / "training" / "steps.jsonl").read_bytes().splitlines()
-        except OSError:
-            return []
-        found = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+        return list(read_lines(self.run / "training" / "steps.jsonl"))
 
     async def start(self, request: TrainingRequest, command: Sequence[str] = TRAIN) -> str:
         """Start the training, or continue it from its last checkpoint, and wait until it is ready, has ended, or
