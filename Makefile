@@ -63,14 +63,15 @@ interop: venv ## run the tests against the original runtime, in an environment o
 	@scripts/interop_env
 	@.venv/bin/python -m pytest -q -n $(WORKERS) -m interop tests/interop
 
+FAULTS = tests/integrations/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
 faces: venv ## run the tests of the trainers' integrations with the trainers' own packages (large; Python 3.12 and 3.11)
 	@scripts/faces_env
-	@test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix tests/integrations/test_,verifiers.py agent_lightning.py)
-	@test ! -d .venv-faces-openenv || .venv-faces-openenv/bin/python $(FACES) tests/integrations/test_openenv.py
-	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) tests/integrations/test_nemo_gym.py
+	@test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix tests/integrations/test_,verifiers.py agent_lightning.py) $(FAULTS)
+	@test ! -d .venv-faces-openenv || .venv-faces-openenv/bin/python $(FACES) tests/integrations/test_openenv.py $(FAULTS)
+	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) tests/integrations/test_nemo_gym.py $(FAULTS)
 	@test ! -d .venv-faces-verl || PYTHONPATH=$(SLIME):$(RLLM) OMP_NUM_THREADS=1 \
-	    .venv-faces-verl/bin/python $(FACES) $(addprefix tests/integrations/test_,verl.py areal.py slime.py rllm.py)
+	    .venv-faces-verl/bin/python $(FACES) $(addprefix tests/integrations/test_,verl.py areal.py slime.py rllm.py) $(FAULTS)
 
 constraints: venv ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \

@@ -1,5 +1,9 @@
 """Real faults, and what each trainer is given: an unscored rollout is dropped in the trainer's own word, none becomes a
-reward. An agent that does not end, or calls after its end, is not the world's failure: its work is graded."""
+reward. An agent that does not end, or calls after its end, is not an infrastructure failure: its work is graded.
+
+Each fault is rolled out once. Adapters that play rollouts by themselves get the result of that rollout; everything
+else of them, and of the trainers' packages, is real.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from bug_fixing import Fixer
+from bug_fixing import Fixer, fix_calc
+from rollout_servers import solving
 
 import palaestra
 from faults.injected import kill_slot
-from palaestra import Task, Trajectory, environment
+from palaestra import Scored, Task, Trajectory, Unscored, environment
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Blame, Limits
 from palaestra.inference.chat_server import ServerEngine
@@ -30,7 +35,7 @@ from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, compl
 from palaestra.trainers.atropos.groups import fitting, scored_data
 from palaestra.trainers.batch import UNSCORED, Batch
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 SLEEP = "sleep 31417.25"
 AGENT = """
@@ -84,7 +89,7 @@ FAULTS: Mapping[str, Blame | None] = {
     "never ends": Blame.MODEL,
     "calls after its end": None,
 }
-"""Each fault and its blame. The last two are the agent's doing, which is graded."""
+"""Each fault and its blame. The last two are the agent's doing, which is graded: a budget of time ends every agent."""
 
 
 def world(fault: str) -> object:
@@ -192,12 +197,200 @@ def exported(name: str, good: Trajectory, other: Trajectory) -> list[float | Non
     return [good.reward, other.reward if other.scored else None]
 
 
+class Played:
+    """In place of a `RolloutFunction`: gives the result of a rollout that was played."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._trajectory = trajectory
+
+    async def __call__(self, *asked: JSON, **settings: JSON) -> Scored | Unscored:
+        met = self._trajectory
+        if met.reward is None:
+            return Unscored(met.blame or Blame.RUN, met.error, met)
+        return Scored(met.reward, met)
+
+    async def aclose(self) -> None: ...
+
+
+def areal(good: Trajectory, other: Trajectory) -> list[float | None]:
+    """AReaL: `run` raises, which rejects the sample."""
+    from palaestra.integrations.areal import Agent
+    from palaestra.integrations.blame import Dropped
+
+    async def rewarded(met: Trajectory) -> float | None:
+        agent = Agent(fix_calc)
+        agent._rollout = Played(met)
+        try:
+            return await agent.run({"task_id": "calc"}, base_url="http://proxy")
+        except Dropped as dropped:
+            return None if dropped.kind == f"{met.outcome}/{met.blame}" else 0.0
+
+    return [asyncio.run(rewarded(each)) for each in (good, other)]
+
+
+def agent_lightning(good: Trajectory, other: Trajectory) -> list[float | None]:
+    """Agent-Lightning: the state is `failed`, and no reward event is sent."""
+    pytest.importorskip("agentlightning", reason="the package agentlightning is not installed (make faces)")
+    from test_agent_lightning import ENV, KEY, ended, served, solving
+
+    from palaestra.integrations.agent_lightning import Controller
+
+    async def rewarded(met: Trajectory) -> float | None:
+        async with served(solving()) as (url, client, _):
+            async with Controller(ENV, url, KEY) as controller:
+                controller._rollout = Played(met)
+                await controller.play_queued()
+            status, rewards, _ = await ended(client)
+        assert status["state"] == ("succeeded" if met.scored else "failed")
+        return rewards[0]["data"]["value"] if rewards else None
+
+    return [asyncio.run(rewarded(each)) for each in (good, other)]
+
+
+def verifiers(good: Trajectory, other: Trajectory) -> list[float | None]:
+    """verifiers and prime-rl: an error on the trace, which has no reward."""
+    pytest.importorskip("verifiers.v1", reason="the package verifiers is not installed (make faces)")
+    from test_verifiers import plugged, traced
+
+    from palaestra.integrations import verifiers as adapter
+
+    def rewarded(met: Trajectory) -> float | None:
+        with tempfile.TemporaryDirectory() as folder, plugged(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "RolloutFunction", lambda env, **settings: Played(met))
+            trace = traced(Path(folder), solving())
+        assert (trace.ok, bool(trace.errors)) == (met.scored, not met.scored)
+        return trace.rewards["environment"].score if trace.rewards else None
+
+    return [rewarded(good), rewarded(other)]
+
+
+def nemo_gym(good: Trajectory, other: Trajectory) -> list[float | None]:
+    """NeMo Gym: `mask_sample`, and the rollout is in no metric."""
+    pytest.importorskip("nemo_gym", reason="the package nemo-gym is not installed (make faces)")
+    from nemo_gym.base_resources_server import AggregateMetricsRequest
+    from test_nemo_gym import ROW, agent
+
+    from palaestra.integrations.nemo_gym import EnvironmentRunRequest
+
+    async def main() -> list[float | None]:
+        made, rewards = agent("http://model:1", {}), []
+        rows = []
+        for met in (good, other):
+            made._rollout = Played(met)
+            row = await made.run(EnvironmentRunRequest.model_validate(ROW))
+            assert (row.mask_sample, bool(row.failure_kind)) == (not met.scored, not met.scored)
+            rows.append(row.model_dump() | {"_ng_task_index": 0, "_ng_rollout_index": len(rows)})
+            rewards.append(None if row.mask_sample else row.reward)
+        metrics = await made.aggregate_metrics(AggregateMetricsRequest(verify_responses=rows))
+        assert metrics.agent_metrics["mean/reward"] == 1.0
+        return rewards
+
+    return asyncio.run(main())
+
+
+def verl(good: Trajectory, other: Trajectory) -> list[float | None]:
+    """verl: a mask of zeros, which `grpo_scored` leaves out of the mean of the group."""
+    pytest.importorskip("verl", reason="the package verl is not installed (make faces)")
+    import numpy as np
+    import torch
+    from test_verl import environment_loop
+
+    from palaestra.integrations.verl import grpo_scored
+
+    with tempfile.TemporaryDirectory() as folder:
+        loop = environment_loop(Path(folder))
+        outputs = [loop._output(group(each)) for each in (good, other)]
+    assert any(outputs[1].response_mask) == other.scored
+    longest = max(len(output.response_mask) for output in outputs)
+    mask = torch.tensor([[*output.response_mask, *[0] * (longest - len(output.response_mask))] for output in outputs])
+    rewards = torch.zeros(mask.shape)
+    rewards[:, -1] = torch.tensor([output.reward_score for output in outputs])
+    settings = {"norm_adv_by_std_in_grpo": False}
+    advantages, _ = grpo_scored(rewards, mask, np.array(["a", "a"], dtype=object), config=settings)
+    assert not advantages[1].any()
+    return [outputs[0].reward_score, outputs[1].reward_score if any(outputs[1].response_mask) else None]
+
+
+def slime(good: Trajectory, other: Trajectory) -> list[float | None]:
+    """slime: `ABORTED`, `remove_sample` and no reward; the filter leaves the group out."""
+    pytest.importorskip("slime.utils.types", reason="slime is not on the path (make faces SLIME=FOLDER)")
+    from argparse import Namespace
+
+    from slime.utils.types import Sample
+    from test_slime import SAMPLING
+
+    from palaestra.integrations import slime as adapter
+
+    def sampled(met: Trajectory) -> Sample:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "RolloutFunction", lambda env, **settings: Played(met))
+            generate = adapter.custom_generate(fix_calc)
+            args = Namespace(sglang_router_ip="x", sglang_router_port=1, hf_checkpoint="x")
+            return asyncio.run(generate(args, Sample(index=7, metadata={"task_id": "calc"}), dict(SAMPLING)))
+
+    samples = [sampled(good), sampled(other)]
+    assert samples[1].remove_sample == (not other.scored)
+    assert (samples[1].status is Sample.Status.ABORTED) == (not other.scored)
+    assert adapter.keep_scored(None, samples) == other.scored
+    return [sample.reward for sample in samples]
+
+
+def rllm(good: Trajectory, other: Trajectory) -> list[float | None]:
+    """rLLM: the flow raises; a remote result is not finished, and `mask_error` leaves it out."""
+    pytest.importorskip("rllm.types", reason="rLLM is not on the path (make faces RLLM=FOLDER)")
+    from rllm.engine.remote_runtime.protocol import TaskSubmission
+    from rllm.trainer.algorithms.config import CompactFilteringConfig
+    from rllm.types import AgentConfig
+
+    from palaestra.integrations.blame import Dropped
+    from palaestra.integrations.rllm import EnvironmentFlow, EnvironmentRuntime
+
+    async def rewarded(met: Trajectory) -> float | None:
+        flow, runtime = EnvironmentFlow(fix_calc), EnvironmentRuntime(fix_calc)
+        flow._rollout = runtime._rollout = Played(met)
+        (result,) = await runtime.execute_tasks([TaskSubmission({"task_id": "calc"}, "s", "calc", "http://model")])
+        filtering = CompactFilteringConfig(enable=True, mask_error=True)
+        assert (result.finished, filtering.should_mask(result.termination_reason)) == (met.scored, not met.scored)
+        try:
+            config = AgentConfig(base_url="http://model", model="m", session_uid="calc:0")
+            episode = await flow.arun({"task_id": "calc"}, config)
+        except Dropped:
+            return result.reward
+        assert episode.trajectories[0].reward == result.reward
+        return result.reward
+
+    return [asyncio.run(rewarded(each)) for each in (good, other)]
+
+
+def tinker_cookbook(good: Trajectory, other: Trajectory) -> list[float | None]:
+    """The Tinker cookbook: a `RolloutError` in place of a trajectory."""
+    pytest.importorskip("tinker_cookbook", reason="the package tinker-cookbook is not installed (make test-torch)")
+    from palaestra.integrations.tinker import EnvGroupBuilder, RolloutStrategy
+
+    class Builder(EnvGroupBuilder):
+        async def roll_out(self, *asked: JSON, **settings: JSON) -> Group:
+            return group(good, other)
+
+    result = asyncio.run(RolloutStrategy().execute(Builder(fix_calc, "calc", "m", 2), None))
+    rewards = [sum(step.reward for step in each.transitions) for each in result.trajectories]
+    assert (len(rewards), len(result.errors)) == (1 + other.scored, 1 - other.scored)
+    return [*rewards, *([None] * len(result.errors))]
+
+
 Face = Callable[[Trajectory, Trajectory], list[float | None]]
 TRAINERS: Mapping[str, Face] = {
     "atropos": atropos,
     "trainers": trainers,
     "trl": trl_rows,
     "openenv": openenv,
+    "areal": areal,
+    "agent_lightning": agent_lightning,
+    "verifiers": verifiers,
+    "nemo_gym": nemo_gym,
+    "verl": verl,
+    "slime": slime,
+    "rllm": rllm,
+    "tinker_cookbook": tinker_cookbook,
     "rows": functools.partial(exported, "rows"),
     "openai": functools.partial(exported, "openai"),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -25,14 +27,22 @@ ENV = f"{bug_fixing.__file__}:fix_calc"
 
 
 @pytest.fixture(autouse=True)
-def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def plugin() -> Iterator[None]:
+    with plugged():
+        yield
+
+
+@contextmanager
+def plugged() -> Iterator[None]:
     """What a user's own package exports."""
     module = ModuleType("our_environment")
     module.__all__ = ["EnvironmentHarness", "EnvironmentTaskset"]
     for name in module.__all__:
         setattr(module, name, getattr(integration, name))
-    monkeypatch.setitem(sys.modules, "our_environment", module)
     module.__spec__ = sys.modules["bug_fixing"].__spec__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "our_environment", module)
+        yield
 
 
 def traced(tmp_path: Path, server: LoopbackServer) -> vf.Trace:

@@ -45,21 +45,24 @@ class Client:
         )
 
 
-def looped(tmp_path: Path, client: Client, *, task: str = "calc") -> AgentLoopOutput:
+def environment_loop(tmp_path: Path, client: Client | None = None) -> EnvironmentLoop:
     rollout = {"prompt_length": 8192, "response_length": 2048}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    return EnvironmentLoop(
+        DictConfigWrap(config),
+        client or Client(),
+        AutoTokenizer.from_pretrained(toy_folder(tmp_path), use_fast=True),
+        None,
+        None,
+        DictConfigWrap(config.data),
+        env=f"{bug_fixing.__file__}:fix_calc",
+        settings={"folder": str(tmp_path), "infra_retries": 0, "tool_parser": "hermes"},
+    )
 
+
+def looped(tmp_path: Path, client: Client, *, task: str = "calc") -> AgentLoopOutput:
     async def main() -> AgentLoopOutput:
-        loop = EnvironmentLoop(
-            DictConfigWrap(config),
-            client,
-            AutoTokenizer.from_pretrained(toy_folder(tmp_path), use_fast=True),
-            None,
-            None,
-            DictConfigWrap(config.data),
-            env=f"{bug_fixing.__file__}:fix_calc",
-            settings={"folder": str(tmp_path), "infra_retries": 0, "tool_parser": "hermes"},
-        )
+        loop = environment_loop(tmp_path, client)
         asked = {"temperature": 0.7, "top_p": 1.0, "logprobs": False}
         try:
             return await loop.run(asked, task_id=task, raw_prompt=[])
