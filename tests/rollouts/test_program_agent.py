@@ -141,6 +141,19 @@ def test_children_that_outlive_the_agent_cannot_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_child_that_writes_without_end_does_not_keep_the_run_waiting(tmp_path: Path) -> None:
+    flood = AGENT + (
+        "agent = os.getpid()\n"
+        "if not os.fork():\n"
+        "    os.setsid()\n"
+        '    while True: os.write(1, b"x" * 65536)\n'
+        'ask([{"role": "user", "content": "hi"}])'
+    )
+    trajectory, _ = played(tmp_path, python(flood), worker_timeout=100.0)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.NATURAL, 0.0)
+
+
+@pytest.mark.long
 def test_the_turn_limit_ends_the_agent(tmp_path: Path) -> None:
     loop = AGENT + 'while True: ask([{"role": "user", "content": "hi"}])'
     trajectory, _ = played(tmp_path, python(loop), max_agent_turns=3)
