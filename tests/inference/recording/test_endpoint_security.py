@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import io
 import json
 import time
@@ -166,6 +167,38 @@ def test_text_is_bounded_closer_than_images() -> None:
         assert await status(session, url, bearer(here.key)) == 200
 
     attack(run, "hi")
+
+
+@pytest.mark.parametrize("bomb", [False, True])
+def test_compressed_bodies_are_bounded_and_checked(bomb: bool) -> None:
+    body = gzip.compress(b" " * (64 << 20)) if bomb else b"not gzip at all"
+
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        headers = {**bearer(here.key), "Content-Encoding": "gzip"}
+        url = f"{here.openai_url}/chat/completions"
+        packed = gzip.compress(json.dumps(CHAT).encode())
+        async with session.post(url, data=io.BytesIO(packed), headers=headers) as response:
+            assert response.status == 200
+        async with session.post(url, data=io.BytesIO(body), headers=headers) as response:
+            assert response.status == (413 if bomb else 400)
+            assert (await response.json())["error"]["message"]
+
+    mine, _ = attack(run, "hi")
+    assert mine.refused == 1
+
+
+def test_callers_that_do_not_speak_http_write_nothing_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        host, _, port = here.url.split("/")[2].partition(":")
+        many = b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % number for number in range(20_000))
+        for data in (b"\x00\xff junk\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", many + b"\r\n"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(data)
+            assert b"400" in await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
+            writer.close()
+
+    attack(run, "hi")
+    assert caplog.records == []
 
 
 def test_concurrent_calls_are_bounded() -> None:

@@ -2,7 +2,7 @@
 
 Every server of the project listens through this. It bounds connections, the time until a request has begun, and the
 time that its body may take. Invariants: a server beyond the loopback has a token, a caller is checked before its body
-is read or asked for (`guard`, `invite_body`), and a token is compared in constant time.
+is read or asked for (`guard`, `invite_body`), and a token is compared in constant time. What is not HTTP is not logged.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import HttpVersion11, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDictProxy
 
 from palaestra.core.errors import ConfigError
@@ -25,6 +27,10 @@ HEAD_S, BODY_S = 30.0, 300.0
 
 _EXPECTED = "X-Palaestra-Expected"
 """Under this name the header `Expect` is kept, because aiohttp answers it before any check of the caller."""
+
+logger = logging.getLogger(__name__)
+logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CALLERS_FAULT)))
+_CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -124,7 +130,9 @@ async def listening(
     cannot be opened, and for a host beyond the loopback without a token.
     """
     require_token(host, token)
-    runner = _Runner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation)
+    runner = _Runner(
+        app, access_log=None, logger=logger, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation
+    )
     app.middlewares.insert(0, runner.note)
     try:
         await runner.setup()
@@ -146,10 +154,13 @@ async def invite_body(request: web.Request) -> None:
 
 
 async def _read_body(request: web.Request) -> None:
-    """Read a body, which the request keeps. Raises `HTTPRequestTimeout` if it does not arrive in `BODY_S` seconds."""
+    """Read a body, which the request keeps. Raises `HTTPRequestTimeout` if it does not arrive in `BODY_S` seconds, and
+    `HTTPBadRequest` if its encoding is broken."""
     try:
         async with asyncio.timeout(BODY_S):
             await request.read()
+    except web.RequestPayloadError:
+        raise web.HTTPBadRequest(text="the body's encoding is broken") from None
     except TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the body did not arrive in {BODY_S:g} s") from None
 

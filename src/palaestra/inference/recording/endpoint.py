@@ -304,6 +304,8 @@ async def _raw(request: web.Request, most_bytes: int) -> bytes:
             return await request.clone(client_max_size=most_bytes).read()
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
+    except web.RequestPayloadError:
+        raise Refusal(400, "The encoding of the body is broken.") from None
     except web.HTTPRequestEntityTooLarge:
         raise Refusal(413, f"The body is longer than {most_bytes} bytes.") from None
 
