@@ -28,9 +28,9 @@ HEAD_S, BODY_S = 30.0, 300.0
 _EXPECTED = "X-Palaestra-Expected"
 """Under this name the header `Expect` is kept, because aiohttp answers it before any check of the caller."""
 
+_CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError)
 logger = logging.getLogger(__name__)
 logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CALLERS_FAULT)))
-_CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
