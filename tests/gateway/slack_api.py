@@ -24,6 +24,7 @@ class SlackAPI:
         self.sent: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.failing = 0
+        self.token = TOKEN
         self.url = ""
         self._numbers = itertools.count(1)
         self._open: dict[str, Any] = {}
@@ -79,7 +80,7 @@ class SlackAPI:
 
     async def _call(self, request: web.Request) -> web.Response:
         method = request.match_info["method"]
-        wanted = APP_TOKEN if method == "apps.connections.open" else TOKEN
+        wanted = APP_TOKEN if method == "apps.connections.open" else self.token
         if request.headers.get("Authorization") != f"Bearer {wanted}":
             return _refused("invalid_auth")
         sent = request.content_type == "application/json"

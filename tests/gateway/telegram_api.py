@@ -23,6 +23,7 @@ class TelegramAPI:
         self.sent: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.failing = 0
+        self.token = TOKEN
         self.url = ""
         self._updates: list[dict[str, Any]] = []
         self._numbers = itertools.count(1)
@@ -55,7 +56,7 @@ class TelegramAPI:
         return web.Response(body=self.files[request.match_info["path"]])
 
     async def _call(self, request: web.Request) -> web.Response:
-        if request.match_info["token"] != TOKEN:
+        if request.match_info["token"] != self.token:
             return _refused(401, "Unauthorized")
         form = dict(await request.post())
         method = request.match_info["method"]

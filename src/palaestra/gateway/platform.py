@@ -7,7 +7,8 @@ checks:
   `PlatformUnavailable` if the server does not answer.
 - Each message is handed to `deliver` with the platform's own id. `deliver` returns when the message is on the disk;
   only then does the platform acknowledge it. A message that comes twice has the same id, chat and thread both times.
-- Sending raises `PlatformUnavailable` if a later try can succeed and `PlatformRefused` if none can. `key` names the
+- Sending raises `PlatformUnavailable` if a later try can succeed, also after the token was withdrawn, and
+  `PlatformRefused` if none can. `key` names the
   message: if the platform's API takes such a key (`PlatformLimits.idempotent`), two sends with one key are one.
 - `stop` is idempotent. Nothing is delivered after it returns.
 - How far a bot has read is what its server knows, where it can: by acknowledged messages or data of its account. A

@@ -65,6 +65,10 @@ class PlatformConformance(ABC):
         """Make the platform's server unreachable."""
         pytest.skip("the platform's tests do not say how its server becomes unreachable")
 
+    async def withdraw_token(self) -> None:
+        """Make the platform's server refuse the token from now on."""
+        pytest.skip("the platform's tests do not say how a token is withdrawn")
+
     async def limit_rate(self) -> float:
         """Make the platform's server refuse messages because there were too many; returns the seconds to wait that it
         names."""
@@ -192,6 +196,15 @@ class PlatformConformance(ABC):
             await self.break_connection()
             with pytest.raises(PlatformUnavailable):
                 await platform.send_text(address, "lost?", key="k")
+
+        self.run(body)
+
+    def test_after_the_token_is_withdrawn_messages_wait(self) -> None:
+        async def body(platform: Platform, arrived: list[Incoming]) -> None:
+            address = await self.chat(arrived)
+            await self.withdraw_token()
+            with pytest.raises(PlatformUnavailable):
+                await platform.send_text(address, "later", key="k")
 
         self.run(body)
 

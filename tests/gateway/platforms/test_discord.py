@@ -58,6 +58,9 @@ class TestDiscord(PlatformConformance):
     async def break_connection(self) -> None:
         self.api.failing = 503
 
+    async def withdraw_token(self) -> None:
+        self.api.token = "another"
+
     async def limit_rate(self) -> float:
         self.api.failing = 429
         return 65

@@ -108,12 +108,8 @@ class Outbox:
         return "250 OK"
 
 
-def authenticate(server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> AuthResult:
-    right = isinstance(data, LoginPassword) and data.password == b"secret"
-    return AuthResult(success=right)
-
-
 @needs_dovecot
+@pytest.mark.filterwarnings("ignore:Requiring AUTH while not requiring TLS")  # of the server, on the loopback
 class TestEmail(PlatformConformance):
     @pytest.fixture(autouse=True)
     def _dovecot(self, tmp_path: Path) -> Iterator[None]:
@@ -123,10 +119,10 @@ class TestEmail(PlatformConformance):
 
     @asynccontextmanager
     async def server(self) -> AsyncIterator[None]:
-        self.outbox, self.number, self.root = Outbox(), 0, ""
+        self.outbox, self.number, self.root, self.password = Outbox(), 0, "", b"secret"
         self.smtp = Controller(
-            self.outbox, hostname="127.0.0.1", port=free_port(), authenticator=authenticate, auth_require_tls=False,
-            data_size_limit=60 << 20,
+            self.outbox, hostname="127.0.0.1", port=free_port(), authenticator=self._authenticate,
+            auth_required=True, auth_require_tls=False, data_size_limit=60 << 20,
         )  # fmt: skip
         self.smtp.start()
         try:
@@ -134,6 +130,13 @@ class TestEmail(PlatformConformance):
         finally:
             if self.smtp.loop.is_running():
                 self.smtp.stop()
+
+    def _authenticate(self, server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> AuthResult:
+        right = isinstance(data, LoginPassword) and data.password == self.password
+        return AuthResult(success=right, handled=False)  # the server sends the refusal
+
+    async def withdraw_token(self) -> None:
+        self.password = b"another"
 
     def _platform(self, password: str = "secret", **extra: Any) -> Email:
         settings = {

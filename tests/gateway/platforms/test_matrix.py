@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway.conftest import a_gateway, until
+from gateway.conftest import a_gateway, started, until
 from gateway.synapse import Account, needed, synapse
 from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
 from palaestra.core.io.http_server import listening
@@ -89,6 +89,38 @@ def test_an_unreachable_homeserver_is_tried_again():
         platform = Matrix("matrix", config("http://127.0.0.1:9", "token"))
         with pytest.raises(PlatformUnavailable):
             await platform.start(None)
+
+    asyncio.run(main())
+
+
+def test_after_the_token_is_withdrawn_messages_wait():
+    known = True
+
+    async def answer(request: web.Request) -> web.Response:
+        if not known:
+            return web.json_response({"errcode": "M_UNKNOWN_TOKEN", "error": "Unrecognised access token"}, status=401)
+        if request.path.endswith("/whoami"):
+            return web.json_response({"user_id": "@bot:hs", "device_id": "D"})
+        if request.path.endswith("/sync"):
+            await asyncio.sleep(30 if "since" in request.query else 0)
+            return web.json_response(
+                {
+                    "next_batch": "s1", "rooms": {"join": {}, "invite": {}, "leave": {}}, "device_lists": {},
+                    "device_one_time_keys_count": {}, "to_device": {"events": []}, "presence": {"events": []},
+                }
+            )  # fmt: skip
+        return web.json_response({}, status=404 if request.method == "GET" else 200)
+
+    async def main() -> None:
+        nonlocal known
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
+            platform = Matrix("matrix", config(url, "token"))
+            async with started(platform):
+                known = False
+                with pytest.raises(PlatformUnavailable, match="M_UNKNOWN_TOKEN"):
+                    await platform.send_text(ChatAddress("matrix", "!r:hs"), "later", key="k")
 
     asyncio.run(main())
 

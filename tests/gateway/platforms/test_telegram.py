@@ -47,6 +47,9 @@ class TestTelegram(PlatformConformance):
     async def break_connection(self) -> None:
         self.api.failing = 502
 
+    async def withdraw_token(self) -> None:
+        self.api.token = "another"
+
     async def limit_rate(self) -> float:
         self.api.failing = 429
         return 3

@@ -366,7 +366,7 @@ class Discord:
         except discord.RateLimited as error:
             raise PlatformUnavailable(f"{self.name}: Discord limits the rate", error.retry_after) from None
         except discord.HTTPException as error:
-            kind = PlatformUnavailable if error.status == 429 or error.status >= 500 else PlatformRefused
+            kind = PlatformUnavailable if error.status in (401, 429) or error.status >= 500 else PlatformRefused
             raise kind(f"{self.name}: Discord answers {error}") from None
         except discord.ConnectionClosed as error:
             kind = PlatformRefused if error.code in _FOR_GOOD else PlatformUnavailable

@@ -262,12 +262,14 @@ class Email:
         )  # fmt: skip
         try:
             async with smtp:
+                await smtp.ehlo()  # without it, the client does not know that the server has logins
                 if smtp.supports_extension("auth"):
                     try:
                         await smtp.login(self._user, self._password or "")
                     except aiosmtplib.SMTPAuthenticationError as error:
                         problem = f"{self.name}: {host} refuses the login of {self._user}: {error.message}"
-                        raise PlatformRefused(problem) from None
+                        withdrawn = self._reading is not None  # it was right at the start
+                        raise (PlatformUnavailable if withdrawn else PlatformRefused)(problem) from None
                 yield smtp
         except (aiosmtplib.SMTPException, OSError, TimeoutError) as error:
             if isinstance(error, PlatformError):

@@ -316,7 +316,8 @@ class Matrix:
     def _failure(self, error: ErrorResponse | object) -> PlatformError:
         code, message = getattr(error, "status_code", None), getattr(error, "message", str(error))
         problem = f"{self.name}: {self._homeserver} answers {code}: {message}"
-        if code in _FOR_LATER or not isinstance(code, str) or not code.startswith("M_"):
+        withdrawn = code == "M_UNKNOWN_TOKEN" and self._syncing is not None
+        if withdrawn or code in _FOR_LATER or not isinstance(code, str) or not code.startswith("M_"):
             wait_ms = getattr(error, "retry_after_ms", None)
             return PlatformUnavailable(problem, wait_ms / 1000 if wait_ms else None)
         return PlatformRefused(problem)

@@ -34,6 +34,7 @@ from palaestra.gateway.platform import Answers, Attachment, ChatAddress, ChatTyp
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 20 << 20
+_WITHDRAWN = frozenset({"invalid_auth", "not_authed", "account_inactive", "token_revoked", "token_expired"})
 _FOR_LATER = frozenset({"ratelimited", "rate_limited", "internal_error", "fatal_error", "service_unavailable"})
 
 
@@ -53,6 +54,7 @@ class Slack:
         self._web = AsyncWebClient(self._token, base_url=self._url, timeout=60)
         self._socket: SocketModeClient | None = None
         self._bot_user = ""
+        self._connected = False
 
     async def start(self, deliver: Deliver) -> None:
         await self.stop()
@@ -75,12 +77,13 @@ class Slack:
         try:
             async with self._failures():
                 await socket.connect()  # type: ignore[no-untyped-call]
+            self._connected = True
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
-        socket, self._socket = self._socket, None
+        socket, self._socket, self._connected = self._socket, None, False
         if socket is not None:
             await socket.close()  # type: ignore[no-untyped-call]
             await asyncio.sleep(0)
@@ -160,7 +163,8 @@ class Slack:
         except SlackApiError as error:
             code = str(error.response.get("error", "")) if isinstance(error.response.data, dict) else ""
             status, problem = error.response.status_code, f"{self.name}: Slack answers {code or error}"
-            if status == 429 or status >= 500 or code in _FOR_LATER:
+            withdrawn = code in _WITHDRAWN and self._connected
+            if status == 429 or status >= 500 or code in _FOR_LATER or withdrawn:
                 wait = error.response.headers.get("Retry-After")
                 raise PlatformUnavailable(problem, float(wait) if wait else None) from None
             raise PlatformRefused(problem) from None

@@ -27,6 +27,7 @@ from aiogram.exceptions import (
     TelegramNetworkError,
     TelegramRetryAfter,
     TelegramServerError,
+    TelegramUnauthorizedError,
 )
 from aiogram.types import BufferedInputFile, Message
 from aiogram.utils.token import TokenValidationError
@@ -189,6 +190,10 @@ class Telegram:
             raise PlatformUnavailable(problem) from None
         except (TelegramNetworkError, TelegramServerError) as error:
             raise PlatformUnavailable(f"{self.name}: {error.message}") from None
+        except TelegramUnauthorizedError as error:
+            withdrawn = self._polling is not None  # it was right at the start
+            kind = PlatformUnavailable if withdrawn else PlatformRefused
+            raise kind(f"{self.name}: the token is not known: {error.message}") from None
         except TelegramAPIError as error:
             raise PlatformRefused(f"{self.name}: {error.message}") from None
 
