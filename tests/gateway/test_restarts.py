@@ -130,11 +130,18 @@ async def scene(tmp_path: Path) -> AsyncIterator[tuple[Service, Person, EchoMode
         yield service, person, model
 
 
-def test_no_message_is_lost_or_answered_twice_when_the_gateway_is_killed_at_random_moments(tmp_path):
+def test_no_message_or_process_is_lost_when_the_gateway_is_killed_at_random_moments(tmp_path):
     async def main():
         rng = random.Random(7)
         async with scene(tmp_path) as (service, person, _):
             await service.start()
+
+            processes = []
+            for number in range(3):
+                command = "watch while [ ! -e end ]; do echo tick; sleep 1; done; echo ended"
+                await person.say(command, f"p{number}-1", f"p{number}")
+                answer = await person.answer(f"p{number}-1")
+                processes.append(json.loads(answer.removeprefix("done: "))["session_id"])
 
             async def talk(chat: str) -> None:
                 for number in range(KILLS * 2):
@@ -155,6 +162,17 @@ def test_no_message_is_lost_or_answered_twice_when_the_gateway_is_killed_at_rand
                     pieces = person.answers[f"{chat}-{number}"]
                     assert len(pieces) == 1, pieces
                     assert pieces[0]["text"] == f"{chat} {number} done"
+            before = len(person.notices)
+            async with asyncio.timeout(60):  # the watchers report every 30 s
+                while not all(
+                    any(each in text and "tick" in text for text in person.notices[before:]) for each in processes
+                ):
+                    person.came.clear()
+                    await person.came.wait()
+            for number in range(3):
+                await person.say("run touch end && ls", f"p{number}-2", f"p{number}")
+                assert "end" in await person.answer(f"p{number}-2")
+            await _notices(person, "ended with exit code 0", 3)
             assert "Traceback" not in service.log
 
     asyncio.run(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-COMMANDS = {
+COMMANDS = {  # what may follow, two spaces, what it does
     "help": "show this list",
     "stop": "[processes]  stop the turn that runs in this chat, or end its background processes",
     "new": "begin a new session (also /reset)",
@@ -54,4 +54,8 @@ def misused(command: ChatCommand) -> str:
 
 
 def help_text() -> str:
-    return "\n".join(f"/{name}: {what}" for name, what in COMMANDS.items())
+    lines = []
+    for name, what in COMMANDS.items():
+        words, _, effect = what.rpartition("  ")
+        lines.append(f"/{name} {words}: {effect}" if words else f"/{name}: {effect}")
+    return "\n".join(lines)
