@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.core import redaction
 from palaestra.core.errors import ToolServerRefused, ToolServerUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
@@ -152,6 +153,25 @@ def test_a_program_that_is_not_there_is_named() -> None:
                 pass
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("arguments", "warned"), [(["--api-key", "${T}"], True), (["--port", "80"], False)])
+def test_a_key_on_a_servers_command_line_is_a_warning_and_hidden(
+    arguments: list[str], warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redaction, "_known", {})
+    monkeypatch.setattr(redaction, "_known_pattern", None)
+    config = MCPServerConfig(command="no-such-program", args=arguments, required=False)
+    config.take_variables({"T": "plain-but-secret"})
+
+    async def scenario() -> None:
+        async with MCPServers({"test": config}):
+            pass
+
+    asyncio.run(scenario())
+    assert ("MCP server 'test' contain a key" in caplog.text) is warned
+    assert "plain-but-secret" not in caplog.text
+    assert ("plain-but-secret" in redaction.redacted("it said plain-but-secret")) is not warned
 
 
 def test_a_server_at_an_address_wants_its_token_and_is_missed_when_it_is_gone() -> None:

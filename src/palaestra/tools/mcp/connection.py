@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
 from palaestra.core.extras import install_command
 from palaestra.core.io.supervised_command import supervised
+from palaestra.core.redaction import redacted_arguments
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 
@@ -261,6 +262,12 @@ class Connection:
         from mcp import StdioServerParameters, stdio_client
 
         assert self._config.command is not None
+        if redacted_arguments(self._config.args) != list(self._config.args):
+            logger.warning(
+                "The arguments of MCP server '%s' contain a key, which other users of this machine can read while the "
+                "server runs: give it to the server in env",
+                self.name,
+            )
         command, *words = supervised(self._config.command, *self._config.args)
         parameters = StdioServerParameters(
             command=command, args=words, env=dict(self._config.env), cwd=self._config.cwd

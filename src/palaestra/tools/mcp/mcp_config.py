@@ -20,7 +20,7 @@ from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
 from palaestra.core.config import Settings, read_yaml
 from palaestra.core.errors import ConfigError
-from palaestra.core.redaction import HIDDEN, redacted, redacted_arguments, remember_named
+from palaestra.core.redaction import HIDDEN, redacted, redacted_arguments, remember, remember_named
 from palaestra.core.types import JSON
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -119,10 +119,13 @@ class MCPServerConfig(Settings):
         env = {name: self._value(value) for name, value in self.env.items()}
         headers = {name: self._value(value) for name, value in self.headers.items()}
         remember_named({**self._variables, **env, **headers})
+        arguments = [self._value(each) for each in self.args]
+        for each, shown in zip(arguments, redacted_arguments(arguments), strict=True):
+            remember(each if shown == HIDDEN else None)
         return self.model_copy(
             update={
                 "command": self._value(self.command) if self.command else None,
-                "args": [self._value(each) for each in self.args],
+                "args": arguments,
                 "env": env,
                 "cwd": self._value(self.cwd) if self.cwd else None,
                 "url": self._value(self.url) if self.url else None,
