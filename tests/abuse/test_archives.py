@@ -79,6 +79,75 @@ def test_nothing_outside_is_reached(tmp_path: Path, kind: str, number: int) -> N
     check()
 
 
+_HEADERS: list[dict[str, str]] = [
+    {"path": "OUT/evil"},
+    {"path": "../outside/evil"},
+    {"path": "a/../../outside/evil"},
+    {"path": "x\0/../../outside/evil"},
+    {"linkpath": "OUT/file"},
+    {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.name": "../outside/evil",
+        "GNU.sparse.realsize": "7",
+    },
+    {"GNU.sparse.map": "0,7,99999999999,-1", "GNU.sparse.size": "7"},
+    {"GNU.sparse.map": "x", "GNU.sparse.numblocks": "1"},
+    {"size": "-1"},
+    {"size": "99999999999999"},
+    {"size": "x"},
+    {"uid": "-5", "gid": "99999999999999", "mtime": "nan"},
+    {"mtime": "1e400"},
+    {"hdrcharset": "BINARY", "path": "\udcff/../../outside/evil"},
+    {"SCHILY.xattr.trusted.overlay.redirect": "/outside", "SCHILY.xattr.user.overlay.opaque": "y"},
+]
+"""Extended headers that say something else than the plain header. Source: pax(1), GNU tar's manual."""
+
+
+@pytest.mark.parametrize("kind", ["image", "row"])
+def test_an_extended_header_names_nothing_outside(tmp_path: Path, kind: str) -> None:
+    """Also with each type of entry, the unknown ones among them, and twice in one archive."""
+    check = _outside(tmp_path)
+    types = (
+        tarfile.REGTYPE,
+        tarfile.LNKTYPE,
+        tarfile.SYMTYPE,
+        tarfile.DIRTYPE,
+        tarfile.CONTTYPE,
+        b"S",
+        b"V",
+        b"M",
+        b"Z",
+    )
+    for number, header in enumerate(_HEADERS):
+        for entry_type in types:
+
+            def change(info: tarfile.TarInfo, header: dict[str, str] = header, entry_type: bytes = entry_type) -> None:
+                if info.name == "x":
+                    info.type = entry_type
+                    info.pax_headers = {key: text.replace("OUT", f"{tmp_path}/outside") for key, text in header.items()}
+
+            place = tmp_path / f"place-{number}-{entry_type.hex()}"
+            place.mkdir()
+            try:
+                data = tar([*ROOT, ("x", FILE), ("x", FILE)], change)
+            except (ValueError, UnicodeEncodeError):  # the writer cannot say it
+                continue
+            try:
+                if kind == "row":
+                    unpack_files(data, str(place), "row", 1 << 20)
+                else:
+                    (tmp_path / "image.tar").write_bytes(data)
+                    directory(tmp_path / f"store-{number}-{entry_type.hex()}", tmp_path / "image.tar")
+            except ImageError:
+                pass
+            with contextlib.suppress(PrepareError):
+                sdist.read_sdist(gzip.compress(data, 1), "sdist")
+            check()
+            for path in place.rglob("*"):
+                assert not [name for name in os.listxattr(path, follow_symlinks=False) if "overlay" in name]
+
+
 def test_what_is_unpacked_has_no_power(tmp_path: Path) -> None:
     """Devices, set-user-id bits, capabilities and fifos."""
     kinds = {"device": tarfile.CHRTYPE, "disk": tarfile.BLKTYPE, "fifo": tarfile.FIFOTYPE, "set": tarfile.REGTYPE}

@@ -157,7 +157,7 @@ def test_a_read_leaves_no_time(arena: Arena) -> None:
 def test_counters_of_the_machine_are_hidden(arena: Arena) -> None:
     paths = ("vmstat", "diskstats", "locks", "pressure/memory", "pressure/io", "sys/fs/file-nr", "sys/fs/inode-nr",
              "sys/fs/inode-state", "sys/fs/dentry-state", "slabinfo", "keys", "key-users", "interrupts", "timer_list",
-             "pagetypeinfo", "kpagecount", "kpageflags", "vmallocinfo", "kmsg", "kcore")  # fmt: skip
+             "cgroups", "pagetypeinfo", "kpagecount", "kpageflags", "vmallocinfo", "kmsg", "kcore")  # fmt: skip
     read = "cat " + " ".join(paths)
     write = "find bus fs irq -type f -perm /222 -exec sh -c ': >> $0 && echo $0' {} \\;"
 

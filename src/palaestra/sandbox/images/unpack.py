@@ -50,6 +50,7 @@ MAX_ENTRIES = 5_000_000
 
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _IDS, _NOBODY = 65536, 65534
+_TIMES = 1 << 34
 _MAX_HEADER_BYTES = 1 << 20
 _HEADERS = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
@@ -64,7 +65,10 @@ class Entry(tarfile.TarInfo):
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _HEADERS and not 0 <= self.size <= _MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"it has a header of {self.size} bytes")
-        return super()._proc_member(archive)  # type: ignore[misc,no-any-return]  # documented in its source only
+        try:
+            return super()._proc_member(archive)  # type: ignore[misc,no-any-return]  # documented in its source only
+        except (ValueError, TypeError, LookupError, OverflowError) as error:  # `tarfile` expects good numbers
+            raise tarfile.ReadError(f"it has a damaged header: {error}") from error
 
 
 def layers(path: str) -> Iterator[tarfile.TarFile]:
@@ -337,7 +341,8 @@ class Unpacking:
             os.fchown(fd, _id(member.uid), _id(member.gid))
         mode = member.mode & 0o1777
         os.fchmod(fd, mode if self._as_image else mode | (0o700 if member.isdir() else 0o600))
-        os.utime(fd, (member.mtime, member.mtime))
+        time_s = _time(member.mtime)
+        os.utime(fd, (time_s, time_s))
 
     def _clear(self, parent: int, folder: str) -> None:
         """Remove entries of lower layers."""
@@ -437,3 +442,8 @@ def _status(parent: int, name: str) -> os.stat_result | None:
 def _id(number: int) -> int:
     """Map owners beyond a slot's range to nobody's uid."""
     return number if 0 <= number < _IDS else _NOBODY
+
+
+def _time(seconds: float) -> float:
+    """Map times that a file system may not hold, such as NaN, to 0."""
+    return seconds if 0 <= seconds < _TIMES else 0.0

@@ -44,8 +44,8 @@ _PROC_READ_ONLY = ("sys", "sysrq-trigger")
 _PROC_HIDDEN = (
     "kcore", "keys", "key-users", "timer_list", "kallsyms", "kmsg", "sched_debug", "latency_stats", "acpi", "scsi",
     "asound", "interrupts", "slabinfo", "vmallocinfo", "diskstats", "locks", "pressure", "vmstat", "buddyinfo",
-    "softirqs", "schedstat", "fs", "sys/fs/aio-nr", "sys/fs/dentry-negative", "sys/fs/dentry-state", "sys/fs/file-nr",
-    "sys/fs/inode-nr", "sys/fs/inode-state", "sys/fs/quota", "sys/kernel/pty/nr",
+    "softirqs", "schedstat", "cgroups", "fs", "sys/fs/aio-nr", "sys/fs/dentry-negative", "sys/fs/dentry-state",
+    "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/inode-state", "sys/fs/quota", "sys/kernel/pty/nr",
 )  # fmt: skip
 
 
