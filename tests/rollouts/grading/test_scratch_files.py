@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from envs.scripts import groups_file
+from palaestra.cli.main import main
+from palaestra.rollouts.finished_run import open_run
+from palaestra.sandbox.isolation.isolation_probe import probe
 
 SCRIPT = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
@@ -97,3 +101,31 @@ def test_scratch_files_are_graded(tmp_path: Path) -> None:
     again = [sys.executable, "-m", "palaestra", "grade", "last"]
     graded = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (graded.returncode, graded.stdout) == (0, ""), graded.stderr
+
+
+LOSING = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def losing():
+    for name, more in {"kept": "", "lost": "; rm $(command -v cp)"}.items():
+        yield Task(id=name, prompt="?", solution=f"echo made > /tmp/made{more}", paths=["/tmp"])
+
+@losing.score
+async def seen(sandbox):
+    return await sandbox.read_text("/tmp/made", missing="") != ""
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("level", ["full", "userns", "confined"])
+def test_a_scratch_directory_that_could_not_be_carried_is_named(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
+        pytest.skip(f"{level} is not available here")
+    monkeypatch.chdir(tmp_path)
+    Path("losing_env.py").write_text(LOSING)
+    assert main(["run", "losing_env.py", "--policy", "oracle", "--env.isolation", level]) == 0
+    named = {each.task_id: "/tmp" in each.detail.get("left_out", ()) for each in open_run().trajectories}
+    assert named == {"kept": False, "lost": level == "full"}  # only there it may remove a program

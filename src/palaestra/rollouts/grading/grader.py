@@ -53,6 +53,7 @@ class Grading:
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
         self._seal_done = self._carried = False
+        self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
         self.left_out: tuple[str, ...] = ()
@@ -104,12 +105,14 @@ class Grading:
             return
         copies = "".join(
             f'if [ -n "$(ls -A {place} 2>/dev/null)" ]; then mkdir -p {CARRIED}{place} && '
-            f"cp -a {place}/. {CARRIED}{place}/; fi; "
+            f"cp -a {place}/. {CARRIED}{place}/ || failed=1; fi; "
             for place in SCRATCH
         )
+        copy = f"rm -rf {CARRIED}; failed=0; {copies} exit $failed"
         with self._troubled():
             slot = await self.rollout.sandbox()
-            await slot.execute(["/bin/sh", "-c", f"rm -rf {CARRIED}; {copies}"], cwd="/", timeout_s=_COPY_S)
+            result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
+            self._lost = () if result.success else SCRATCH  # a full disk, or the agent's own programs
             self.processes_at_end = await slot.freeze()
 
     @property
@@ -198,7 +201,7 @@ class Grading:
         # A declared path may lead through links of the root (/bin/bash to /usr/bin), and a change above it removes it:
         # so the rule judges every change, wherever its own path is.
         without = await self._planted(changes, only, workspace, programs, new_programs)
-        self.left_out = (*without, *outside)[:MOST_LEFT_OUT]
+        self.left_out = (*self._lost, *without, *outside)[:MOST_LEFT_OUT]
         return View(only if outside else ("/",), without)  # a view that shows everything costs nothing
 
     async def _planted(
