@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tabular import REPLIES, REWARDS, TabularTrainer
 
 from palaestra import ConfigError, TrainingConfig
-from palaestra.core.errors import TrainerRefused
+from palaestra.core.errors import TrainerError, TrainerRefused
 from palaestra.trainers.atropos import batch_trainer
 from palaestra.trainers.atropos.batch_trainer import BatchTrainer, scored_batch
 from palaestra.trainers.atropos.connection import TrajectoryClient
@@ -136,6 +137,19 @@ def test_a_trainer_that_dies_anywhere_trains_every_batch_once(tmp_path: Path, se
     trainer = asyncio.run(until_done())
     assert deaths > 0
     assert trainer.trained == [round(1 + number / 1000, 3) for number in range(STEPS)]
+
+
+def test_a_loss_that_is_no_number_ends_the_training_which_can_resume(tmp_path: Path) -> None:
+    async def both() -> None:
+        async with serving() as url, asyncio.TaskGroup() as tasks:
+            tasks.create_task(feed(url, STEPS))
+            with pytest.raises(TrainerError, match="nan"):
+                await train(url, TabularTrainer(loss=math.nan), tmp_path / "training")
+            assert not list(read_steps(tmp_path))
+            await train(url, TabularTrainer(), tmp_path / "training")
+
+    asyncio.run(both())
+    assert [line["step"] for line in read_steps(tmp_path)] == list(range(1, STEPS + 1))
 
 
 def test_ids_of_another_tokenizer_end_the_training_before_they_are_kept(tmp_path: Path) -> None:
