@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -295,3 +296,33 @@ def test_calls_of_tools_are_bounded(tmp_path: Path) -> None:
     endless = TOOLS + 'while True: use("repair", file="calc.py"); ask([{"role": "user", "content": "More?"}])'
     trajectory, _ = played(tmp_path, python(endless), env=repaired_by_tool, max_rollout_output_bytes=100)
     assert trajectory.outcome is Outcome.BUDGET
+
+
+@pytest.mark.long
+def test_streams_and_bodies_held_open_do_not_keep_the_run_waiting(tmp_path: Path) -> None:
+    class Slow(Fixer):
+        async def generate(self, input_ids: JSON, sampling: JSON) -> JSON:
+            if "wait" in TOKENIZER.decode(list(input_ids)):
+                await asyncio.Event().wait()
+            return await super().generate(input_ids, sampling)
+
+    holding = AGENT + (
+        "import socket\n"
+        'host, _, rest = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")\n'
+        'name, port = host.split(":")\n'
+        "held = []\n"
+        "for number in range(30):\n"
+        "    held.append(socket.create_connection((name, int(port))))\n"
+        '    body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": "wait"}]})\n'
+        '    head = "POST /" + rest + "/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer "\n'
+        '    head += os.environ["OPENAI_API_KEY"] + "\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body)\n'
+        "    held[-1].sendall((head + body[: len(body) if number % 3 else 5]).encode()[: None if number % 5 else 40])\n"
+        'ask([{"role": "user", "content": "hi"}])\n'
+        "if not os.fork():\n"
+        "    os.setsid()\n"
+        "    import time; time.sleep(300)\n"
+    )
+    started = time.perf_counter()
+    trajectory, _ = played(tmp_path, python(holding), Slow(), worker_timeout=100.0)
+    assert time.perf_counter() - started < 60
+    assert (trajectory.outcome, trajectory.reward, len(trajectory.turns)) == (Outcome.NATURAL, 0.0, 1)
