@@ -69,6 +69,8 @@ class Scripted(ChatServer):
         if isinstance(reply, Exception):
             raise reply
         if on_delta is not None:
+            if reply.reasoning_content:
+                on_delta(Delta(reasoning=reply.reasoning_content))
             for letter in reply.content or "":
                 on_delta(Delta(content=letter))
                 await asyncio.sleep(0)
@@ -445,3 +447,145 @@ async def test_a_client_that_gives_up_cancels_its_call() -> None:
                 server.wait.set()
                 assert (await client.responses.create(model="m", input="Hi")).output_text == "Hi"
     assert sum(len(each.calls) for each in conversations.recorded().every) == 1
+
+
+@in_loop
+async def test_anthropic_structured_output_needs_an_engine_that_can() -> None:
+    asked: JSON = [{"role": "user", "content": "Extract."}]
+    able = Scripted(says(EVENT), features=["response_format"])
+    async with anthropic_client(able) as client:
+        parsed = await client.messages.parse(model="m", max_tokens=99, messages=asked, output_format=Event)
+    assert parsed.parsed_output == Event(name="Science Fair", date="Friday")
+    assert able.asked[0]["response_format"]["type"] == "json_schema"
+    async with anthropic_client(Scripted(says(EVENT))) as client:
+        with pytest.raises(anthropic.BadRequestError):
+            await client.messages.parse(model="m", max_tokens=99, messages=asked, output_format=Event)
+
+
+@in_loop
+async def test_a_forced_call_needs_an_engine_that_can() -> None:
+    asked: JSON = [{"role": "user", "content": "Weather?"}]
+    choice: JSON = {"type": "tool", "name": "get_weather"}
+    forced: JSON = {"type": "function", "function": {"name": "get_weather"}}
+    able = Scripted(calls('{"location": "Paris"}'), features=["tool_choice"])
+    async with anthropic_client(able) as claude:
+        await claude.messages.create(model="m", max_tokens=9, messages=asked, tools=[CLAUDE_TOOL], tool_choice=choice)
+    async with openai_client(able) as client:
+        await client.chat.completions.create(model="m", messages=asked, tools=[CHAT_TOOL], tool_choice=forced)
+        flat: JSON = {"type": "function", "name": "get_weather"}
+        await client.responses.create(model="m", input="Weather?", tools=[FLAT_TOOL], tool_choice=flat)
+    assert [each["tool_choice"] for each in able.asked] == [forced] * 3
+    async with anthropic_client(Scripted(says("No."))) as claude:
+        with pytest.raises(anthropic.BadRequestError):
+            await claude.messages.create(
+                model="m", max_tokens=9, messages=asked, tools=[CLAUDE_TOOL], tool_choice=choice
+            )
+
+
+@in_loop
+async def test_anthropics_tool_runner() -> None:
+    seen: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def get_weather(location: str) -> str:
+        """The weather.
+
+        Args:
+            location: The city.
+        """
+        seen.append(location)
+        return "21 degrees"
+
+    server = Scripted(calls('{"location": "Paris"}', text="Let me look."), says("Sunny."))
+    async with anthropic_client(server) as client:
+        runner = client.beta.messages.tool_runner(
+            model="m", max_tokens=99, tools=[get_weather], messages=[{"role": "user", "content": "Weather?"}]
+        )
+        last = await runner.until_done()
+    assert (seen, last.content[0].text) == (["Paris"], "Sunny.")
+    assert server.asked[1]["messages"][-1]["content"] == "21 degrees"
+
+
+@pytest.mark.parametrize("features", [(), ("on_delta",)])
+@in_loop
+async def test_anthropic_streams_thinking(features: Sequence[str]) -> None:
+    server = Scripted(says("42", reasoning_content="Six times seven."), features=features)
+    async with anthropic_client(server) as client:
+        asked: JSON = [{"role": "user", "content": "6 * 7?"}]
+        async with client.messages.stream(model="m", max_tokens=9, messages=asked) as stream:
+            thought = "".join([event.thinking async for event in stream if event.type == "thinking"])
+            final = await stream.get_final_message()
+    assert thought == "Six times seven."
+    assert [block.type for block in final.content] == ["thinking", "text"]
+
+
+@in_loop
+async def test_structured_output_streams() -> None:
+    server = Scripted(says(EVENT), features=["response_format", "on_delta"])
+    async with openai_client(server) as client:
+        asked: JSON = [{"role": "user", "content": "Extract."}]
+        async with client.chat.completions.stream(model="m", messages=asked, response_format=Event) as stream:
+            final = await stream.get_final_completion()
+    assert final.choices[0].message.parsed == Event(name="Science Fair", date="Friday")
+
+
+@in_loop
+async def test_the_clients_without_async_and_the_list_of_models() -> None:
+    asked: JSON = [{"role": "user", "content": "Hi"}]
+
+    def used(address: RolloutAddress) -> list[str]:
+        client = openai.OpenAI(base_url=address.openai_url, api_key=address.key, max_retries=0)
+        claude = anthropic.Anthropic(base_url=address.url, api_key=address.key, max_retries=0)
+        with client, claude:
+            assert [model.id for model in client.models.list()] == ["policy"]
+            assert client.models.retrieve("policy").id == claude.models.retrieve("policy").id == "policy"
+            chunks = client.chat.completions.create(model="m", messages=asked, stream=True)
+            with claude.messages.stream(model="m", max_tokens=9, messages=asked) as stream:
+                streamed = stream.get_final_text()
+            joined = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            return [joined, streamed, client.responses.create(model="m", input="Hi").output_text]
+
+    async with serving(Scripted(says("Hi"))) as address:
+        assert await asyncio.to_thread(used, address) == ["Hi"] * 3
+
+
+@in_loop
+async def test_anthropics_client_retries_and_gives_up() -> None:
+    server = Scripted(says("Hi"))
+    server.wait.clear()
+    asked: JSON = [{"role": "user", "content": "Hi"}]
+    async with anthropic_client(server, limits=CallLimits(concurrent=1)) as client:
+        blocking = asyncio.create_task(client.messages.create(model="m", max_tokens=9, messages=asked))
+        await server.begun.wait()
+        with pytest.raises(anthropic.RateLimitError):
+            await client.messages.create(model="m", max_tokens=9, messages=asked)
+        retrying = client.with_options(max_retries=5)
+        retried = asyncio.create_task(retrying.messages.create(model="m", max_tokens=9, messages=asked))
+        await asyncio.sleep(0.2)
+        server.wait.set()
+        assert (await blocking).content == (await retried).content
+        server.wait.clear()
+        with pytest.raises(anthropic.APITimeoutError):
+            await client.with_options(timeout=0.2).messages.create(model="m", max_tokens=9, messages=asked)
+        await asyncio.wait_for(server.cancelled.wait(), 10)
+
+
+@in_loop
+async def test_a_failure_within_a_stream_is_an_error_of_the_sdks() -> None:
+    class Breaking(Scripted):
+        async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
+            request["on_delta"](Delta(content="Once"))
+            await asyncio.sleep(0.1)
+            raise EngineUnavailable("gone")
+
+    asked: JSON = [{"role": "user", "content": "Hi"}]
+    async with openai_client(Breaking(features=["on_delta"])) as client:
+        with pytest.raises(openai.APIError):
+            async for _ in await client.chat.completions.create(model="m", messages=asked, stream=True):
+                pass
+        kinds = [event.type async for event in await client.responses.create(model="m", input="Hi", stream=True)]
+        assert kinds[-1] == "response.failed"
+    async with anthropic_client(Breaking(features=["on_delta"])) as claude:
+        with pytest.raises(anthropic.APIStatusError):
+            async with claude.messages.stream(model="m", max_tokens=9, messages=asked) as stream:
+                await stream.get_final_message()
