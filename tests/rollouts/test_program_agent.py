@@ -16,6 +16,7 @@ import palaestra
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON, Blame, Outcome
 from palaestra.rollouts.records import Trajectory
+from tools.mcp.serving import command
 
 pytestmark = pytest.mark.slots
 
@@ -277,6 +278,16 @@ def test_tools_of_the_environment_run_in_the_rollout_and_are_recorded(tmp_path: 
     ]
     assert "calc.py is repaired." in trajectory.inner_calls[0].reply
     assert [(error.turn, error.tool) for error in trajectory.tool_errors] == [(1, "repair"), (1, "repair")]
+
+
+@pytest.mark.long
+def test_tools_of_the_runs_mcp_servers_are_offered_too(tmp_path: Path) -> None:
+    calls = 'print(use("mcp_sums_add", a=20, b=22))'
+    trajectory, run = played(tmp_path, python(TOOLS + calls), mcp_servers={"sums": command()})
+    assert (trajectory.outcome, trajectory.error) == (Outcome.NATURAL, "")
+    assert [(call.tool, call.turn) for call in trajectory.inner_calls] == [("mcp_sums_add", 1)]
+    assert "42" in trajectory.inner_calls[0].reply
+    assert "42" in next((run.path / "agents").glob("*.log")).read_text()
 
 
 @pytest.mark.long
