@@ -23,6 +23,7 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_fence_as_directive = []
+smartquotes = False  # they turn `--flag` in a plain sentence into a dash
 suppress_warnings = ["misc.highlighting_failure"]  # transcripts hold both commands and their output
 
 autodoc_member_order = "bysource"

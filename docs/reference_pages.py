@@ -82,7 +82,8 @@ def _settings() -> Iterator[str]:
             kind = inspect.formatannotation(field.annotation).replace("typing.", "")
             value = field.get_default(call_default_factory=True)
             default = "required" if field.is_required() else f"default `{value!r}`"
-            yield f"`--{prefix}.{name}`\n: {field.description or ''} (`{kind}`, {default})\n"
+            text = (field.description or "").replace("<", r"\<")
+            yield f"`--{prefix}.{name}`\n: {text} (`{kind}`, {default})\n"
 
 
 def _python() -> Iterator[str]:

@@ -26,7 +26,7 @@ def command() -> None:
 @command.command(
     "tiny",
     context_settings=_CONTEXT,
-    help="""Make a tiny real model in the folder OUT, for tests and first steps. Takes seconds; downloads nothing.
+    help="""Make a tiny real model in the folder OUT, for tests and first steps. Downloads nothing.
 
     \b
       palaestra model tiny /tmp/tiny
@@ -38,15 +38,23 @@ def command() -> None:
     """,
 )
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random weights.")
 @click.option("--hidden", type=int, default=128, show_default=True, help="Hidden size, a multiple of 32.")
-@click.option("--layers", type=int, default=3, show_default=True, help="Layers.")
-@click.option("--practice", type=click.IntRange(min=0), default=0, show_default=True, help="Training steps.")
-@click.option("--force", is_flag=True, help="Write into a folder that is not empty.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--layers", type=int, default=3, show_default=True, help="Number of layers.")
+@click.option(
+    "--practice",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Steps of training on tool calls, about a second each.",
+)
+@click.option("--force", is_flag=True, help="Write into OUT although it is not empty.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def tiny(out: Path, seed: int, hidden: int, layers: int, practice: int, force: bool, as_json: bool) -> None:
     from palaestra.testing.tiny_model import make_tiny
 
+    if practice:
+        click.echo(f"practising {practice} steps, about a second each", err=True)
     made = make_tiny(out, seed=seed, hidden=hidden, layers=layers, practice=practice, force=force)
     facts = {"path": str(made.path), "parameters": made.parameters, "vocabulary": made.vocabulary}
     if made.practice_loss is not None:
