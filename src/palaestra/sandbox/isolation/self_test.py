@@ -69,7 +69,7 @@ _HINTS: Sequence[tuple[str, str]] = (
     (
         r"mount_setattr: (Function not implemented|Invalid argument|not permitted|Operation not)",
         "owners of files cannot be mapped: that takes Linux 5.12 (5.19 below overlays) and a file system that has it; "
-        "the rung userns does without",
+        "the level userns does without",
     ),
     (r"open_tree|move_mount", "this takes the mount calls of Linux 5.2, and the right to mount"),
     (r"step 12 ?: Operation not permitted", "a network of its own takes docker's `--cap-add NET_ADMIN` too"),

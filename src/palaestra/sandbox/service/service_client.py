@@ -1,4 +1,4 @@
-"""Services: named processes whose slots outlive their client. Starting, finding, attaching to and ending them.
+"""Starts, finds, attaches to and ends services: named processes whose slots outlive their client.
 
 A service is a process (`broker.py`) with a unix socket `NAME.sock` in a directory of this user's alone. Starts are
 serialised by a lock. A socket on which nothing listens was left by a killed service, and the next start removes it.
@@ -64,8 +64,8 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
         server = await SlotClient.attach(str(path), on_lost)
     if server.hello["rung"] != rung:
         await server.aclose()
-        runs = f"the service {path.stem} runs on the rung {server.hello['rung']}, not {rung}"
-        raise IsolationUnavailable(f"{runs}; end it, or ask for that rung")
+        runs = f"the service {path.stem} runs at the level {server.hello['rung']}, not {rung}"
+        raise IsolationUnavailable(f"{runs}; end it, or ask for that level")
     return server
 
 

@@ -72,7 +72,7 @@ def _make_group() -> cgroups.ServerCgroup:
     except OSError as error:
         group.remove()
         why = f"control groups cannot be made: {error.strerror}: {error.filename}"
-        raise OSError(error.errno, f"{why}; make them writable here, or use the rung userns") from None
+        raise OSError(error.errno, f"{why}; make them writable here, or use the level userns") from None
     return group
 
 

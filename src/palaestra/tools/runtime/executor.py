@@ -245,7 +245,7 @@ class ToolExecutor:
         if (self.config.require_sandbox or self.config.require_stateful_sandbox) and slot.rung < Rung.USERNS:
             await self.source.release(slot)
             raise IsolationUnavailable(
-                f"require_sandbox asks for rung userns or better, but this slot has rung {slot.rung.label}"
+                f"require_sandbox asks for the level userns or better, but this slot has {slot.rung.label}"
             )
         return slot
 

@@ -335,7 +335,7 @@ def _tree_of(path: str, trees: tuple[Tree, ...]) -> Tree:
 
 def _advice(error: OSError) -> str:
     if error.errno in (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
-        return f"{error}: owners cannot be mapped there; use a directory on a local file system, or the rung userns"
+        return f"{error}: owners cannot be mapped there; use a directory on a local file system, or the level userns"
     return str(error)
 
 

@@ -133,7 +133,7 @@ class UnprivilegedDriver:
             template=layers[0].path if layers else None,
             limits=_limits(fields["limits"], user) if self._confined else (),
         )
-        exposed = "only the rungs full and userns have networks of their own" if fields["network"] else ""
+        exposed = "only the levels full and userns have networks of their own" if fields["network"] else ""
         return NewSlot(
             CopiedFiles(path, user, layers, self, fields["network"]),
             (),
@@ -144,13 +144,13 @@ class UnprivilegedDriver:
     def _refuse(self, fields: Fields) -> None:
         rung = "confined" if self._confined else "none"
         if fields["image"] is not None:
-            raise CannotMake(f"the rung {rung} has no root of its own, so no image; use userns or full")
+            raise CannotMake(f"the level {rung} has no root of its own, so no image; use userns or full")
         if fields.get("allow") is not None:
-            raise CannotMake(f"the rung {rung} cannot hold a slot to a list of hosts; use userns or full")
+            raise CannotMake(f"the level {rung} cannot hold a slot to a list of hosts; use userns or full")
         if any(source != target for source, target in fields["mounts"]):
-            raise CannotMake(f"the rung {rung} cannot mount; give a directory at its own path, or use userns or full")
+            raise CannotMake(f"the level {rung} cannot mount; give a directory at its own path, or use userns or full")
         if self._confined and self._users is None and self._slots:
-            raise CannotMake("without root there is one slot at a time on the rung confined; end the other one first")
+            raise CannotMake("without root there is one slot at a time at the level confined; end the other one first")
 
     def end(self, files: CopiedFiles) -> None:
         """The slot is dead and its files are gone, or have become a layer."""
