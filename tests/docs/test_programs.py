@@ -16,21 +16,9 @@ from pathlib import Path
 import pytest
 
 import palaestra
+from envs.scripts import COUNT_LINES
 from notebooks import notebook
 
-ENVIRONMENT = """
-from palaestra import Task, environment
-
-@environment(toolsets=["terminal"])
-def count_lines(n: int = 100):
-    for i in range(n):
-        yield Task(id=f"lines-{i}", prompt="Write the number of lines of a.txt to answer.txt",
-                   files={"a.txt": "x\\n" * i}, solution="wc -l < a.txt > answer.txt", answer=str(i))
-
-@count_lines.score
-async def correct(task, sandbox):
-    return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
-"""
 PROGRAMS = {
     "run": (
         """
@@ -101,7 +89,7 @@ def test_it_is_ten_lines_of_public_names(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, printed = PROGRAMS[name]
-    (tmp_path / "my_env.py").write_text(ENVIRONMENT)
+    (tmp_path / "my_env.py").write_text(COUNT_LINES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_env", raising=False)
@@ -114,7 +102,7 @@ def test_it_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_they_run_in_a_notebook(tmp_path: Path) -> None:
-    (tmp_path / "my_env.py").write_text(ENVIRONMENT)
+    (tmp_path / "my_env.py").write_text(COUNT_LINES)
 
     async def scenario() -> list[str]:
         async with notebook(tmp_path) as execute:
