@@ -45,81 +45,83 @@ class ToolSettings(Settings):
 
     web_provider: Literal["auto", "tavily", "exa", "brave", "serper", "firecrawl", "searxng", "ddgs"] = Field(
         default="auto",
-        description="Whom web_search asks; auto: the first that has a key or an address. ddgs needs neither, but the "
-        "extra `web`.",
+        description="The provider of web_search; auto: the first one with a key or an address. ddgs needs "
+        "neither, but the extra `web`.",
     )
     web_extract_provider: Literal["fetch", "tavily", "exa", "firecrawl"] = Field(
         default="fetch",
-        description="Who reads pages for web_extract; fetch: this machine, with the extra `web`.",
+        description="The provider that reads pages for web_extract; fetch: this machine, with the extra `web`.",
     )
     web_api_keys: dict[str, str] = Field(
         default_factory=dict, description="Keys of providers by name, such as `tavily=KEY`; also TAVILY_API_KEY, …"
     )
     web_urls: dict[str, str] = Field(
-        default_factory=dict, description="Addresses of one's own servers by provider, such as `searxng=URL`."
+        default_factory=dict, description="Addresses of your own servers by provider, such as `searxng=URL`."
     )
     web_allow: list[str] = Field(
         default_factory=list,
-        description="Private addresses or networks that web tools may reach all the same, such as 10.1.0.0/16.",
+        description="Private addresses or networks that web tools may reach nevertheless, such as 10.1.0.0/16.",
     )
     web_concurrency: int = Field(
-        default=16, ge=1, description="Requests of web tools under way at once; more of them wait their turn."
+        default=16, ge=1, description="Most concurrent requests of web tools; further ones wait."
     )
 
     browser_executable: str | None = Field(
-        default=None, description="The Chromium of browser_* tools; None: the first on this machine that starts."
+        default=None,
+        description="The Chromium that browser_* tools start; None: the first one here that works.",
     )
     browser_allow: list[str] = Field(
         default=["*:*"],
-        description="Hosts that the browser may reach: example.org, *.example.org:443, 10.0.0.0/8:*; *:* is all that "
-        "are on the internet. Addresses of private networks and of this machine only where they stand here.",
+        description="Hosts that the browser may reach: example.org, *.example.org:443, 10.0.0.0/8:*; *:* is every "
+        "host on the internet. Addresses of private networks and of this machine must be listed here.",
     )
     browser_block: list[str] = Field(
-        default_factory=list, description="Hosts that it may not reach all the same, in the same form."
+        default_factory=list,
+        description="Hosts that the browser never reaches, in the same form.",
     )
     browser_max_contexts: int = Field(
-        default=16, ge=1, description="Rollouts with an open browser at once; further ones wait (50 to 200 MB each)."
+        default=16, ge=1, description="Most rollouts with an open browser (50 to 200 MB each); further ones wait."
     )
-    browser_wait_s: float = Field(default=120, gt=0, description="Seconds that a rollout waits for its turn to browse.")
+    browser_wait_s: float = Field(default=120, gt=0, description="Seconds that a rollout waits for a browser.")
     browser_navigation_timeout_s: float = Field(default=30, gt=0, description="Seconds that a page has to load.")
     browser_action_timeout_s: float = Field(
         default=5, gt=0, description="Seconds that an element has to become usable."
     )
     browser_snapshot_chars: int = Field(
-        default=12_000, ge=500, description="How much of a page one snapshot shows, in characters."
+        default=12_000, ge=500, description="Most characters of a page in one snapshot."
     )
 
     vision_base_url: str | None = Field(
         default=None, description="The server of the model that looks at images, http://127.0.0.1:8000/v1; None: none."
     )
-    vision_model: str = Field(default="default", description="That model's name at its server.")
+    vision_model: str = Field(default="default", description="Name of that model at its server.")
     vision_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
     vision_timeout_s: float = Field(
-        default=90, gt=0, description="Seconds that one question about an image may take, before it is asked again."
+        default=90, gt=0, description="Seconds until a question about an image is asked again."
     )
-    vision_max_tokens: int = Field(default=1024, ge=1, description="Tokens that an answer about an image may have.")
+    vision_max_tokens: int = Field(default=1024, ge=1, description="Most tokens of an answer about an image.")
     vision_max_image_bytes: int = Field(default=10 << 20, ge=1, description="Larger images are refused.")
 
     image_base_url: str | None = Field(
         default=None, description="The server of the model that makes images (OpenAI's images API); None: none."
     )
-    image_model: str = Field(default="default", description="That model's name at its server.")
+    image_model: str = Field(default="default", description="Name of that model at its server.")
     image_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
     image_sizes: dict[Literal["landscape", "square", "portrait"], str] = Field(
         default={"landscape": "1536x1024", "square": "1024x1024", "portrait": "1024x1536"},
-        description="The size that is asked for, by shape.",
+        description="The size of images to request, by shape.",
     )
     speech_base_url: str | None = Field(
         default=None, description="The server of the model that speaks (OpenAI's speech API); None: none."
     )
-    speech_model: str = Field(default="default", description="That model's name at its server.")
+    speech_model: str = Field(default="default", description="Name of that model at its server.")
     speech_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
     speech_voice: str = Field(default="alloy", description="The voice, as its server names it.")
     speech_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = Field(
         default="mp3", description="The format of the audio file."
     )
     media_timeout_s: float = Field(
-        default=100, gt=0, description="Seconds that one image or speech may take, before it is asked for again."
+        default=100, gt=0, description="Seconds until the request for an image or for speech is repeated."
     )
 
     moa_base_url: str | None = Field(
@@ -127,13 +129,13 @@ class ToolSettings(Settings):
     )
     moa_models: list[str] = Field(default_factory=list, description="The names of these models at their server.")
     moa_aggregator: str | None = Field(
-        default=None, description="The model that makes one answer of theirs; None: the first of moa_models."
+        default=None, description="The model that combines the answers into one; None: the first of moa_models."
     )
     moa_api_key: str | None = Field(default=None, description="The key of their server, sent as a bearer token.")
     moa_timeout_s: float = Field(
-        default=180, gt=0, description="Seconds that one answer may take, before it is asked again."
+        default=180, gt=0, description="Seconds until the request to one of these models is repeated."
     )
-    moa_max_tokens: int = Field(default=4096, ge=1, description="Tokens that one answer may have.")
+    moa_max_tokens: int = Field(default=4096, ge=1, description="Most tokens of one answer.")
 
     skills_dir: str | None = Field(
         default=None,
@@ -149,8 +151,10 @@ class ToolSettings(Settings):
     rl_model: str | None = Field(
         default=None, description="The model that agents train: a folder, or the OWNER/NAME of a model of the hub."
     )
-    rl_trainer: Literal["trl", "tinker"] = Field(default="trl", description="Who trains: --trainer of `train`.")
-    rl_tinker_url: str | None = Field(default=None, description="The server of the trainer tinker: --tinker-url.")
+    rl_trainer: Literal["trl", "tinker"] = Field(
+        default="trl", description="The trainer: --trainer of `palaestra train`."
+    )
+    rl_tinker_url: str | None = Field(default=None, description="The server of the trainer tinker.")
     rl_locked: dict[str, JSON] = Field(
         default=RL_LOCKED,
         description="Settings of a training that its agent cannot change, with their values; null: the default's.",
@@ -159,18 +163,18 @@ class ToolSettings(Settings):
         default_factory=list,
         description="Environments that agents may train on although `palaestra env check` fails for them.",
     )
-    rl_max_running: int = Field(default=1, ge=1, description="Trainings in rl_dir at a time.")
+    rl_max_running: int = Field(default=1, ge=1, description="Most trainings that run in rl_dir concurrently.")
     rl_status_interval_s: float = Field(
-        default=1800, ge=0, description="Seconds between two looks of an agent at a training that has not ended."
+        default=1800, ge=0, description="Seconds before an agent may read the status of a running training again."
     )
     rl_outlive: bool = Field(
-        default=False, description="Let trainings go on when the conversation that started them has ended."
+        default=False, description="Let trainings continue after the conversation that started them."
     )
     rl_test_url: str | None = Field(
         default=None, description="The server that rl_test_inference asks; None: rl_model, in a process of its own."
     )
     rl_test_models: list[str] = Field(
-        default_factory=list, description="The models that rl_test_inference may ask there, by their names."
+        default_factory=list, description="Names of the models that rl_test_inference may request at rl_test_url."
     )
 
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)

@@ -205,7 +205,7 @@ class OpenAIServer:
         return await self.send_text(address, f"{sign}[{file.name}]({url})", key=key, answers=answers)
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
-        raise NotImplementedError("this platform has no edits")
+        raise NotImplementedError("this platform cannot edit messages")
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         waiting = self._waiting.get((message.address.chat_id, message.message_id))

@@ -270,7 +270,7 @@ def _own_names(saved: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> 
 def _expiry(ttl_s: float | None) -> float | None:
     """When a checkpoint expires. Raises `UserError` for a time that no calendar has."""
     if ttl_s is not None and ttl_s > MOST_TTL_S:
-        raise UserError(f"ttl_seconds is {ttl_s:g}; it must be {MOST_TTL_S:g} at most, or null.")
+        raise UserError(f"ttl_seconds is {ttl_s:g}; it must be at most {MOST_TTL_S:g}, or null.")
     return None if ttl_s is None else time.time() + ttl_s
 
 
