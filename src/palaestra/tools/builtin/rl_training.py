@@ -45,40 +45,39 @@ TEST_S = 600.0
 HISTORY = 10
 """Steps that the results of a training show."""
 
-_RUN = {"run_id": parameters.text("The training's id, from rl_start_training or rl_list_runs.")}
+_RUN = {"run_id": parameters.text("The ID of the training run, from rl_start_training or rl_list_runs.")}
 
 # fmt: off
 _SCHEMAS = {schema.name: schema for schema in (
-    ToolSchema("rl_list_environments", "List the environments that can be trained on."),
+    ToolSchema("rl_list_environments", "List the environments available for training."),
     ToolSchema(
-        "rl_select_environment", "Choose the environment to train on. All settings are its defaults then.",
-        {"name": parameters.text("Its name, from rl_list_environments.")}, ("name",)),
+        "rl_select_environment", "Select the environment to train on. This resets all settings to its defaults.",
+        {"name": parameters.text("The environment's name, from rl_list_environments.")}, ("name",)),
     ToolSchema(
         "rl_get_current_config",
-        "Show the settings of a training on the chosen environment: those that you can change and those that are "
-        "locked."),
+        "Show the training settings of the selected environment: editable ones and locked ones."),
     ToolSchema(
-        "rl_edit_config", "Change a setting of the training.",
+        "rl_edit_config", "Change one training setting.",
         {"field": parameters.text("The setting's name, from rl_get_current_config."),
-         "value": {"description": "Its new value."}}, ("field", "value")),
+         "value": {"description": "The new value."}}, ("field", "value")),
     ToolSchema(
         "rl_start_training",
-        "Start a training with the current settings. It takes hours: look at it with rl_check_status. The same "
-        "settings again start nothing twice; they continue a training that was stopped."),
+        "Start a training run with the current settings. It takes hours: monitor it with rl_check_status. Calling this "
+        "again with the same settings resumes a stopped run and never starts a second one."),
     ToolSchema(
-        "rl_check_status", "Report how a training is doing. Do not ask more often than every 30 minutes.",
+        "rl_check_status", "Get the status of a training run. Call this at most once every 30 minutes.",
         _RUN, ("run_id",)),
-    ToolSchema("rl_stop_training", "Stop a training. Its checkpoints are kept.", _RUN, ("run_id",)),
-    ToolSchema("rl_get_results", "Report the metrics of a training and its checkpoints.", _RUN, ("run_id",)),
-    ToolSchema("rl_list_runs", "List the trainings, those that have ended too."),
+    ToolSchema("rl_stop_training", "Stop a training run. Its checkpoints are kept.", _RUN, ("run_id",)),
+    ToolSchema("rl_get_results", "Get the metrics and checkpoints of a training run.", _RUN, ("run_id",)),
+    ToolSchema("rl_list_runs", "List all training runs, active and finished."),
     ToolSchema(
         "rl_test_inference",
-        "Roll out the chosen environment without training, to see that it works and how hard it is. Use it before "
+        "Run the selected environment without training, to check that it works and how difficult it is. Use it before "
         "rl_start_training.",
-        {"num_steps": parameters.integer("How many tasks.", default=3, minimum=1),
-         "group_size": parameters.integer("Rollouts of each task.", default=16, minimum=1),
+        {"num_steps": parameters.integer("Number of tasks.", default=3, minimum=1),
+         "group_size": parameters.integer("Number of rollouts per task.", default=16, minimum=1),
          "models": {"type": "array", "items": {"type": "string"},
-                    "description": "The models to ask. Left out: all that may be asked."}}),
+                    "description": "The models to test. Default: all allowed models."}}),
 )}
 # fmt: on
 

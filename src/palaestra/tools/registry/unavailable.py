@@ -31,44 +31,44 @@ def _texts(description: str) -> dict[str, JSON]:
 
 
 _JOB_ACTIONS = ["create", "list", "update", "pause", "resume", "remove", "run"]
-_ENTITY = text("The entity's id, such as light.kitchen.")
-_DOMAIN = text("A kind of entity, such as light, switch or climate.")
+_ENTITY = text("The entity ID, such as light.kitchen.")
+_DOMAIN = text("The entity domain, such as light, switch or climate.")
 
 # fmt: off
 CRONJOB = unavailable("cronjob", "only palaestra gateway runs prompts at set times", {
-    "cronjob": ("Schedule prompts to be run later or again and again, and look after those that are scheduled.", {
-        "action": text("What to do.", enum=_JOB_ACTIONS),
-        "job_id": text("The job, for everything but create and list."),
-        "prompt": text("What to do at that time, complete in itself."),
-        "schedule": text("When: a delay (30m), an interval (every 2h), a cron line or a point in time."),
-        "name": text("A name for people to read."),
-        "repeat": integer("How many times to run; left out: for as long as the schedule goes on.", minimum=1),
-        "deliver": text("Where the answer goes: local, origin, or a platform and chat."),
-        "skills": _texts("Skills to read before the prompt is run."),
+    "cronjob": ("Schedule a prompt to run once or repeatedly, or manage scheduled jobs.", {
+        "action": text("The action to perform.", enum=_JOB_ACTIONS),
+        "job_id": text("The job's id. Required for all actions except create and list."),
+        "prompt": text("The prompt to run. It must be self-contained: the job does not see this conversation."),
+        "schedule": text("When to run: a delay (30m), an interval (every 2h), a cron expression, or a timestamp."),
+        "name": text("A human-readable name."),
+        "repeat": integer("Number of runs. Default: no limit.", minimum=1),
+        "deliver": text("Where to send the answer: local, origin, or platform:chat."),
+        "skills": _texts("Skills to load before running the prompt."),
     }, ("action",)),
 })
 
 MESSAGING = unavailable("messaging", "only an agent of palaestra gateway can send messages", {
-    "send_message": ("Send a message to a person or channel, or list whom one can be sent to.", {
-        "action": text("What to do.", enum=["send", "list"], default="send"),
-        "target": text("Whom to send to: a platform, or platform:chat."),
-        "message": text("The message."),
+    "send_message": ("Send a message to a user or channel, or list the available targets.", {
+        "action": text("The action to perform.", enum=["send", "list"], default="send"),
+        "target": text("The recipient: platform, or platform:chat."),
+        "message": text("The message to send."),
     }, ()),
 })
 
 HOME_ASSISTANT = unavailable("homeassistant", "this version does not connect to a smart home", {
     "ha_list_entities": (
-        "List what there is in the smart home.",
-        {"domain": _DOMAIN, "area": text("Only what is in this room.")}, ()),
+        "List Home Assistant entities, optionally by domain or area.",
+        {"domain": _DOMAIN, "area": text("Only list entities in this area, such as kitchen.")}, ()),
     "ha_get_state": (
-        "How an entity of the smart home is right now.", {"entity_id": _ENTITY}, ("entity_id",)),
+        "Get the current state and attributes of a Home Assistant entity.", {"entity_id": _ENTITY}, ("entity_id",)),
     "ha_list_services": (
-        "List what can be done with entities of the smart home.", {"domain": _DOMAIN}, ()),
-    "ha_call_service": ("Do something in the smart home, such as turning on a light.", {
+        "List the Home Assistant services, optionally by domain.", {"domain": _DOMAIN}, ()),
+    "ha_call_service": ("Call a Home Assistant service, for example to turn on a light.", {
         "domain": _DOMAIN,
-        "service": text("What to do, such as turn_on."),
+        "service": text("The service to call, such as turn_on."),
         "entity_id": _ENTITY,
-        "data": text("Further settings, as a JSON object in text."),
+        "data": text("Service data, as a JSON string."),
     }, ("domain", "service")),
 })
 
