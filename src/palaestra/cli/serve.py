@@ -143,7 +143,7 @@ async def _serve_model(
       TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python train.py
 
     MODEL is a folder, or the OWNER/NAME of a model of the hub. In the program, base_model is the name that the server
-    prints. LoRA adapters and models with full weights (rank=0) of several clients train next to each other. A token, in
+    prints. LoRA adapters and models with full weights (rank=0) of several clients train concurrently. A token, in
     --token-file or in the variable TINKER_SERVER_TOKEN, is required to listen beyond the loopback; it starts with tml-
     and is the clients' TINKER_API_KEY. Needs the extra 'tinker'. docs/tinker.md lists the calls and the losses.
     """,

@@ -373,7 +373,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     nomad_datacenter: str = setting("dc1", "Nomad: the datacenter of the job.")
     nomad_cpu: int = setting(1000, "Nomad: MHz of one container, for all its slots.", ge=1)
     nomad_memory: int = setting(2048, "Nomad: megabytes of one container, for all its slots.", ge=10)
-    nomad_scale_cooldown: float = setting(60, "Nomad: seconds until an idle container is given back.", ge=0)
+    nomad_scale_cooldown: float = setting(60, "Nomad: seconds until an idle container is removed.", ge=0)
     sandbox_job_id: str = setting("atropos-sandbox", "Nomad: the job's name, unless another live run has it.")
     sandbox_image: str = setting(
         "atropos-sandbox:local", "Nomad: the image of tasks that name none. It needs Python 3.11."

@@ -321,7 +321,7 @@ for _name in {name for name in vars(str) if callable(getattr(str, name))} - _ITS
 
 
 def _plain(value: JSON) -> bool:
-    """Whether a value can be asked about again."""
+    """Whether a value is immutable: None, text, a number, or a tuple of such values."""
     if isinstance(value, tuple):
         return all(map(_plain, value))
     return value is None or type(value) in (str, int, bool)

@@ -52,8 +52,8 @@ _DEEPEST = 64
 def plain(value: T, depth: int = 0) -> T:
     """A copy that JSON can hold.
 
-    Half surrogate pairs become question marks, numbers of other packages plain numbers, other objects the names of
-    their types.
+    Lone surrogates become question marks, numbers of other packages become int or float, and any other object becomes
+    the name of its type.
     """
     copied: JSON = value
     match value:
