@@ -24,7 +24,7 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 class Delegates:
-    """Sub-agents that ask `servers`, for the tasks of one executor or session. Implements `DelegationSource`.
+    """Sub-agents for the tasks of one executor or session; `servers` are their models. Implements `DelegationSource`.
 
     `max_turns` and the sampling settings are those of each sub-agent; `budget` is for all of one task, but its seconds
     for each piece of work. `on_end` is told of every sub-agent with the id of its task, however it ended: its `result`

@@ -70,7 +70,7 @@ def read_reply(completion: object, turn: int) -> Reply:
         raise EngineReplyError("The model server's reply has a choice without a message.")
     finish_reason = part(choices[0], "finish_reason")
     if finish_reason in _BROKEN_OFF:
-        raise EngineReplyError(f"The model server broke off its reply (finish_reason '{finish_reason}').")
+        raise EngineReplyError(f"The model server cut off its reply (finish_reason '{finish_reason}').")
     usage = part(completion, "usage")
     return Reply(
         content=text_of(part(message, "content")) or text_of(part(message, "refusal")),

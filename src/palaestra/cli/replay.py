@@ -40,7 +40,7 @@ _SHOWN = 20
 @click.argument("run", shell_complete=complete_runs)
 @click.option("--environment", metavar="FILE.py:NAME", help="The file of the environment.")
 @click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
-@click.option("--tasks", type=click.IntRange(min=1), help="Only the first so many tasks.")
+@click.option("--tasks", type=click.IntRange(min=1), help="Replay only the first N tasks.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Groups at once.")
 @click.option("--network", is_flag=True, help="Let slots have the network that the tasks ask for.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")

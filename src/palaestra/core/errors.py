@@ -39,7 +39,7 @@ class TaskError(ConfigError):
 
 
 class InfraError(PalaestraError):
-    """An infrastructure failure. `blame` says whose; a rollout that ends with it has no reward."""
+    """An infrastructure failure. `blame` names the part that failed; a rollout that ends with it has no reward."""
 
     blame: ClassVar[Blame] = Blame.RUN
 
@@ -54,7 +54,7 @@ class EngineError(InfraError):
 
 
 class EngineUnavailable(EngineError, ConnectionError):
-    """Unreachable, overloaded or too slow, after the client's retries."""
+    """The model server is unreachable, overloaded or too slow, after the client's retries."""
 
 
 class EngineRefused(EngineError, PermissionError):
@@ -64,7 +64,7 @@ class EngineRefused(EngineError, PermissionError):
 
 
 class ContextExceeded(EngineRefused):
-    """The conversation does not fit the model's window. During a rollout, that is the agent's doing."""
+    """The conversation does not fit the model's window. During a rollout, this counts as the agent's failure."""
 
 
 class EngineReplyError(EngineError, ValueError):
@@ -74,7 +74,7 @@ class EngineReplyError(EngineError, ValueError):
 
 
 class SandboxError(InfraError):
-    """A slot or its server failed."""
+    """A sandbox or its server failed."""
 
     blame = Blame.SANDBOX
 
@@ -86,7 +86,7 @@ class IsolationUnavailable(SandboxError):
 
 
 class SlotLost(SandboxError, ConnectionError):
-    """The slot's init, its server or the connection to it is gone."""
+    """The slot's first process, its server or the connection to it ended."""
 
 
 class StaleLease(SandboxError, PermissionError):
@@ -110,7 +110,7 @@ class TrainerRefused(TrainerError, ValueError):
 
 
 class ToolUnavailable(InfraError, ConnectionError):
-    """A tool's backend failed: a provider is down or refuses, or a recording lacks the call."""
+    """A tool's backend failed: a provider is down or refuses the request, or a recording lacks the call."""
 
     blame = Blame.TOOL
 

@@ -38,7 +38,7 @@ _SCORED = frozenset({Outcome.NATURAL, Outcome.MAX_TURNS, Outcome.LENGTH, Outcome
 
 
 class Blame(StrEnum):
-    """Whose fault it was that a rollout did not finish cleanly."""
+    """The part that made a rollout fail; `engine` is the model server."""
 
     MODEL = "model"
     TASK = "task"

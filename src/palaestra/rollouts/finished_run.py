@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, read from its folder: finished, stopped, or still going. Iterating over it reads one group at a time.
+    """A run, read from its folder: finished, stopped or in progress. Iterating over it reads one group at a time.
 
     Groups and metrics are those of the moment when they are first used.
     """

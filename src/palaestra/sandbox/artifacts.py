@@ -24,7 +24,7 @@ class ArtifactReadRequestPayload(BaseModel):
 
 
 class ArtifactReadResponsePayload(BaseModel):
-    """Its content, from the beginning; `sha256` is of the bytes that are in it, `bytes` how many those are."""
+    """The file's content from its beginning; `sha256` and `bytes` describe the part that is returned."""
 
     success: bool
     content: str = ""

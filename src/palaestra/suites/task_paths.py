@@ -54,7 +54,7 @@ _NEVER = ("/proc", "/sys", "/dev/", "/tests", "/solution", "/oracle", "/logs/ver
 
 @dataclass(frozen=True, slots=True)
 class TaskScope:
-    """The paths that a task is about, `/` among them if it administers the system, and the words of its texts.
+    """The paths and words that a task names; the paths include `/` if the task administers the system.
 
     A new program is shown if its name is one of the words.
     """

@@ -239,7 +239,7 @@ ToolFunction: TypeAlias = Callable[[Mapping[str, JSON], ToolRun], Awaitable[Tool
 
 
 class Tool(ABC):
-    """One thing the agent can call. Subclass it with `schema` and `execute`, and `is_available` if it may be missing.
+    """A tool that the agent can call. Subclass it with `schema` and `execute`, and `is_available` if it may be missing.
 
     `parallel_safe` calls of one turn may run concurrently. `touches_world` marks a tool whose reply comes from outside
     this machine (a search engine, a web page, another model): its calls are recorded and can be replayed. Tools whose

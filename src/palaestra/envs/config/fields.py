@@ -273,7 +273,7 @@ class BaseEnvConfig(Settings):
 
 
 class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
-    """Further settings of environments with a tool-using agent: tools, the agent's limits, slots, the data set."""
+    """Settings of environments whose agent uses tools: tools, limits of the agent, slots, the data set."""
 
     enabled_toolsets: list[str] | None = setting(
         None, "Toolsets of the agent, for example `terminal file`; None means all that work here."

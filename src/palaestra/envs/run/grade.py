@@ -41,7 +41,7 @@ class Regraded:
 
 
 async def grade(env: object, trajectory: Trajectory) -> Score:
-    """The score that `env` gives now for the kept work of a recorded rollout (`save_workspaces=True`).
+    """Score the kept work of a recorded rollout again with `env` (`save_workspaces=True`).
 
     The environment's settings are those of the run; arguments of `env` replace them. Raises `ConfigError` for a rollout
     that cannot be graded again, and `GraderError` if the check fails.

@@ -62,6 +62,7 @@ def get_parser(name: str) -> GrammarParser:
 
 
 def list_parsers() -> list[str]:
+    """The names of all parsers, sorted, with aliases and registered ones."""
     return sorted({*_GRAMMARS, *_ALIASES, *_registered})
 
 

@@ -101,8 +101,8 @@ def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple
 
 
 def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = ()) -> list[ExportedRow]:
-    """The lines of one rollout; `values` are its own of `credit_of`. Raises `ConfigError` if arrays differ in length or
-    a mask names another token."""
+    """The training rows of one rollout; `values` are its entry of `credit_of`. Raises `ConfigError` if arrays differ in
+    length or a mask names another token."""
     rows = trajectory.rows
     if trajectory.row is None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]

@@ -65,7 +65,7 @@ def _placed(
 
 
 class ToolContext:
-    """Open access to one rollout's workspace and tools, for scoring. `task_id` names the rollout.
+    """Full access to the workspace and tools of one rollout, for scoring. `task_id` names the rollout.
 
     A run passes `slot` and `tools`, of the grading view. Without them it is the slot in which `handle_function_call`
     and `HermesAgentLoop` run the tools of that task; inside a rollout of this name, the rollout's own.

@@ -37,7 +37,7 @@ class RolloutWorld:
         self._sessions: dict[tuple[str, str], str] = {}
 
     async def __call__(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        """Answer a call of a tool that touches the world. Raises `InfraError` if a strict recording lacks it."""
+        """Answer a call that reaches outside this machine. Raises `InfraError` if a strict recording lacks it."""
         tool = call.tool
         if not tool.touches_world:
             return await then(call)

@@ -4,8 +4,8 @@ Tests may import what the image installed, so its own `python3` runs them where 
 system interpreter in a sealed view (`rollouts/grading/tampering.py`). It starts without `site`, so that no start-up
 file runs; the directories that `site` finds before the agent begins are added after our packages.
 
-Else an interpreter of this machine runs them. It is mounted at a path of its own, with the libraries that it loads,
-except those of the C library. If it cannot run in an image either (another C library, or an interpreter in this
+Otherwise an interpreter of this machine runs them. It is mounted at its own path, with the libraries that it loads but
+without the C library. If it cannot run in an image either (another C library, or an interpreter in this
 machine's system directories), the image's own `python3` runs our packages alone.
 """
 

@@ -7,9 +7,9 @@ writes none: every test that pytest reports must pass.
 A verifier that wrote no reward, did not finish, or ran no test is a `GraderError`, never 0.0, unless the work itself
 kept the tests from running: pytest could not collect them because a module of the workspace is missing or broken.
 
-A positive verdict is looked at again, each time in a fork of the same work: once with the same tests, and twice with
-rewritten ones of which some are falsified (`grading/controls.py`), in an order that is drawn. So it does not help the
-work to know which look is the first. Not covered: scripts without pytest, and (in a task that is graded live) code
+A positive verdict is checked again, each time in a fork of the same work: once with the same tests, and twice with
+rewritten ones, some of them falsified (`grading/controls.py`), in random order, so
+recognizing the first check gains nothing. Not covered: scripts without pytest, and (in a task that is graded live) code
 under test that remembers an earlier run.
 """
 

@@ -22,7 +22,7 @@ Ask: TypeAlias = Callable[[str, Sequence[str]], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Answers the questions of one agent, or None."""
+    """Answers the questions of one agent; an answer is text or None."""
 
     ask: Ask | None = None
 

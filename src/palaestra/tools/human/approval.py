@@ -79,7 +79,7 @@ def dangers(command: str) -> list[str]:
 
 @dataclass(slots=True)
 class Approvals:
-    """Asks on behalf of one agent, one question at a time; `allowed` are the dangers allowed for the session."""
+    """Asks the user to approve dangerous commands of one agent; `allowed` holds those allowed for the session."""
 
     ask: Ask | None = None
     allowed: set[str] = field(default_factory=set)

@@ -92,14 +92,14 @@ def get_distribution(name: str) -> dict[str, JSON] | None:
 
 
 def list_distributions() -> dict[str, dict[str, JSON]]:
-    """All of them in the shape of `get_distribution`."""
+    """All distributions by name, each as `get_distribution` returns it."""
     return {
         name: {"description": each.description, "toolsets": dict(each.chances)} for name, each in DISTRIBUTIONS.items()
     }
 
 
 def validate_distribution(distribution_name: str) -> bool:
-    """Whether there is a distribution of that name."""
+    """Whether a distribution of this name exists."""
     return distribution_name in DISTRIBUTIONS
 
 

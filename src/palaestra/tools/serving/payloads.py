@@ -15,7 +15,7 @@ from palaestra.tools.call_text import ToolCall, ToolResult
 
 
 class ToolCallPayload(BaseModel):
-    """A call."""
+    """A tool call."""
 
     name: str
     arguments: dict[str, JSON] = Field(default_factory=dict)
