@@ -21,7 +21,7 @@ class SessionResetPolicy(Settings):
     )
     at_hour: int = setting(4, "The hour of a daily reset, in this machine's time zone.", ge=0, le=23)
     idle_minutes: int = setting(1440, "Minutes without a message until an idle reset.", ge=1)
-    notify: bool = setting(True, "Whether the chat is told of a reset.")
+    notify: bool = setting(True, "Send a notice to the chat at a reset.")
     bg_process_max_age_hours: float = setting(
         24.0, "Hours for which a running background process prevents a reset.", ge=0
     )

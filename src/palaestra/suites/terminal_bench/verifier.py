@@ -9,8 +9,8 @@ kept the tests from running: pytest could not collect them because a module of t
 
 A positive verdict is checked again, each time in a fork of the same work: once with the same tests, and twice with
 rewritten ones, some of them falsified (`grading/controls.py`), in random order, so
-recognizing the first check gains nothing. Not covered: scripts without pytest, and (in a task that is graded live) code
-under test that remembers an earlier run.
+recognizing the first check gains nothing. Not covered: scripts without pytest, and (in a task that is graded live)
+code under test that remembers an earlier run.
 """
 
 from __future__ import annotations

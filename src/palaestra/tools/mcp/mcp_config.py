@@ -31,8 +31,8 @@ _HEADINGS = ("mcpServers", "mcp_servers")
 class MCPToolChoice(Settings):
     """Which of a server's tools an agent has; names are the server's own."""
 
-    include: list[str] | None = Field(default=None, description="These and no others; left out: all.")
-    exclude: list[str] = Field(default_factory=list, description="Taken away from those.")
+    include: list[str] | None = Field(default=None, description="Offer only these; default: all.")
+    exclude: list[str] = Field(default_factory=list, description="Do not offer these.")
 
     def has(self, name: str) -> bool:
         """Whether the tool is chosen."""

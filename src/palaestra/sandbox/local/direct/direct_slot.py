@@ -291,7 +291,7 @@ class DirectSlot(Requests):
 
 
 def _read(fd: int, size: int) -> bytes:
-    """So many bytes of a file, or fewer if it has shrunk; closes it."""
+    """Reads `size` bytes of a file, or fewer if it has shrunk, and closes it."""
     try:
         data = os.read(fd, size)
         while len(data) < size and (more := os.read(fd, size - len(data))):  # one call reads 2 GiB at most
