@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec, View
-from palaestra.sandbox.slotd.layers.layer_store import MOST_WAITING, THREADS, Drops
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots
@@ -58,53 +55,3 @@ def test_the_servers_mounts_do_not_grow_with_the_number_of_slots(with_slot: With
         assert mounts_of(server) == before
 
     with_slot(body)
-
-
-def test_the_server_keeps_no_descriptor_of_an_ended_slot(on_each_rung: WithSlot) -> None:
-    async def body(backend: LocalBackend, slot: Slot) -> None:
-        (server,) = Path(f"/proc/{backend.server_pid}/task/{backend.server_pid}/children").read_text().split()
-
-        def opened() -> int:
-            return len(list(Path(f"/proc/{server}/fd").iterdir()))
-
-        async def use_and_end() -> None:
-            ended, kept = [await backend.create(SlotSpec(), "ended") for _ in range(2)]
-            sealed = await backend.seal(kept)
-            fork = await backend.create(SlotSpec(), "fork", sealed)
-            for each in (ended, fork):
-                await backend.destroy(each)
-            await backend.forget(sealed)
-
-        await use_and_end()  # user namespaces are kept for later slots
-        before = opened()
-        for _ in range(4):
-            await use_and_end()
-        for _ in range(3000):
-            if opened() <= before:
-                break
-            await asyncio.sleep(0.01)
-        assert opened() <= before
-
-    on_each_rung(body)
-
-
-def test_a_store_that_takes_long_to_drop_holds_up_nobody_until_too_many_wait() -> None:
-    drops, gate, begun, dropped = Drops(), threading.Event(), threading.Semaphore(0), threading.Event()
-
-    def wait() -> None:
-        begun.release()
-        gate.wait()
-
-    for _ in range(THREADS - 1):
-        drops.add(wait)
-    drops.add(dropped.set)
-    assert dropped.wait(60)
-    drops.add(wait)
-    for _ in range(THREADS):
-        assert begun.acquire(timeout=60)
-    for _ in range(MOST_WAITING):
-        drops.add(wait)
-    here = threading.Event()
-    drops.add(here.set)
-    assert here.is_set()
-    gate.set()

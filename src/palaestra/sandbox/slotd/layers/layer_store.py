@@ -4,8 +4,7 @@ Each store is a tmpfs of its own: its size is the slot's disk limit, and droppin
 supports overlays on an unmounted tmpfs, only a descriptor holds the store, since mounts in the server's namespace make
 every new slot more expensive: a slot begins with a copy of that namespace.
 
-A layer is one upper directory per tree of a root. Layers and stores are kept until their last user releases them. Then
-threads drop the stores: the kernel waits for all processors to unmount one, and its pages may be gigabytes.
+A layer is one upper directory per tree of a root. Layers and stores are kept until their last user releases them.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import contextlib
 import fcntl
 import functools
 import os
-import queue
 import stat
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import syscalls
@@ -26,7 +23,6 @@ from ..rung import Counted, SealedLayer
 FIRST_STORE = 64  # stores have descriptors from this number on
 _UNLIMITED = "size=0,nr_inodes=0"
 _TRIAL = "/stage"
-THREADS, MOST_WAITING = 4, 64
 
 
 def most_inodes(size_bytes: int) -> int:
@@ -67,40 +63,11 @@ class LayerStore(Counted):
         syscalls.mount("tmpfs", self.path, "tmpfs", flags, _UNLIMITED)
 
     def drop_files(self) -> None:
-        _drops.add(self._drop)
-
-    def _drop(self) -> None:
         if self.fd is not None:
             os.close(self.fd)
         else:
             syscalls.umount(self.path)
             os.rmdir(self.path)
-
-
-class Drops:
-    """Threads that drop stores. They only make system calls, so a fork never finds a lock of theirs that it needs."""
-
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._threads = 0
-
-    def add(self, drop: Callable[[], None]) -> None:
-        """Call `drop` in a thread; here if too many wait, since a store keeps its memory until it is dropped."""
-        if self._waiting.qsize() >= MOST_WAITING:
-            drop()
-            return
-        self._waiting.put(drop)
-        if self._threads < THREADS:
-            self._threads += 1
-            threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                self._waiting.get()()
-
-
-_drops = Drops()
 
 
 def _high(fd: int) -> int:
