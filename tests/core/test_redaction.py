@@ -222,3 +222,12 @@ def test_short_secrets_are_words_and_words_are_no_secrets(given: str) -> None:
     APIServerConfig(api_key="k3y-1")
     APIServerConfig(api_key="EMPTY")
     assert redacted("k3y-1 ak3y-1 EMPTY") == f"{HIDDEN} ak3y-1 EMPTY"
+
+
+def test_placeholders_are_no_secrets_and_words_stay_in_paths(given: str) -> None:
+    APIServerConfig(api_key="not-needed")
+    assert redacted("not-needed") == "not-needed"
+    APIServerConfig(api_key="correct-horse-battery-staple")
+    assert redacted("the key correct-horse-battery-staple.") == f"the key {HIDDEN}."
+    path = "/home/correct-horse-battery-staple/correct-horse-battery-staple.py"
+    assert redacted(path) == path

@@ -60,8 +60,7 @@ class Settings(BaseModel):
                 raise ConfigError(_explain(error, type(self), {}, {})) from error
             for name in filter(is_secret, type(self).model_fields):
                 value = getattr(self, name)
-                for secret in value.values() if isinstance(value, Mapping) else (value,):
-                    remember(secret if isinstance(secret, str) else None)
+                remember(value if isinstance(value, str) else None)
 
     def recorded(self) -> dict[str, JSON]:
         """All values as JSON, for the record; an object that JSON cannot hold becomes the name of its type."""

@@ -78,13 +78,14 @@ _known_pattern: re.Pattern[str] | None = None
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _FLAG = re.compile(rf"--?(?:{_NAMES})", re.IGNORECASE)
 _NAME = re.compile(_NAMES, re.IGNORECASE)
+_WORDS = re.compile(r"[a-z]+(?:[-_][a-z]+)*", re.IGNORECASE)
 
 
 def remember(secret: str | None) -> None:
     """Hide this secret in every text from now on, also encoded or cut off. Not hidden are secrets of less than four
-    characters, short ones that are words (`EMPTY`), and all but the latest 256."""
+    characters, words of less than 16 (`EMPTY`, `not-needed`), and all but the latest 256."""
     global _known_pattern
-    if not secret or len(secret) < 4 or secret in _known or (len(secret) < 8 and secret.isalpha()):
+    if not secret or len(secret) < 4 or secret in _known or (len(secret) < 16 and _WORDS.fullmatch(secret)):
         return
     _known[secret] = None
     while len(_known) > _MOST_KNOWN:
@@ -101,8 +102,8 @@ def remember_named(values: Mapping[str, str]) -> None:
 
 def _forms(secret: str) -> list[str]:
     """Patterns of a secret as it may appear: as it is, its first half, in an address, in JSON, in base64, in hex."""
-    if len(secret) < 8:  # short ones are words
-        return [rf"(?<![\w-]){re.escape(secret)}(?![\w-])"]
+    if len(secret) < 8 or _WORDS.fullmatch(secret):  # its words may also be in paths and names
+        return [rf"(?<![\w./-]){re.escape(secret)}(?![\w/-]|\.\w)"]
     data = secret.encode("utf-8", "surrogateescape")
     found = [secret, quote(data, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1], data.hex()]
     for skipped, before in ((0, 0), (2, 1), (3, 2)):  # it begins at any byte of a group of three
