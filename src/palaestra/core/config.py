@@ -233,12 +233,13 @@ _SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
 
 def flags_as_typed(message: str, argv: Sequence[str]) -> str:
-    """A message with the short flags of the settings that it names, unless `argv` has them in full."""
+    """A message with settings named by the flags of `argv`; others by short flags, unless `argv` has long ones."""
     typed = {word.partition("=")[0] for word in argv}
+    long = any(_SETTING.fullmatch(word) for word in typed)
 
     def flag(found: re.Match[str]) -> str:
-        names = [found[0], *(short for short, name in SHORT_FORMS.items() if found[0] == f"--{name}")]
-        return next((name for name in names if name in typed), names[min(1, len(names) - 1)])
+        short = [each for each, name in SHORT_FORMS.items() if found[0] == f"--{name}"]
+        return next((each for each in short if each in typed), found[0] if long or not short else short[0])
 
     return _SETTING.sub(flag, message)
 

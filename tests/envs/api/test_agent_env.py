@@ -70,7 +70,7 @@ def test_a_place_of_slots_that_is_not_there_is_refused_with_the_way_out(tmp_path
     argv = [sys.executable, str(script(tmp_path, WITH_META)), "process", "--policy", "oracle"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
-    assert "--env.tool_pool_mode local" in done.stderr
+    assert "--backend local" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -61,7 +61,7 @@ def test_the_refusal_names_the_setting_and_who_set_it(field: str, capsys: pytest
     assert main(["run", "remote_env.py", "--policy", "oracle"]) == 2
     said = capsys.readouterr().err
     assert f"{field} 'daytona' (from config_init)" in said
-    assert f"--env.{field} local" in said
+    assert ("--backend local" if field == "tool_pool_mode" else f"--env.{field} local") in said
     assert not Path("runs").exists()
 
 

@@ -77,7 +77,7 @@ def test_a_run_that_kept_nothing_names_the_setting(capsys: pytest.CaptureFixture
     with pytest.raises(ConfigError, match=r"run with save_workspaces$"):
         asyncio.run(palaestra.grade("lines_env.py", run.trajectories[0]))
     assert main(["grade", "last"]) == 2
-    assert "run with --env.save_workspaces\n" in capsys.readouterr().err
+    assert "run with --keep-workspaces\n" in capsys.readouterr().err
 
 
 def test_an_isolation_level_without_layers_is_refused_before_the_run() -> None:

@@ -111,7 +111,7 @@ def differing(recording: Recording, form: Form, settings: ReplaySettings) -> lis
     lines = [
         f"{name}: {value!r} in the recording, {taken.get(name, 'not set')!r} here"
         for name, value in sorted(said_settings(recorded, "env", (DEFAULT,)).items())
-        if taken.get(name) != value and not decides(recording, form, name, value)
+        if taken.get(name) != value and not _counts(recording, form, name, value)
     ]
     place, given = str(recorded.get("environment") or ""), settings.environment
     return [*lines, f"environment: {place!r} in the recording, {given!r} here"] if given not in (None, place) else lines
@@ -178,12 +178,12 @@ async def reopened(
     network: bool = False,
     isolation: str = "best",
 ) -> AsyncIterator[ReopenedRun]:
-    """The environment of a recording with the recorded settings that count (`decides`), and fresh slots,
+    """The environment of a recording with the recorded settings that count, and fresh slots,
     which have no network unless `network` allows it. Tools that reach outside answer from the recording, and no model
     is asked."""
     bound = form.bound if isinstance(form, FunctionForm) else None
     said = said_settings(recording.meta.config, "env", (DEFAULT,))
-    said = {name: value for name, value in said.items() if decides(recording, form, name, value)}
+    said = {name: value for name, value in said.items() if _counts(recording, form, name, value)}
     said |= set_fields(bound) if bound is not None else {}
     said |= {"isolation": isolation, "world": "replay", "world_file": str(recording.path.parent)}
     config = form.config_type()(**said)
@@ -221,8 +221,13 @@ async def reopened(
                     journal.close()
 
 
+def _counts(recording: Recording, form: Form, name: str, value: JSON) -> bool:
+    """Whether a recorded setting counts for a replay. No MCP server is started: its tools answer from the recording."""
+    return name == "mcp_servers" or decides(recording, form, name, value)
+
+
 def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
-    """Whether a recorded setting counts for a replay, or for a run of somebody else that is resumed.
+    """Whether a recorded setting counts for a run that is resumed.
 
     A run of this user decides all but `HOST_SETTINGS`; another one `PORTABLE_SETTINGS`, and numbers that the user's own
     environment class declares.
