@@ -229,5 +229,5 @@ def test_placeholders_are_no_secrets_and_words_stay_in_paths(given: str) -> None
     assert redacted("not-needed") == "not-needed"
     APIServerConfig(api_key="correct-horse-battery-staple")
     assert redacted("the key correct-horse-battery-staple.") == f"the key {HIDDEN}."
-    path = "/home/correct-horse-battery-staple/correct-horse-battery-staple.py"
+    path = "/srv/correct-horse-battery-staple/correct-horse-battery-staple.py"
     assert redacted(path) == path
