@@ -1,4 +1,4 @@
-"""Blocks that another task can end: the work in progress when its owner is closed."""
+"""Blocks of code that another task can end, such as the work in progress of an owner that is closed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from contextlib import asynccontextmanager
 
 
 class Ending:
-    """Blocks of one owner, on one loop, that another task can end. After `end` no block that had begun still runs."""
+    """Blocks of one owner, on one loop, that another task can end. When `end` returns, every block that had begun has
+    ended."""
 
     def __init__(self) -> None:
         self._blocks: dict[asyncio.Timeout, asyncio.Event] = {}
 
     @asynccontextmanager
     async def block(self, error: Exception) -> AsyncIterator[None]:
-        """Raise `error` when the block is ended; its code is cancelled first, so that it cleans up."""
+        """Raise `error` when another task ends the block, after its code was cancelled and has cleaned up."""
         ended, limit = asyncio.Event(), asyncio.timeout(None)
         try:
             async with limit:

@@ -1,7 +1,7 @@
 """Clocks that are passed in, so that tests never sleep, and time that is not charged to a rollout.
 
-Code that waits for its turn or for a failing service stops the clocks of its rollouts. They are in a context variable,
-because a transport or a pool knows nothing of rollouts.
+Code that waits for its turn or for a failing service stops the clocks of its rollouts. A context variable holds these
+clocks, because a transport or a pool knows nothing of rollouts.
 """
 
 from __future__ import annotations

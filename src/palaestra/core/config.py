@@ -45,13 +45,13 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: JSON, info: ValidationInfo) -> JSON:
-        """Reject a truth value: in YAML an unquoted yes, no, on or off is one, and Python would take it for 1 or 0."""
+        """Reject a boolean: YAML reads an unquoted yes, no, on or off as one, and Python would take it for 1 or 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ConfigError("must be a number")
         return value
 
-    if not TYPE_CHECKING:  # type checkers keep the constructor that follows from the fields
+    if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
         def __init__(self, **values):
             try:
@@ -74,8 +74,8 @@ def setting(default: T, description: str, **options: Any) -> T:
 
 
 def later(default: T, description: str, why: str = "") -> T:
-    """A field that existing scripts may set but that has no effect in this version, as its help says. `why` is the
-    reason; without one, it is the description."""
+    """A field that existing scripts may set but that has no effect in this version; its help says so. `why` is the
+    reason, by default the description."""
     return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": why or description})
 
 
@@ -85,7 +85,7 @@ def has_effect(model_type: type[BaseModel], name: str) -> bool:
 
 
 def why_no_effect(model_type: type[BaseModel], name: str) -> str:
-    """Why setting the field changes nothing in this version; empty if it does."""
+    """The reason why setting the field changes nothing in this version; empty if it has an effect."""
     extra = model_type.model_fields[name].json_schema_extra
     return str(extra.get("no_effect") or "") if isinstance(extra, dict) else ""
 
@@ -155,7 +155,7 @@ def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[Mod
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """` Did you mean NAME?` for the closest of `known`, or an empty string: the end of a message. Flags are compared by
-    their last part: what all of them begin with makes none nearer."""
+    their last part, because all of them begin alike."""
     if word.startswith("--"):
         flags = {_last_part(flag): flag for flag in known}
         near = difflib.get_close_matches(_last_part(word), flags, n=1, cutoff=0.7)
@@ -227,7 +227,7 @@ SHORT_FORMS = {
     "-m": "openai.model_name",
     "-o": "env.data_path_to_save_groups",
 }
-"""What the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
+"""The settings that the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
 
 _SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
@@ -249,7 +249,7 @@ _FLAG = re.compile(r"--(?:(?:env|openai)\.(?=\w)|(?=policy\b))")
 
 @contextmanager
 def python_names() -> Iterator[None]:
-    """For Python callers: name arguments where an error names the flags of the same settings."""
+    """Name arguments in an error in place of the flags of the same settings, for Python callers."""
     try:
         yield
     except PalaestraError as error:
@@ -264,7 +264,7 @@ def is_secret(name: str) -> bool:
 
 def read_yaml(text: str) -> JSON:
     """The one YAML document of a text, as plain data. Raises `ValueError` for any other text."""
-    import yaml  # here, because most runs read none
+    import yaml  # imported here, because most runs read no YAML
 
     try:
         return yaml.safe_load(text)

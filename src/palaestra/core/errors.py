@@ -15,7 +15,7 @@ from palaestra.core.types import Blame
 
 
 class PalaestraError(Exception):
-    """Base of all errors that are not bugs. `exit_code` is that of the command line."""
+    """Base of all errors that are not bugs. The command line ends with `exit_code`."""
 
     exit_code: ClassVar[int] = 1
 
@@ -45,8 +45,8 @@ class InfraError(PalaestraError):
 
 
 class EngineError(InfraError):
-    """The model server failed. `by_request`: perhaps because of this request, which an agent may have chosen; it failed
-    on it, refused it, or did not answer it in time."""
+    """The model server failed. `by_request` means that this request, which an agent may have written, may be the cause:
+    the server failed on it, refused it, or did not answer it in time."""
 
     blame = Blame.ENGINE
     exit_code = 4
@@ -102,7 +102,7 @@ class TrainerError(InfraError):
 
 
 class TrainerUnavailable(TrainerError, ConnectionError):
-    """Unreachable for longer than the environment's patience, in spite of retries."""
+    """The trainer was unreachable for longer than the environment's patience, in spite of retries."""
 
 
 class TrainerRefused(TrainerError, ValueError):
@@ -116,7 +116,7 @@ class ToolUnavailable(InfraError, ConnectionError):
 
 
 class CannotResume(InfraError):
-    """The state of an interrupted rollout cannot be restored, so it starts again. Never the end of a rollout."""
+    """The state of an interrupted rollout cannot be restored, so the rollout starts again."""
 
 
 class ToolStuck(InfraError, TimeoutError):
@@ -126,21 +126,21 @@ class ToolStuck(InfraError, TimeoutError):
 
 
 class ToolServerError(InfraError):
-    """A server of tools failed. The message names the server and the fix."""
+    """A tool server failed. The message names the server and the fix."""
 
     blame = Blame.TOOL
 
 
 class ToolServerUnavailable(ToolServerError, ConnectionError):
-    """It could not be reached or started, ended early, or did not answer in time."""
+    """The tool server could not be reached or started, ended early, or did not answer in time."""
 
 
 class ToolServerRefused(ToolServerError, PermissionError):
-    """It rejected the request: retrying cannot help."""
+    """The tool server rejected the request: retrying cannot help."""
 
 
 class ToolServerReplyError(ToolServerError, ValueError):
-    """Its reply does not have the shape that the protocol requires."""
+    """The tool server's reply does not have the shape that the protocol requires."""
 
 
 class PlatformError(InfraError):
@@ -148,7 +148,8 @@ class PlatformError(InfraError):
 
 
 class PlatformUnavailable(PlatformError, ConnectionError):
-    """The platform does not answer or limits the rate; a later try can succeed. `retry_after_s` is its own advice."""
+    """The platform does not answer or limits the rate; a later try can succeed. `retry_after_s` is the wait that it
+    asks for."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -170,7 +171,7 @@ class PrepareError(InfraError):
 class GraderError(InfraError):
     """The check could not run, did not run its tests, or did not report.
 
-    `certain`: whatever the work was, the check is wrong.
+    `certain` means that the check is wrong, whatever the agent did.
     """
 
     certain = False

@@ -34,7 +34,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """The end of a process that failed."""
+    """The exit code and the message of a process that failed."""
 
     exit_code: int
     message: str
@@ -48,11 +48,11 @@ _QUIET, _VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 
 
 class Program:
-    """A command line that is being run: the block of a `with` does it, and `exit_code` is its result.
+    """A running command line: a `with` block does the work, and `exit_code` is the result.
 
-    Three flags count in every place of `argv`, and `words` are without them: -q drops everything on stderr but the
-    error that ends the program, -v adds the log and the traceback of that error, and --no-color is the variable
-    NO_COLOR. A failure ends the block and is reported; with --json, as one line of JSON. A bug is raised.
+    Three flags may stand anywhere in `argv` and are left out of `words`: -q drops everything on stderr but the error
+    that ends the program, -v adds the log and the traceback of that error, and --no-color sets NO_COLOR. A failure ends
+    the block and is reported; with --json, as one line of JSON. A bug is raised.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class Program:
 
 
 class _OnlyErrors(io.TextIOBase):
-    """Standard error that drops every text. `errors_to` is where `report` writes."""
+    """Standard error that drops every text. `report` writes to `errors_to`."""
 
     def __init__(self, errors_to: TextIO) -> None:
         self.errors_to = errors_to
@@ -138,7 +138,7 @@ def read_failure(error: BaseException) -> ProcessFailure | None:
 def report_failure(error: BaseException, argv: Sequence[str] = (), *, as_json: bool = False) -> int:
     """Report a failure on stderr, with settings named as in `argv`, and return its exit code. An interruption by the
     user is only reported as JSON. Raises a bug as it is."""
-    from palaestra.core.config import flags_as_typed  # here, because most programs do not fail
+    from palaestra.core.config import flags_as_typed  # imported here, because most programs do not fail
 
     failure = read_failure(error)
     if failure is None:

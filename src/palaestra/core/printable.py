@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 _ESCAPE = re.compile(
     r"\x1b(?:\[(?P<params>[0-?]*)[ -/]*(?P<final>[@-~])"  # CSI: colours, cursor movement
-    r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC and its kin: titles, links, the clipboard
+    r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC and similar: titles, links, the clipboard
     r"|[ -/]*[0-~])"  # two-character and character-set sequences
 )
 
@@ -118,7 +118,7 @@ class _TerminalBytes:
 
 
 def guard_terminals() -> None:
-    """Let no escape sequence reach standard output or standard error where those are a terminal. Idempotent."""
+    """Keep escape sequences from standard output and standard error if they are terminals. Idempotent."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream.isatty() and not isinstance(stream, TerminalText):

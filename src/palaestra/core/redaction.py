@@ -2,8 +2,7 @@
 
 It knows the secrets that Palaestra was given (`remember`), and others by their place (user and key parts of an address,
 `Bearer …`, `--api-key …`, `token=…`) and by the shapes of well-known keys; another secret that looks like an ordinary
-word cannot be found. For settings and error texts: what
-models and tools wrote is data and stays as it is.
+word cannot be found. Use it for settings and error texts; the texts of models and tools are data and stay unchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ _STRONG = (
 )
 """Names whose values are secrets of any length."""
 _NAMES = rf"(?:[a-z0-9]+[-_])*(?:auth|authorization|key|sig|signature)|{_STRONG}"
-"""The same, with names whose values are secrets if they are long."""
+"""These names, and names whose values are secrets if they are long."""
 _PLAIN = r"(?:(?=[^\s\"'<>]*\d)(?=[^\s\"'<>]*[A-Za-z])[^\s\"'<>,;)\]}`-][^\s\"'<>,;)\]}`]{5,})"
-"""A word with letters and digits: what follows a name after a blank, where most words are no secrets."""
+"""A word with letters and digits. After a name and a blank only such a word is hidden, as most words there are not
+secrets."""
 
 _USER = re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/\"'<>]+@", re.IGNORECASE)
 _USER_OF_NPM = re.compile(r"(?P<kept>(?<![:/])//)[^\s/@:\"'<>]+:[^\s/\"'<>]+@")
@@ -54,7 +54,7 @@ _QUOTED = re.compile(
     r"(?:\\+[^\"'\\]+)*",
     re.IGNORECASE,
 )
-"""A member of an object in JSON, also in a string of JSON, or in a dict of Python; a header as a tuple."""
+"""A member of a JSON object, also inside a JSON string, or of a Python dict; or a header as a tuple."""
 _ELEMENT = re.compile(rf"(?P<kept><(?:{_STRONG})>)[^<]+", re.IGNORECASE)
 _BEARER = re.compile(r"(?P<kept>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
 _LOGIN = re.compile(r"(?P<kept>(?<![\w/-])-u\s+[^\s:]+:)[^\s\"']+")
@@ -82,8 +82,8 @@ _WORDS = re.compile(r"[a-z]+(?:[-_][a-z]+)*", re.IGNORECASE)
 
 
 def remember(secret: str | None) -> None:
-    """Hide this secret in every text from now on, also encoded or cut off. Not hidden are secrets of less than four
-    characters, words of less than 16 (`EMPTY`, `not-needed`), and all but the latest 256."""
+    """Hide this secret in every text from now on, even encoded or cut off. Secrets of fewer than four characters, words
+    of fewer than 16 (`EMPTY`, `not-needed`), and all but the latest 256 are not hidden."""
     global _known_pattern
     if not secret or len(secret) < 4 or secret in _known or (len(secret) < 16 and _WORDS.fullmatch(secret)):
         return

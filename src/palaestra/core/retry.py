@@ -39,7 +39,7 @@ class RetryPolicy:
 
 
 AT_START = RetryPolicy(attempts=4, first_s=0.25, longest_s=2.0)
-"""For the first request: a wrong address should be an error within seconds."""
+"""The policy for the first request, so that a wrong address fails within seconds."""
 
 
 def retry_after_s(header: str | None, now: float) -> float | None:

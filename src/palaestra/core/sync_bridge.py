@@ -30,7 +30,7 @@ class _Yield:
 
 
 class _Wait:
-    """A synchronous call inside the bridged coroutine needs this awaited."""
+    """A synchronous call inside the bridged coroutine waits for this awaitable."""
 
     __slots__ = ("awaitable",)
 
@@ -101,8 +101,8 @@ def is_bridged() -> bool:
 def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, twin: str) -> T:
     """Wait for `coroutine` from synchronous code, without blocking `loop`: inside `bridged`, or from another thread.
 
-    Raises `RuntimeError` that names `twin`, the async method to await instead, on the loop's own thread outside the
-    bridge, where waiting would deadlock.
+    Raises `RuntimeError`, which names `twin`, the async method to await instead, when called on the loop's own thread
+    outside the bridge, where waiting would deadlock.
     """
     current = getcurrent()
     if isinstance(current, _Driver):

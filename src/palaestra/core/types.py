@@ -1,4 +1,4 @@
-"""The project's words as types (Task, Outcome, Blame, Usage, Prices, Score) and numbers of any library. Pure data."""
+"""The project's terms as types (Task, Outcome, Blame, Usage, Prices, Score), and `number` for any library's numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message: TypeAlias = dict[str, JSON]
 
 
 class Outcome(StrEnum):
-    """Why a rollout ended. Endings that the agent caused are scored."""
+    """The way a rollout ended. Endings that the agent caused are scored."""
 
     NATURAL = "natural"
     MAX_TURNS = "max_turns"
@@ -30,7 +30,7 @@ class Outcome(StrEnum):
 
     @property
     def scored(self) -> bool:
-        """Whether a rollout that ended so gets a reward; the others are recorded without one."""
+        """Whether a rollout that ended this way gets a reward; the others are recorded without one."""
         return self in _SCORED
 
 
@@ -119,7 +119,7 @@ class Limits:
                 raise ValueError(
                     f"the limit {each.name} of a slot must be positive, not {value}; leave it out for none"
                 )
-            if value is not None and each.name != "cpus" and not isinstance(value, int):  # as 2e9 is
+            if value is not None and each.name != "cpus" and not isinstance(value, int):  # such as 2e9
                 if value != int(value):
                     raise ValueError(f"the limit {each.name} of a slot must be a whole number, not {value}")
                 object.__setattr__(self, each.name, int(value))
@@ -154,11 +154,11 @@ class Task:
     leaves the choice to the environment.
 
     `recipe` declares that the prepared workspace depends only on image, files, setup, the environment's hooks, the task
-    and this text (a version); runs on this machine then share it. None: every run prepares it.
+    and this text (a version); runs on this machine then share it. With None, every run prepares it.
 
     A check sees the agent's changes in the workspace, in `/var/tmp` and below `paths`; it sees the rest of the root as
     prepared. A task that installs programs has `/` in `paths`. `programs` names programs and their settings that the
-    agent may add or replace; a check uses the prepared ones of all others.
+    agent may add or replace; a check uses the prepared versions of all others.
 
     `floor` is the highest score without doing the work, which `palaestra env check` enforces. `data`, `solution` and
     `answer` never enter an agent's slot.

@@ -49,8 +49,8 @@ async def foreign(
 ) -> T:
     """Await user code. Raises `ForeignError` for errors that its author did not expect, `sys.exit` included.
 
-    `expected` errors and errors with a blame pass, also out of a group of errors, infrastructure failures first. The
-    cancellation of this task passes even if the code swallows it; a cancellation by another task is a failure.
+    `expected` errors and errors with a blame pass, even from inside a group of errors, infrastructure failures first.
+    The cancellation of this task passes even if the code swallows it; a cancellation by another task is a failure.
 
     The code runs in a task of its own: before Python 3.13 a task group that failed leaves its task marked as cancelled,
     which looks the same as being cancelled.
@@ -89,7 +89,7 @@ async def foreign(
 
 async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
     """Await an environment's hook. Errors that its author did not expect become `kind`, with the original as their
-    cause. Errors with a blame pass, as in `foreign`; a plain `ConfigError` gets `doing` in front."""
+    cause. Errors with a blame pass, as in `foreign`; the message of a plain `ConfigError` gets `doing` in front."""
     try:
         return await foreign(hook)
     except (ConfigError, ForeignError) as error:
@@ -159,7 +159,7 @@ async def called(hook: Callable[..., object], *args: object) -> JSON:
 
 
 def place(error: BaseException) -> str:
-    """Where in the author's code an error arose, as ` (my_env.py, line 12)`; empty if none of it took part."""
+    """The line of the author's code that an error came from, as ` (my_env.py, line 12)`; empty if none took part."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename

@@ -1,7 +1,7 @@
-"""How many slots this machine carries at a time: by its memory, and by the files a process may open.
+"""How many slots this machine carries at a time, given its memory and the number of files a process may open.
 
-A slot that waits for the model costs little; what counts is what its commands use. So the limit at the start is
-generous, and the pool asks `available_memory` again before each further slot.
+A slot that waits for the model costs little; its commands use the memory. So the limit at the start is generous, and
+the pool asks `available_memory` again before each further slot.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 DEFAULT_SLOTS = 512
 """The most slots of a pool that sets no limit."""
 SLOT_BYTES = 8 << 20
-"""Memory that is reckoned per slot. Measured: 0.4 MiB for an idle one, 5.6 MiB while a small Python program runs."""
+"""The memory assumed per slot. Measured: 0.4 MiB for an idle one, 5.6 MiB while a small Python program runs."""
 SLOT_FILES = 8
-"""Descriptors reckoned per slot. Measured: the slot server has 4 per slot, and 6 with a command; this process has 4."""
+"""The descriptors assumed per slot. Measured: the slot server has 4 per slot, or 6 during a command; this process has
+4."""
 OTHER_FILES = 512
-"""Descriptors left to everything else: connections to the model server, journals, logs."""
+"""The descriptors reserved for everything else: connections to the model server, journals, logs."""
 RESERVE_BYTES = 512 << 20
 """Below this much available memory, a pool with slots in use leases no further one until some end."""
 
@@ -27,7 +28,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class SlotLimit:
-    """How many slots there may be at a time, and what sets the limit."""
+    """The most slots at a time, and the reason for that limit."""
 
     slots: int
     reason: str
@@ -37,15 +38,16 @@ class SlotLimit:
 
 
 def unchecked_slots() -> int:
-    """How many slots are leased whatever the memory: four per processor this process may use, at least four."""
+    """How many slots are leased even if memory is short: four per processor this process may use, at least four."""
     return max(4, 4 * len(os.sched_getaffinity(0)))
 
 
 def slot_limit(wanted: int | None, *, memory: int, files: int) -> SlotLimit:
-    """The limit for a pool that wants `wanted` slots; None: as many as the machine carries, up to `DEFAULT_SLOTS`.
+    """The limit for a pool that asks for `wanted` slots; None asks for as many as the machine carries, up to
+    `DEFAULT_SLOTS`.
 
-    `memory` are the available bytes, which limit only a pool without a wish: the caller of the others knows what its
-    slots need. `files` are the descriptors that a process may open.
+    `memory` is the available bytes. It limits only a pool without `wanted`: a caller that sets `wanted` knows its
+    slots' needs. `files` is the number of descriptors that a process may open.
     """
     found = SlotLimit(wanted or DEFAULT_SLOTS, "as set" if wanted else "the default")
     carried = max(unchecked_slots(), (memory - RESERVE_BYTES) // SLOT_BYTES)
@@ -58,7 +60,7 @@ def slot_limit(wanted: int | None, *, memory: int, files: int) -> SlotLimit:
 
 
 def open_more_files() -> int:
-    """Let this process open as many files as its hard limit allows, which is returned."""
+    """Let this process open as many files as its hard limit allows; returns that limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

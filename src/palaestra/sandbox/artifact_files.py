@@ -1,8 +1,8 @@
-"""Files of a slot's workspace for callers outside: read, listed and archived, as the objects of the contract's bodies.
+"""Reads, lists and archives files of a slot's workspace for outside callers; the results are the contract's bodies.
 
-Through the slot's file calls, never its shell. Invariant: nothing outside the workspace is revealed, wherever links in
-it lead; failures raise builtin errors, each of which has its HTTP status (`status_of`). Standard library only: the
-slot server's network port (`remote/port_server.py`) uses it where nothing is installed.
+It uses the slot's file calls, never its shell. Invariant: nothing outside the workspace is revealed, wherever links in
+it lead; failures raise builtin errors, each with its HTTP status (`status_of`). Standard library only: the slot
+server's network port (`remote/port_server.py`) uses it where nothing is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import MAX_FILE_BYTES, WORKSPACE, FileInfo, Slot
 
 MAX_BYTES = 5_000_000
-"""Of one file or archive, unless the request says otherwise. The contract's."""
+"""The contract's limit of one file or archive, unless the request sets another."""
 MAX_ENTRIES = 5_000
 _MAX_LINKS = 40
 
@@ -106,7 +106,7 @@ async def archive(
 
 
 def status_of(error: OSError | ValueError) -> int:
-    """The HTTP status of a failure: 403 outside, 404 not there, 413 too large, 400 anything else."""
+    """The HTTP status of a failure: 403 outside the workspace, 404 not found, 413 too large, 400 anything else."""
     match error:
         case PermissionError():
             return 403
@@ -151,7 +151,8 @@ async def _stat(slot: Slot, path: str, asked: str) -> FileInfo:
 
 
 def _parts(path: str, asked: str) -> list[str]:
-    """The names below the workspace that a path goes through. Raises PermissionError if it leads out of it."""
+    """The names below the workspace that a path goes through. Raises PermissionError if the path leads out of the
+    workspace."""
     whole = posixpath.normpath(posixpath.join(WORKSPACE, path))
     if whole != WORKSPACE and not whole.startswith(f"{WORKSPACE}/"):
         raise PermissionError(errno.EACCES, "outside of the workspace", asked)

@@ -1,4 +1,4 @@
-"""Whether a backend works with some settings, what it isolates, and how fast its slots are: for `palaestra doctor`."""
+"""Checks for `palaestra doctor` whether a backend works, what it isolates, and how fast its slots are."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ROUNDS = 5
 
 @dataclass(slots=True)
 class BackendFindings:
-    """What was found of one backend; None is what could not be found.
+    """The findings about one backend; None where a value could not be determined.
 
     `problem` is empty if the backend works; otherwise it says what to do. `reachable`: the platform answers and accepts
-    the credentials. `images` are the kinds that it takes; `checkpoints`: whether a slot that runs can be forked.
-    `seconds` has `start`, and the medians of `round_trip` (a question to the slot server), `create`, `exec` (`true`),
-    `fork` (from a snapshot) and `reset` (end, and make again).
+    the credentials. `images` are the kinds that it takes; `checkpoints`: whether a running slot can be forked.
+    `seconds` has `start`, and the medians of `round_trip` (a request to the slot server), `create`, `exec` (`true`),
+    `fork` (from a snapshot) and `reset` (end a slot and make a new one).
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Limits how fast all processes of a user on this host start containers and sandboxes.
 
-The state is in files of a folder that they share: one that holds when the next start may begin, and one lock for each
-start at a time, which the kernel releases when its holder dies. A provider that says "too many requests" slows the
-starts of all of them down, until some have succeeded again.
+The state is in files of a shared folder: one with the time at which the next start may begin, and one lock for each
+concurrent start, which the kernel releases when its holder dies. After a provider's "too many requests", all processes
+start more slowly until some starts have succeeded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _POLL_S = 0.02
 
 
 class CreationGate:
-    """The gate of one backend. `per_s` starts a second and `most` at a time; None is no limit until the provider sets
-    one."""
+    """The gate of one backend. It allows `per_s` starts a second and `most` at a time; None means no limit until the
+    provider sets one."""
 
     def __init__(
         self, name: str, *, per_s: float | None = None, most: int | None = None, folder: Path | None = None
@@ -46,7 +46,8 @@ class CreationGate:
         await self._change(lambda gap_s: 0.0 if gap_s <= _FIRST_S else gap_s / 2)
 
     async def throttled(self, asked_s: float | None = None) -> float:
-        """The provider wants fewer requests, and none for `asked_s` seconds. Returns how long all starts now pause."""
+        """Slow down, because the provider wants fewer requests, and none for `asked_s` seconds. Returns how long all
+        starts now pause."""
         found = 0.0
 
         def slower(gap_s: float) -> float:
@@ -63,7 +64,7 @@ class CreationGate:
             async with self._locked() as state:
                 now = time.monotonic()
                 wait_s = state["next"] - now
-                # Later than any gap: the state is from before this host's last start.
+                # Later than any gap: the state is from before this host's last boot.
                 if wait_s <= 0 or wait_s > 2 * _SLOWEST_S:
                     own = 0.0 if self._per_s is None else 1 / self._per_s
                     state["next"] = now + max(own, state["gap"])
@@ -79,7 +80,7 @@ class CreationGate:
                 state["next"] = max(state["next"], time.monotonic() + state["gap"])
 
     def _make_folder(self) -> None:
-        """Make the folder. Raises `ConfigError` for one that another user has made: links in it would lead our files
+        """Make the folder. Raises `ConfigError` if another user has made it: links in it would lead our files
         elsewhere."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         found = self._folder.lstat()
@@ -106,7 +107,7 @@ class CreationGate:
 
     @contextlib.asynccontextmanager
     async def _place(self, most: int) -> AsyncIterator[None]:
-        """One of the places for starts at a time."""
+        """Hold one of the locks for concurrent starts."""
         self._make_folder()
         while True:
             for number in range(most):

@@ -1,6 +1,6 @@
 """`ModalToolBackend`: the contract's pool of slots in Modal, with one profile of sandboxes or several.
 
-A pool of one profile is what `create_tool_backend` makes for `tool_pool_mode="modal"`. With several, each profile has
+For `tool_pool_mode="modal"`, `create_tool_backend` makes a pool of one profile. With several, each profile has
 sandboxes and a limit of its own, and starts with its first slot; the default one starts with the pool.
 """
 
@@ -28,7 +28,7 @@ class ModalToolBackend(SlotPool):
 
     @classmethod
     def with_profiles(cls, profiles: Mapping[str, ModalSandboxConfig] | None = None, default: str = "default") -> Self:
-        """Slots of several profiles; without any, those of `ModalSandboxConfig.load_profiles`. Raises `ConfigError`."""
+        """Slots of several profiles, by default those of `ModalSandboxConfig.load_profiles`. Raises `ConfigError`."""
         found = ModalSandboxConfig.load_profiles() if profiles is None else dict(profiles)
         if default not in found:
             raise ConfigError(f"there is no Modal profile {default!r}; known are {', '.join(found)}")
@@ -38,7 +38,7 @@ class ModalToolBackend(SlotPool):
 
     @property
     def default_timeout_s(self) -> float:
-        """Seconds of a call that sets no timeout."""
+        """The seconds that a call may take if it sets no timeout."""
         return self.profile.execution_timeout_s
 
     async def acquire(
@@ -51,7 +51,7 @@ class ModalToolBackend(SlotPool):
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """As `SlotPool.acquire`, from the sandboxes of a profile. Raises `ConfigError` for an unknown one."""
+        """Like `SlotPool.acquire`, from the sandboxes of a profile. Raises `ConfigError` for an unknown one."""
         if profile is None or profile == self.profile.name:
             return await super().acquire(
                 trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted

@@ -41,15 +41,15 @@ _log = logging.getLogger(__name__)
 
 _REMEMBERED_WAITS = 1000
 USUAL_TIMEOUT_S = 60.0
-"""Of `execute`, in seconds, unless the call says another."""
+"""The seconds that a call of `execute` may take, unless it sets a timeout."""
 
 
 _LOOK_AGAIN_S = 0.5
-"""How often a pool whose callers wait for memory looks at it without a slot having ended."""
+"""How often a pool checks the memory again while callers wait for it and no slot ends."""
 
 
 class SlotPoolConfig(BaseModel):
-    """How many slots there may be and how long to wait for one. The contract's fields keep their names and defaults."""
+    """The most slots of a pool, and how long to wait for one. The contract's fields keep their names and defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,12 +58,12 @@ class SlotPoolConfig(BaseModel):
     acquire_timeout: float = Field(default=30.0, gt=0)
     """Seconds that `acquire` waits for a free place before it raises `AcquireTimeout`."""
     slots_per_container: int = Field(default=10, ge=1)
-    """The contract's. If it or `max_containers` is set, `max_slots` defaults to their product."""
+    """A setting of the contract. If it or `max_containers` is set, `max_slots` defaults to their product."""
     max_containers: int = Field(default=10, ge=1)
     """See `slots_per_container`."""
     nomad_address: str = "http://localhost:4646"
-    """The contract's, of the backend nomad, as are all fields below. A pool without a backend that sets one of them has
-    its slots there."""
+    """This and all fields below are the contract's settings of the backend nomad. A pool that sets one, and is given no
+    backend, has its slots in Nomad."""
     job_id: str = "atropos-sandbox"
     datacenter: str = "dc1"
     image: str = "atropos-sandbox:local"
@@ -92,7 +92,7 @@ class SlotPoolConfig(BaseModel):
         """The backend that these settings are for: nomad if one of its fields is set, otherwise this machine."""
         if not self._of_nomad():
             return LocalBackend()
-        from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig  # few pools need it
+        from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig  # few pools need this
 
         settings = NomadBackendConfig(
             nomad_address=self.nomad_address,
@@ -158,7 +158,7 @@ class SlotPool:
         self.backend = backend or config.backend()
         config.check(self.backend)
         self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
-        """How many slots there may be and why, once the pool has started."""
+        """The limit of slots and the reason for it, once the pool has started."""
         self._memory = memory
         self._unchecked = admission.unchecked_slots()
         self._shells: dict[int, Shell] = {}
@@ -259,7 +259,7 @@ class SlotPool:
         return await self.backend.create(spec, trajectory_id, snapshot)
 
     def take_up(self, slot: Slot) -> None:
-        """Count a slot that a service held before as leased; it is released like any other."""
+        """Count a slot taken over from a service as leased; it is released like any other."""
         self._free -= 1
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
         self._leases += 1
@@ -442,7 +442,7 @@ class SlotPool:
 
     @property
     def default_timeout_s(self) -> float:
-        """Seconds of a call that sets no timeout."""
+        """The seconds that a call may take if it sets no timeout."""
         return USUAL_TIMEOUT_S
 
     @property
@@ -452,12 +452,12 @@ class SlotPool:
 
     @property
     def available_slots(self) -> int:
-        """How many could be acquired now."""
+        """How many slots could be acquired now."""
         return max(0, self._free)
 
     @property
     def acquired_slots(self) -> int:
-        """How many are leased."""
+        """How many slots are leased."""
         return len(self._held)
 
     def get_stats(self) -> Mapping[str, JSON]:
@@ -566,7 +566,7 @@ class SlotPool:
 
 
 ToolBackend = SlotPool
-"""The contract's name of what `create_tool_backend` returns."""
+"""The contract's name for the type that `create_tool_backend` returns."""
 
 
 def _quantile(ordered: list[float], share: float) -> float:

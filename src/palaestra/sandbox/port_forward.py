@@ -1,7 +1,7 @@
 """Forwards a port of a slot's loopback to one address of the host, for slots that have no network.
 
-A relay in the slot (`port_relay.py`) listens and sends what arrives over its pipes, so every backend has it, and the
-slot reaches this one address and nothing else.
+A relay in the slot (`port_relay.py`) listens and sends incoming data over its pipes, so it works with every backend,
+and the slot reaches this one address and nothing else.
 
 Invariant: whatever comes from the slot is bounded and checked, because the agent can write to the relay's pipes: at
 worst it ends the forwarding, or opens `most` connections to the address that it may reach anyway.

@@ -1,4 +1,4 @@
-"""Listens on the loopback of a slot and sends what arrives to the host. Standard library only.
+"""Listens on the loopback of a slot and sends incoming data to the host. Standard library only.
 
     python3 -I -S -c TEXT
 

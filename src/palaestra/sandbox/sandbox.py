@@ -51,7 +51,7 @@ class SandboxSnapshot:
             raise SandboxError("the snapshot ended with the sandbox that made it: open others inside its block")
 
     def check_loop(self) -> None:
-        """Raises `SandboxError` where another event loop runs than that of its sandbox."""
+        """Raises `SandboxError` if the running event loop is not that of its sandbox."""
         if self.loop is not asyncio.get_running_loop():
             here = "`with`" if self.thread is not None else "`async with`, in the same event loop"
             raise SandboxError(f"the snapshot belongs to another event loop: open sandboxes from it in {here}")

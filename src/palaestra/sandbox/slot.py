@@ -39,7 +39,7 @@ class Rung(IntEnum):
 
 
 class SlotState(StrEnum):
-    """What a slot is doing."""
+    """The state of a slot."""
 
     AVAILABLE = "available"
     """Its lease has ended."""
@@ -53,8 +53,8 @@ class ExecutionResult:
     """The result of one command.
 
     `output` is the interleaved stdout and stderr, decoded as UTF-8 with replacement. If it exceeds the bound, it is
-    head and tail with a line between them that counts the missing bytes. If the call kept them apart, it is stdout,
-    a line `[stderr]` and stderr, and `metadata` holds each as `stdout` and `stderr`.
+    head and tail with a line between them that counts the missing bytes. If the call kept the two streams apart, it is
+    stdout, a line `[stderr]` and stderr, and `metadata` holds each as `stdout` and `stderr`.
 
     `metadata` also holds `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout`,
     `rung`, `sandboxed` (the isolation level is not none), `network_isolated` (the slot has no network), `stateful`,
@@ -114,8 +114,8 @@ class Change:
 class Snapshot:
     """A sealed workspace. `layers` name its immutable layers, topmost first, in the backend that made them.
 
-    A slot from a `continued` one has the topmost layer as its own change, as if it had made it: its seal and its
-    changes have the whole of it.
+    A slot that starts from a `continued` snapshot has the topmost layer as its own change, as if the slot had made it:
+    its seal and its list of changes include the whole layer.
     """
 
     snapshot_id: str
@@ -406,9 +406,9 @@ class Slot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A part of a sealed workspace's change: everything under `only`, without `without`.
+    """A part of a sealed workspace's change: everything under `only` except `without`.
 
-    Other paths show the snapshot that the sealed slot had started from. Grading drops planted files with it.
+    Other paths show the snapshot that the sealed slot had started from. Grading uses it to drop planted files.
     """
 
     only: tuple[str, ...] = ("/",)
@@ -426,10 +426,10 @@ class RungStatus:
 
 
 class Backend(Protocol):
-    """Where slots are made. One pool owns it; `palaestra.testing.backend_conformance` tests an implementation.
+    """Makes slots. One pool owns it; `palaestra.testing.backend_conformance` tests an implementation.
 
-    Raises `ConfigError` for what it does not offer, `SandboxError` when the place fails. A change of a slot costs
-    nothing until it is asked for; `rung` is the level that `start` has proved.
+    Raises `ConfigError` for anything that it does not offer, `SandboxError` when the place fails. A slot's change costs
+    nothing until it is requested; `rung` is the level that `start` has proved.
     """
 
     name: str
@@ -470,11 +470,11 @@ class Backend(Protocol):
         """Drop the topmost layer once no slot uses it. Does nothing if it is gone already."""
 
     def stats(self) -> Mapping[str, JSON]:
-        """The present counts: `backend`, `rung`, `slots`, `lost`, and `containers` where there are some."""
+        """The present counts: `backend`, `rung`, `slots`, `lost`, and `containers` if it has any."""
 
 
 class SlotSource(Protocol):
-    """Hands out slots to the layers above: the pool."""
+    """Hands out slots to the layers above; the pool implements it."""
 
     async def acquire(
         self,

@@ -1,6 +1,7 @@
 """The contract's sandbox tools in one slot: `bash`, `bash_stateful`, `read_file`, `write_file`, run by name.
 
-For code: results have more output than a model reads, and whole files. The model's tools are in `palaestra.tools`.
+They are for code: results hold more output than a model reads, and whole files. The model's tools are in
+`palaestra.tools`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the slots of a run have used of containers and sandboxes, and the price of that."""
+"""The containers and sandboxes that the slots of a run have used, and their cost."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from palaestra.core.types import JSON
 
 
 def slot_usage(stats: Mapping[str, JSON], prices: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a run, from the statistics of its backend: for each backend with containers `slots/NAME/hours` of
-    them, `slots/NAME/begun`, and with a price of an hour `slots/NAME/cost`; `slots/cost` is the sum of those."""
+    """The metrics of a run, from its backend's statistics. Each backend with containers has `slots/NAME/hours`,
+    `slots/NAME/begun` and, if `prices` has its price of an hour, `slots/NAME/cost`; `slots/cost` is the sum of the
+    costs."""
     found: dict[str, float] = {}
     costs = []
     for each in _backends(stats):

@@ -30,7 +30,7 @@ class Transferred:
 
 
 async def upload_dir(slot: Slot, local: Path, path: str) -> Transferred:
-    """Copy the contents of a directory of this machine into one of the slot, which is made. Raises OSError."""
+    """Copy the contents of a directory of this machine into a directory of the slot, which is made. Raises OSError."""
     done, jobs = Transferred(), _Jobs()
     await slot.make_dir(path)
     trail = [(local, path)]
@@ -53,7 +53,7 @@ async def upload_dir(slot: Slot, local: Path, path: str) -> Transferred:
 
 
 async def download_dir(slot: Slot, path: str, local: Path) -> Transferred:
-    """Copy the contents of a directory of the slot into one of this machine, which is made. Raises OSError."""
+    """Copy the contents of a directory of the slot into a directory of this machine, which is made. Raises OSError."""
     done, jobs = Transferred(), _Jobs()
     local.mkdir(parents=True, exist_ok=True)
     trail = [(path, local)]

@@ -52,7 +52,7 @@ class AppendedFile:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix=path.stem)
 
     def append(self, line: bytes) -> None:
-        """Hand one line to the kernel. Raises `DiskError`, and then nothing of the line stays."""
+        """Pass one line to the kernel. Raises `DiskError`, after removing a part that was written."""
         try:
             written = os.write(self.fd, line)
             if written < len(line):
@@ -160,8 +160,8 @@ def _begin(fd: int, path: Path, schema: str) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file to fill, which replaces `path` when the block ends. If the block fails, the former file stays and nothing
-    else. Raises `OSError`."""
+    """A file to fill, which replaces `path` when the block ends. If the block fails, only the former file remains.
+    Raises `OSError`."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(unfinished, "wb", opener=private) as file:

@@ -1,8 +1,9 @@
 """HTTP servers that run for the length of a block, and the check of their callers.
 
-Every server of the project listens through this. It bounds connections, the time until a request has begun, and the
-time that its body may take. Invariants: a server beyond the loopback has a token, a caller is checked before its body
-is read or asked for (`guard`, `invite_body`), and a token is compared in constant time. What is not HTTP is not logged.
+Every server of the project uses this module. It limits the connections, the time until a request begins, and the time
+that its body may take. Invariants: a server beyond the loopback has a token, a caller is checked before its body is
+read or requested (`guard`, `invite_body`), and a token is compared in constant time. Input that is not HTTP is not
+logged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEAD_S, BODY_S = 30.0, 300.0
 """Seconds until a connection has sent the head of its first request, and until a request has sent its body."""
 
 _EXPECTED = "X-Palaestra-Expected"
-"""Under this name the header `Expect` is kept, because aiohttp answers it before any check of the caller."""
+"""The name under which the header `Expect` is kept, because aiohttp answers it before any check of the caller."""
 
 _CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError)
 logger = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ def is_loopback(host: str) -> bool:
 def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | None:
     """The status and the reason why the sender of these headers may not call; None if it may.
 
-    With a token, it must be sent as `Authorization: Bearer TOKEN`. Without one every program may call, but no web page:
-    any site that is open in a browser of this machine could. A page is known by its origin, by the browser's
-    `Sec-Fetch-Site`, or by a host name that is not the loopback's.
+    With a token, it must be sent as `Authorization: Bearer TOKEN`. Without one, programs may call but web pages may
+    not: otherwise any site open in a browser on this machine could. A page is recognised by its origin, by the
+    browser's `Sec-Fetch-Site`, or by a host name that is not the loopback's.
     """
     if token:
         scheme, _, given = headers.get("Authorization", "").partition(" ")
@@ -78,8 +79,8 @@ def guard(
     error: Callable[[int, str], web.Response] | None = None,
 ) -> Any:
     """The middleware that refuses callers by `refusal`, except on `open_paths`, and reads the bodies of the others.
-    `key_header` may have the token too, for clients that send it there. `error` makes the response of a refusal, of its
-    status and reason, for protocols with a shape of their own."""
+    `key_header` is a second header that may carry the token, for clients that send it there. `error` makes the response
+    from the status and the reason, for protocols with their own error format."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -126,8 +127,8 @@ async def listening(
     """Serve while the block runs; yields the URL, without a path. Port 0 takes a free one.
 
     `token` is the one that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
-    seconds. `handler_cancellation` cancels the handler of a client that disconnects. Raises `ConfigError` if the port
-    cannot be opened, and for a host beyond the loopback without a token.
+    seconds to finish. `handler_cancellation` cancels the handler of a client that disconnects. Raises `ConfigError` if
+    the port cannot be opened, and for a host beyond the loopback without a token.
     """
     require_token(host, token)
     runner = _Runner(
@@ -150,7 +151,7 @@ async def invite_body(request: web.Request) -> None:
     """Ask a caller that waits with its body (`Expect: 100-continue`) to send it. Does nothing for others."""
     if request.headers.get(_EXPECTED, "").lower() == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the length of the response, which has not begun
+        request.writer.output_size = 0  # aiohttp counts the response's bytes here, and the response has not begun
 
 
 async def _read_body(request: web.Request) -> None:
@@ -166,14 +167,14 @@ async def _read_body(request: web.Request) -> None:
 
 
 class _Runner(web.AppRunner):
-    """A runner that refuses connections beyond a number, and closes those that do not begin a request."""
+    """A runner that refuses connections beyond a limit, and closes those that do not begin a request."""
 
     def __init__(self, app: web.Application, **settings: Any) -> None:
         super().__init__(app, **settings)
         self._silent: set[web.RequestHandler] = set()  # connections that have not begun a request
 
     async def _make_server(self) -> web.Server:
-        """The server, whose requests have `_EXPECTED`."""
+        """The server; it keeps `Expect` of each request under `_EXPECTED`."""
         server = await super()._make_server()
         make = server.request_factory
 
@@ -191,7 +192,7 @@ class _Runner(web.AppRunner):
 
     @property
     def server(self) -> Any:
-        """What makes the protocol of a connection."""
+        """The factory of the connections' protocols."""
         return None if self._server is None else self._accept
 
     def _accept(self) -> asyncio.BaseProtocol:

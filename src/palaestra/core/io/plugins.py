@@ -26,7 +26,7 @@ _OWN = "palaestra"
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """The entry points of a group by name, sorted. If two packages offer one name, this package's own comes first."""
-    from importlib.metadata import entry_points  # here, because most command lines need no plugin, and it is slow
+    from importlib.metadata import entry_points  # a slow import that most command lines do not need
 
     points = sorted(entry_points(group=group), key=lambda point: (point.name, _package(point) != _OWN, _package(point)))
     found: dict[str, EntryPoint] = {}

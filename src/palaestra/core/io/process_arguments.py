@@ -9,7 +9,7 @@ from palaestra.core.redaction import remember
 
 def hide(secret: str) -> None:
     """Overwrite a secret among the arguments, and `remember` it. Other users could read it before this call. Overwrites
-    nothing where the system has no `/proc`."""
+    nothing on systems without `/proc`."""
     remember(secret)
     wanted = secret.encode("utf-8", "surrogateescape")
     try:

@@ -4,7 +4,8 @@
 
 Standard library only: it runs by its path, in a process between the caller and the command. Input and output are the
 command's. Invariant: when this process ends by itself, no descendant of it lives; if it is killed, the kernel ends the
-command. A descendant that the command moved out of its process group survives only the kill of all three.
+command. A descendant outside the command's process group survives only if caller, supervisor and command are all
+killed.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _GRACE_S = 1.0
 
 
 def supervised(*command: str) -> list[str]:
-    """The words that start the command as a child of this process, which it does not outlive. The kernel also ends it
-    with the thread that starts it."""
+    """The arguments that start the command as a child of this process and end it with this process. The kernel also
+    ends it when the thread that started it ends."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; its exit code, 128+n after signal n, 127 when it cannot be run."""
+    """Run the command; returns its exit code, 128+n after signal n, 127 when it cannot be run."""
     libc = ctypes.CDLL(None)
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -87,7 +88,7 @@ def _ended(child: int, deadline: float) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill every descendant. What loses its parent becomes a child of this process, so rounds reach all of them."""
+    """Kill every descendant. Orphans become children of this process, so repeated rounds reach all of them."""
     while children := _children():
         for pid in children:
             with contextlib.suppress(ProcessLookupError):

@@ -67,7 +67,8 @@ class OneThread:
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[[], T]) -> T:
-        """The result or the error of the function; as `in_own_thread` otherwise."""
+        """The result or the error of the function, called in this thread with the caller's context, as in
+        `in_own_thread`."""
         loop, context = asyncio.get_running_loop(), copy_context()
         ended: asyncio.Future[None] = loop.create_future()
         returned: list[T] = []
@@ -80,7 +81,7 @@ class OneThread:
         def work() -> None:
             try:
                 returned.append(context.run(function))
-            except BaseException as error:  # whoever waits for it decides
+            except BaseException as error:  # raised again for the caller
                 raised.append(error)
             with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
                 loop.call_soon_threadsafe(tell)
@@ -101,7 +102,7 @@ class OneThread:
     def _run(self) -> None:
         while (work := self._calls.get()) is not None:
             work()
-            del work  # and with it what the call was given, while the next one is waited for
+            del work  # frees the call's arguments before the thread waits for the next call
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

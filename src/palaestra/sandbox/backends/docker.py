@@ -2,14 +2,14 @@
 
 A container is started with `docker run -i --rm`: it has docker's default privileges, no network unless its slots have
 one, and ends with this process. Docker isolates it from the host. Slots in it are isolated from each other at the level
-`confined`, which docker's default allows; `privileged` adds the rights to make namespaces and control groups, which
-allow `userns`, and `full` for images by path, and weakens docker's own isolation. `runtime` names a runtime of the
-daemon other than its default one, such as gVisor's `runsc`; the first container proves which level it allows.
+`confined`, which docker's default allows; `privileged` adds the rights to make namespaces and control groups: slots
+then reach `userns`, or `full` for images by path, but docker's own isolation is weaker. `runtime` names another runtime
+of the daemon than its default, such as gVisor's `runsc`; the first container proves which level it allows.
 
-An image by name is that of the container, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks it. An
+An image by name is the container's image, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks it. An
 image by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the daemon builds) is
-the root of the slots, in a container of the backend's own image: it needs no Python, slots can change everything in it,
-and it takes `privileged` and a daemon on this machine.
+the root of the slots, in a container of the backend's own image: it needs no Python, and slots can change everything in
+it, but it requires `privileged` and a daemon on this machine.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _RIGHTS = (
     "--cap-add", "SYS_ADMIN", "--cap-add", "NET_ADMIN", "--security-opt", "apparmor=unconfined", "--cgroupns", "host",
     "--volume", "/sys/fs/cgroup:/sys/fs/cgroup",
 )  # fmt: skip
-"""What a container needs for slots at the level `full`."""
+"""The options that a container needs for slots at the level `full`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """The resources of one container: all its slots together. `memory` as docker takes it (`2g`); None is no limit, and
-    for `pids` as many as its slots may have by default, and the server."""
+    """The resources of one container with all its slots. `memory` is in docker's notation (`2g`). None is no limit,
+    except for `pids`: as many as the server and the slots may have by default."""
 
     cpus: float | None = None
     memory: str | None = None
@@ -87,7 +87,7 @@ class DockerBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> DockerBackend:
-        """From the settings of a run."""
+        """The backend for the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
         return cls(
             config.docker_image,
@@ -153,7 +153,7 @@ class DockerBackend(RemoteBackend):
         try:
             await super()._started_place(place)
         except SandboxError as error:
-            if "toomanyrequests" in str(error):  # of the registry: the code of its API for status 429
+            if "toomanyrequests" in str(error):  # the registry's code for status 429
                 await self.gate.throttled()
             raise
 

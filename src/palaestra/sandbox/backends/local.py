@@ -1,14 +1,14 @@
 """Slots on this machine's own kernel, without a container runtime.
 
 `full` and `userns`: a slot is a set of namespaces around a copy-on-write root; forks stack layers, whatever their size.
-Covered: processes, mounts, IPC, host name and network (with the network on, a device whose packets a process of the
-server carries out, never to the host itself); a root with only the image or an allow-list of
-system directories; no new privileges, few capabilities, a system call filter; limits on disk, open files and output. If
-a process of ours is killed, the kernel ends all slots. A list of hosts needs root: the slot's network is empty except
-for a proxy that enforces the list.
+Covered: processes, mounts, IPC, host name and network (with the network on, a device whose packets a server process
+forwards, but never to the host itself); a root with only the image or an allow-list of system directories; no new
+privileges, few capabilities, a system call filter; limits on disk, open files and output. If a process of ours is
+killed, the kernel ends all slots. A list of hosts needs root: the slot's network is empty except for a proxy that
+enforces the list.
 
-`full` needs root. The slot's root is a private uid outside, the same range for all slots of a backend; owners of system
-files are mapped, so the slot can change everything in its root. Control groups limit memory (with files in the
+`full` needs root. Outside, the slot's root is a private uid, from one range for all slots of a backend; owners of
+system files are mapped, so the slot can change everything in its root. Control groups limit memory (with files in the
 workspace and /tmp), processes and processor.
 
 `userns` needs no root. The slot's root is the caller (for root: a private uid range), and no other user exists: system
@@ -20,15 +20,15 @@ the system's programs and settings), signals, tracing, System V objects; with th
 sockets. Not covered: names and command lines of all processes in the container, sockets that are files open to all
 users (without root: to the same user), total disk and memory, processor time; before Linux 6.12 abstract sockets while
 the network is on. Differences for commands: no list of hosts, no image, mounts only at their own path; `/workspace` is
-a link, if root could make it (lost by programs that close all descriptors); TMPDIR instead of /tmp; absolute paths into
-a workspace do not hold in its forks, which are copies. Without root there is one slot at a time, and a command in it
+a link, if root could make it (it breaks in programs that close all descriptors); TMPDIR instead of /tmp; absolute paths
+into a workspace are wrong in its forks, which are copies. Without root there is one slot at a time, and a command in it
 can end it.
 
-`none`, only by name, runs commands as the caller in a temporary directory. Nothing is isolated.
+`none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
-Not covered at any level: kernel bugs, and side channels between slots. Slots with the network on, on
-`confined` and where /dev/net/tun is missing, share the host's network with its loopback, and reach cloud metadata
-addresses except on `full` with control groups of version 2. A slot can read files under the host's /usr.
+Not covered at any level: kernel bugs, and side channels between slots. At `confined`, and if /dev/net/tun is missing,
+slots with the network on share the host's network and loopback; they reach cloud metadata addresses, except at `full`
+with control groups of version 2. A slot can read files under the host's /usr.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, decode_lease,
 
 
 class LocalBackend(ServerBackend):
-    """The slot server of this machine. With `service`, a name, the slots live in a process of their own: they stay when
-    this backend is closed or dies, and the next backend of that name has them in `leases`.
+    """The slot server of this machine. With `service`, a name, the slots belong to a separate process: they survive
+    this backend, and the next backend of that name has them in `leases`.
 
     Slots with the network on reach the `host_ports` of this machine's loopback, as `host.internal`.
     """
@@ -86,13 +86,13 @@ class LocalBackend(ServerBackend):
     def from_isolation(
         cls, isolation: str, *, require_sandbox: bool = False, host_ports: Sequence[int] = ()
     ) -> LocalBackend:
-        """From `best` or the name of an isolation level. Raises `ConfigError` for another value."""
+        """The backend for `best` or the name of an isolation level. Raises `ConfigError` for another value."""
         rung, require = levels(isolation, require_sandbox)
         return cls(rung=rung, require=require, host_ports=host_ports)
 
     @classmethod
     def from_config(cls, config: JSON) -> LocalBackend:
-        """From the settings of a run."""
+        """The backend for the settings of a run."""
         return cls.from_isolation(
             config.isolation, require_sandbox=config.require_sandbox, host_ports=config.host_ports
         )
@@ -160,7 +160,8 @@ class LocalBackend(ServerBackend):
         return await self._images.directory(spec.image)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:
-        """Copy a snapshot to an empty folder of this machine, with whiteouts and owners; the bytes of its files."""
+        """Copy a snapshot to an empty folder of this machine, with whiteouts and owners; returns the bytes of its
+        files."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "folder": os.path.realpath(folder)}
         reply = await self._running().call("save", fields)
         return int(reply.fields["bytes"])
@@ -181,7 +182,7 @@ class LocalBackend(ServerBackend):
 
 
 def _interpreter_prefix() -> str:
-    """Where the running interpreter is installed, unless slots see it anyway."""
+    """The folder where the running interpreter is installed, unless slots see it anyway."""
     prefix = os.path.realpath(sys.base_prefix)
     return "" if f"{prefix}/".startswith("/usr/") else prefix
 

@@ -4,8 +4,8 @@ A sandbox is created with the image and resources of the configuration; the slot
 streams are the connection. Modal isolates it from everything else (gVisor); its slots are isolated from each other at
 the best level that it allows. The image needs Python 3.11 as `python3`.
 
-Nothing is paid for longer than it is used. A sandbox ends with its place, at the latest `max_lifetime` after its start,
-and `idle_timeout` after its server has ended, which ends by itself when this process has been silent for that long. It
+A sandbox costs money only while it is used. It ends with its place, `max_lifetime` after its start at the latest, and
+`idle_timeout` after its server has ended; the server ends when this process has been silent for that long. Each sandbox
 is also tagged with this process: a later start on this machine ends the sandboxes of processes that are gone.
 
 A slot starts only where the rest of the lifetime is enough for a whole rollout.
@@ -52,9 +52,9 @@ T = TypeVar("T")
 DEFAULT_APP = "atropos-sandbox"
 
 _MOST_LIFETIME_S = 24 * 3600  # Modal's own limit
-_GRADING_S = 300.0  # what a rollout's slot may live beyond the limit of the rollout
+_GRADING_S = 300.0  # how long a slot may outlive the time limit of its rollout
 _CREATE_S = 900.0  # the first use of an image pulls it
-_START_S = 120.0  # of the slot server, once there is a sandbox
+_START_S = 120.0  # the start of the slot server in a sandbox that runs
 _COPY_S = 900.0
 _CALL_S = 60.0
 _CHECK_S = 20.0
@@ -64,8 +64,8 @@ _PIECE = 256 << 10
 _ENTRIES = 100
 
 _OWN_VARIABLES = ("TMPDIR", "HOME", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TERM", "LANG")
-# Prints the environment, and which of some directories exist. Without any, its own Python also gets the path by which
-# the tools of this machine call theirs.
+# Prints the environment, and which of the given directories exist. Without any, it also links the sandbox's Python at
+# the path by which tools call Python on this machine.
 _PREPARE = """
 import json, os, sys
 version, path, *folders = sys.argv[1:]
@@ -91,11 +91,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModalSandboxConfig:
-    """The sandboxes of one profile. The contract's names and defaults; times in seconds, `memory` in megabytes.
+    """The sandboxes of one profile. Names and defaults are the contract's; times in seconds, `memory` in megabytes.
 
-    `min_sandboxes` run always, at most `max_sandboxes`; those above the minimum end after `idle_timeout` without slots.
-    `secrets` are names of Modal's secrets. Their variables and `env_vars` are in the environment of every command.
-    Raises `ConfigError` for values that Modal or this backend cannot use.
+    At least `min_sandboxes` and at most `max_sandboxes` run; those above the minimum end after `idle_timeout` without
+    slots. `secrets` are names of Modal's secrets. Their variables and `env_vars` are in the environment of every
+    command. Raises `ConfigError` for values that Modal or this backend cannot use.
     """
 
     name: str = "default"
@@ -114,7 +114,7 @@ class ModalSandboxConfig:
     secrets: list[str] = field(default_factory=list)
     env_vars: dict[str, str] = field(default_factory=dict)
     workspace_base: str = "/data"
-    """The contract's. Every slot has its workspace at /workspace, whatever this is."""
+    """The contract has this setting, but it has no effect: every slot has its workspace at /workspace."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_sandboxes <= self.max_sandboxes or self.max_sandboxes < 1 or self.slots_per_sandbox < 1:
@@ -128,7 +128,7 @@ class ModalSandboxConfig:
             )
 
     def with_app_name(self, app_name: str) -> ModalSandboxConfig:
-        """The same, in another app."""
+        """The same settings with another app."""
         return replace(self, app_name=app_name)
 
     def get_app_name(self) -> str:
@@ -139,7 +139,7 @@ class ModalSandboxConfig:
 
     @classmethod
     def from_dict(cls, name: str, data: Mapping[str, JSON]) -> ModalSandboxConfig:
-        """From a profile of a file. Raises `ConfigError` for an unknown key or a value of another type."""
+        """The settings in a profile of a file. Raises `ConfigError` for an unknown key or a value of another type."""
         found: dict[str, JSON] = {}
         known = {each.name: str(each.type) for each in fields(cls)}
         for key, value in data.items():
@@ -151,7 +151,7 @@ class ModalSandboxConfig:
 
     @classmethod
     def from_env(cls, profile_name: str = "default", environ: Mapping[str, str] | None = None) -> ModalSandboxConfig:
-        """From ATROPOS_MODAL_PROFILE_<NAME>_<SETTING>, or else ATROPOS_MODAL_<SETTING>, for example
+        """The settings in ATROPOS_MODAL_PROFILE_<NAME>_<SETTING>, or else ATROPOS_MODAL_<SETTING>, for example
         ATROPOS_MODAL_IMAGE. `environ` defaults to this process's."""
         environ = os.environ if environ is None else environ
         own = f"ATROPOS_MODAL_PROFILE_{profile_name.upper().replace('-', '_')}_"
@@ -167,7 +167,7 @@ class ModalSandboxConfig:
 
     @classmethod
     def from_agent_env_config(cls, config: JSON) -> ModalSandboxConfig:
-        """From the `modal_*` settings of an environment."""
+        """The settings that an environment has as `modal_*`."""
         given = {each.name: getattr(config, f"modal_{each.name.removesuffix('_s')}", None) for each in fields(cls)}
         return cls.from_dict("default", {key: value for key, value in given.items() if value is not None})
 
@@ -228,14 +228,14 @@ class ModalBackend(RemoteBackend):
                 f"{config.max_lifetime} s: raise modal_max_lifetime, or lower worker_timeout"
             )
         self.images = ImageStore()
-        """Images that are directories or tar files of this machine."""
+        """Unpacks images that are directories or tar files of this machine."""
         self._changed = asyncio.Condition()
         self._keeping: asyncio.Task[None] | None = None
         self._app: modal.App | None = None
 
     @classmethod
     def from_config(cls, config: JSON) -> ModalBackend:
-        """From the settings of a run. A lifetime that the user does not set is long enough for a rollout."""
+        """The backend for the settings of a run. A lifetime that the user does not set is long enough for a rollout."""
         rung, require = levels(config.isolation, config.require_sandbox)
         wanted = ModalSandboxConfig.from_agent_env_config(config)
         rollout_s = config.worker_timeout if config.worker_timeout > 0 else None
@@ -310,7 +310,7 @@ class ModalBackend(RemoteBackend):
         return ModalPlace(self, spec, number, rung=rung, require=self._required)
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Also waits while `max_sandboxes` run and none has room. Raises `AcquireTimeout`."""
+        """A new slot; waits while `max_sandboxes` run and none has room. Raises `AcquireTimeout`."""
         try:
             return await super().create(spec, trajectory_id, snapshot)
         finally:
@@ -359,7 +359,7 @@ class ModalBackend(RemoteBackend):
             self._changed.notify_all()
 
     async def _keep(self) -> None:
-        """Have the minimum of sandboxes run, and end those that nobody has used for long."""
+        """Keep the minimum of sandboxes running, and end others that have been idle for long."""
         while True:
             await asyncio.sleep(min(15.0, self.config.idle_timeout / 4))
             await self._tidy()
@@ -367,7 +367,7 @@ class ModalBackend(RemoteBackend):
             await self._notify()
 
     async def _fill(self) -> None:
-        """Start sandboxes of the configured image up to the minimum, as far as Modal gives them."""
+        """Start sandboxes of the configured image up to the minimum, as long as Modal has capacity."""
         missing = self.config.min_sandboxes - len(self._places)
         await asyncio.gather(*(self._start_place() for _ in range(missing)))
 
@@ -395,7 +395,7 @@ class ModalBackend(RemoteBackend):
         await super()._tidy()
 
     async def make_sandbox(self, spec: PlaceSpec) -> modal.Sandbox:
-        """A new sandbox for a place. While Modal has no capacity for more, tries again. Raises `SandboxError`."""
+        """A new sandbox for a place. Tries again while Modal has no capacity for more. Raises `SandboxError`."""
         sdk = load_sdk()
         config = self.config
         deadline = time.monotonic() + config.acquire_timeout_s
@@ -448,11 +448,11 @@ class ModalPlace(Place):
 
     @property
     def idle_for_s(self) -> float:
-        """How long it has had no slots, as far as `look` has seen it."""
+        """How long the place has had no slots, as noted by `look`."""
         return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
 
     def look(self) -> None:
-        """Note whether it is idle."""
+        """Note whether the place is idle."""
         if not self.idle:
             self._idle_since = None
         elif self._idle_since is None:
@@ -523,7 +523,7 @@ class ModalPlace(Place):
         return {**fields, "env": {**self._variables, **own}}
 
     async def _root(self, image: str) -> str:
-        """The directory of an image of this machine in the sandbox, copied once."""
+        """The sandbox's directory for an image of this machine, copied once."""
 
         async def copy() -> str:
             folder = await self._backend.images.directory(image)
@@ -571,7 +571,7 @@ class ModalClient(DistantClient):
         await send_server(stream)
 
     async def _send_all(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
-        """Pass on what the client sends, as much as there is with each call."""
+        """Forward the client's bytes, all that have arrived with each call."""
         try:
             while piece := await self.loop.sock_recv(ours, _PIECE):
                 process.stdin.write(piece)
@@ -582,7 +582,7 @@ class ModalClient(DistantClient):
             self._end(SlotLost(f"the connection to Modal's sandbox is gone: {_text(error)}"))
 
     async def _receive(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
-        """Pass on what the server sends, until it ends."""
+        """Forward the server's bytes until the server ends."""
         with ours:
             try:
                 async for piece in process.stdout:
@@ -630,7 +630,7 @@ async def _call(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _created(creating: Coroutine[Any, Any, modal.Sandbox]) -> modal.Sandbox:
-    """A new sandbox; one that nobody waits for any more is ended."""
+    """A new sandbox; it is ended if the caller no longer waits for it."""
     task = asyncio.ensure_future(creating)
     try:
         return await _within(_CREATE_S, asyncio.shield(task))
@@ -666,8 +666,8 @@ async def _output_of(sandbox: modal.Sandbox, program: str, *arguments: str) -> s
 
 
 async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "", skipped: Collection[str] = ()) -> str:
-    """Copy a directory of this machine into the sandbox, without its directories of some names; returns where to, a new
-    directory without a target."""
+    """Copy a directory of this machine into the sandbox, without directories named in `skipped`; returns the target, by
+    default a new directory."""
     process = await sandbox.exec.aio("python3", "-I", "-S", "-c", _UNPACK, target)
     async for packed in _packed(source, skipped):
         for start in range(0, len(packed), _PIECE):
@@ -701,7 +701,7 @@ async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]
 
 
 def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
-    """The directory and what is in it, parents first."""
+    """The directory and everything in it, parents first."""
     yield source
     for folder, folders, files in os.walk(source):
         folders[:] = [name for name in folders if name not in skipped]
@@ -709,12 +709,12 @@ def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
 
 
 def is_interpreter(mount: Mount) -> bool:
-    """Whether it is this machine's Python. Tools use it without its packages."""
+    """Whether a mount is this machine's Python, which tools use without its packages."""
     return bool(os.path.realpath(mount.source) == os.path.realpath(sys.base_prefix))
 
 
 def is_path(image: str | None) -> TypeGuard[str]:
-    """Whether an image is a directory or a file of this machine, and no name."""
+    """Whether an image is a directory or a file of this machine, not a name."""
     return image is not None and (os.path.isabs(image) or image.startswith("."))
 
 

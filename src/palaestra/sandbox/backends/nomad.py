@@ -3,10 +3,10 @@
 The job has one task group `sandbox` with one task `sandbox-server`, which listens on a port that Nomad assigns; its
 secret is in the job. The driver `docker` runs the image's Python; `raw_exec` runs that of the node, and gives the slots
 the isolation that the node allows. The slot server's files travel over the port (`remote/port_server.py`), which slots
-do not reach. The job is scaled up as slots need allocations, and down when the ones with the highest number are idle.
+do not reach. The job is scaled up as slots need allocations, and down when those with the highest numbers are idle.
 
 A run owns its job. The names of jobs of other live runs are left alone: this run's job then has a name of its own. A
-job whose run is gone has no open stream for a minute, and the next start of a run with the same `job_id` removes it.
+job without an open stream for a minute has lost its run; the next run with the same `job_id` removes it.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class NomadBackendConfig:
     memory: int = 512
     scale_cooldown_s: float = 60.0
     health_check_interval_s: float = 30.0
-    """How long one question for the job's allocations waits for a change."""
+    """How long one request for the job's allocations waits for a change."""
     unattended_s: float = 60.0
-    """After so long without a stream, the run of a job is gone."""
+    """The time without a stream after which the run of a job counts as gone."""
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class NomadBackendConfig:
 
     @classmethod
     def from_agent_env_config(cls, config: JSON) -> NomadBackendConfig:
-        """From the settings of a run."""
+        """The settings of the backend, from those of a run."""
         return cls(
             nomad_address=config.nomad_address,
             sandbox_job_id=config.sandbox_job_id,
@@ -102,7 +102,7 @@ class NomadBackendConfig:
 
 @dataclass
 class Allocation:
-    """One allocation of a job. `number` is that of its name."""
+    """One allocation of a job. `number` is the one in its name."""
 
     allocation_id: str
     number: int
@@ -112,7 +112,7 @@ class Allocation:
     leaving: bool = False
     free_since: float = 0.0
     restarts: int = 0
-    """Of its task when it last worked."""
+    """The restarts of its task when it last worked."""
 
     @property
     def is_running(self) -> bool:
@@ -120,7 +120,7 @@ class Allocation:
 
     @property
     def problem(self) -> str | None:
-        """Why it does not come up."""
+        """The reason why the allocation does not come up, if there is one."""
         return task_problem(self.state, self.restarts)
 
 
@@ -192,7 +192,7 @@ class NomadJob:
         return self._count
 
     async def register(self, name: str) -> None:
-        """Register the job under a name, or under one of this run's own if another live run has that.
+        """Register the job under `name`, or under a name unique to this run if another live run has it.
 
         Raises `SandboxError` with the reason if Nomad cannot place it.
         """
@@ -243,7 +243,7 @@ class NomadJob:
             _log.warning("the Nomad job %s could not be stopped, the next run removes it: %s", self.name, error)
 
     async def take(self) -> Allocation:
-        """An allocation that nobody has, whose server answers. Raises `SandboxError`, with the reason, if none does."""
+        """A free allocation whose server answers. Raises `SandboxError`, with the reason, if there is none."""
         self._waiting += 1
         try:
             async with asyncio.timeout(_START_S):
@@ -258,7 +258,7 @@ class NomadJob:
             self._waiting -= 1
 
     def give_back(self, allocation: Allocation, idle_since: float | None) -> None:
-        """End the use of an allocation, which had no slot since `idle_since`."""
+        """Free an allocation that has had no slot since `idle_since`."""
         allocation.taken = False
         allocation.free_since = time.monotonic() if idle_since is None else idle_since
 
@@ -329,7 +329,7 @@ class NomadJob:
                 self._count = before
 
     async def _failed_placement(self, evaluation: str) -> str | None:
-        """Why an evaluation has placed less than it should; None if it placed all."""
+        """The reason why an evaluation has placed less than it should; None if it placed all."""
         found, index = await self._api.get(f"/v1/evaluation/{evaluation}"), 1
         for _ in range(10):
             if found["Status"] not in ("pending", "blocked") or found.get("FailedTGAllocs"):
@@ -353,13 +353,13 @@ class NomadJob:
                 await self._scale(count)
 
     async def _watch(self) -> None:
-        """Keep the allocations as Nomad reports them."""
+        """Update the allocations from Nomad's reports."""
         index = 0
         wait_s = max(0.1, min(self._config.health_check_interval_s, self._config.scale_cooldown_s))
         while True:
             try:
                 found, latest = await self._api.wait(f"/v1/job/{self.name}/allocations", index, wait_s)
-                index = latest if latest >= index else 0  # a restored cluster begins again
+                index = latest if latest >= index else 0  # a restored cluster begins again at a lower index
                 self._update(found)
                 await self._tidy()
                 await self._shrink()
@@ -448,7 +448,7 @@ class NomadPlace(Place):
 
     @property
     def number(self) -> int:
-        """That of its allocation."""
+        """The number of its allocation; 0 without one."""
         return 0 if self._held is None else self._held[1].number
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
@@ -456,7 +456,7 @@ class NomadPlace(Place):
         return await super().create(spec, trajectory_id, snapshot)
 
     async def start(self) -> None:
-        """Take an allocation first, whose failure says nothing about isolation levels."""
+        """Take an allocation first: if that fails, the isolation level is not the cause."""
         async with self._holding:
             if self._server is None:
                 await self._hold()
@@ -512,7 +512,7 @@ class NomadBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> NomadBackend:
-        """From the settings of a run."""
+        """The backend for the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
         return cls(NomadBackendConfig.from_agent_env_config(config), rung=rung, require=require)
 
@@ -537,7 +537,7 @@ class NomadBackend(RemoteBackend):
         return NomadPlace(self, spec, number, rung=rung, require=self._required)
 
     async def job(self, image: str | None) -> NomadJob:
-        """The job whose servers have an image, registered."""
+        """The registered job whose servers have the image."""
         task = self._jobs.get(image)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._jobs[image] = asyncio.create_task(self._register(image))

@@ -1,4 +1,4 @@
-"""The parts of Nomad's HTTP API that the nomad backend uses, and what its answers say about failures.
+"""The parts of Nomad's HTTP API that the nomad backend uses, and the failures that its answers report.
 
 Source of paths and bodies: developer.hashicorp.com/nomad/api-docs, and the `api` package of Nomad's repository.
 """
@@ -34,8 +34,8 @@ class NomadRefused(SandboxError):
 
 
 class NomadAPI:
-    """One Nomad agent. Requests are repeated when it is unreachable or overloaded for a moment; `throttled` gets the
-    seconds that it asks for when there are too many."""
+    """One Nomad agent. Requests are repeated while it is briefly unreachable or overloaded; `throttled` gets the
+    seconds that it asks to wait after too many requests."""
 
     def __init__(
         self, address: str, token: str | None = None, *, throttled: Callable[[float | None], Awaitable[object]]
@@ -81,7 +81,7 @@ class NomadAPI:
             raise
 
     async def wait(self, path: str, index: int, wait_s: float) -> tuple[JSON, int]:
-        """The answer to a blocking query and its index: after `index`, or when `wait_s` are over."""
+        """The answer to a blocking query and its index: once the index exceeds `index`, or after `wait_s` seconds."""
         query = {"index": str(index), "wait": f"{wait_s:g}s"}
         return await self._request("GET", path, None, query, wait_s * (1 + 1 / 16) + _TIMEOUT_S)
 
@@ -131,7 +131,7 @@ class NomadAPI:
 
 
 def placement_problem(metrics: Mapping[str, JSON]) -> str:
-    """Why the scheduler found no node, from an AllocationMetric."""
+    """The reason why the scheduler found no node, from an AllocationMetric."""
     parts = [f"{metrics.get('NodesEvaluated', 0)} nodes evaluated"]
     available = metrics.get("NodesAvailable") or {}
     parts += [f"no node in datacenter {name}" for name, count in available.items() if not count]
@@ -144,7 +144,8 @@ def placement_problem(metrics: Mapping[str, JSON]) -> str:
 
 
 def task_problem(state: Mapping[str, JSON], restarts_before: int = 0) -> str | None:
-    """Why a task does not come up, from its TaskState; None if it may. `restarts_before` were no failures to start."""
+    """The reason why a task does not come up, from its TaskState; None if it may. The first `restarts_before` restarts
+    do not count."""
     events: Iterable[Mapping[str, JSON]] = state.get("Events") or ()
     latest = list(reversed(list(events)))
     last_started = next((n for n, event in enumerate(latest) if event["Type"] == "Started"), len(latest))
@@ -162,7 +163,7 @@ def _text(event: Mapping[str, JSON]) -> str:
 
 
 async def log_tail(api: NomadAPI, allocation: str, task: str) -> str:
-    """The end of a task's standard error; empty if there is none or it cannot be had."""
+    """The end of a task's standard error; empty if there is none or it cannot be read."""
     query = {"task": task, "type": "stderr", "plain": "true", "origin": "end", "offset": "1000"}
     try:
         async with asyncio.timeout(5):

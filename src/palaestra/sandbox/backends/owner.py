@@ -1,4 +1,4 @@
-"""Names of this machine and its processes, for what they own elsewhere: a later start ends what has lost its owner."""
+"""Names of this machine and its processes as owners of things elsewhere; a later start ends those without an owner."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def this_host() -> str:
-    """This machine since its start, as far as this process sees its processes."""
+    """The name of this machine since its last boot, as seen from this process's process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def process_name(pid: int) -> str:
-    """A process that no other one of this machine is taken for: its number and its start. Source: proc_pid_stat(5)."""
+    """A name of a process that no other on this machine has: its number and its start. Source: proc_pid_stat(5)."""
     started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{pid}-{started}"
 

@@ -76,7 +76,7 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
     ("min_containers", "modal"): "modal_min_sandboxes",
     ("max_containers", "modal"): "modal_max_sandboxes",
 }
-"""What another backend calls a setting."""
+"""The name of a setting in another backend."""
 
 
 def require_read(names: str, settings: Iterable[str]) -> None:
@@ -106,7 +106,7 @@ def make_backend(names: str, config: JSON) -> Backend:
     """
     if names == "local":
         return _load(names, config)
-    from palaestra.sandbox.backends import spread  # local runs need neither it nor what it imports
+    from palaestra.sandbox.backends import spread  # a local run needs no part of this import
 
     wanted = spread.parse_names(names)
     if len(wanted) == 1:

@@ -1,9 +1,9 @@
 """Slots in other places: containers, other machines. Each place runs a slot server that has many slots.
 
 A place is started by a local command whose standard input and output are the stream to its server (`docker run -i`,
-`ssh`). It ends when that stream ends, so nothing of it stays when this process is killed. A slot is isolated from the
-other slots of its place as the level says that the server reaches there (`backends/local.py` describes the levels);
-what isolates the place itself is the platform's.
+`ssh`). It ends when that stream ends, so nothing of it stays when this process is killed. The isolation level that the
+server reaches there separates the slots of a place (`backends/local.py` describes the levels); the platform isolates
+the place itself.
 
 Slots that start from a snapshot start in the place that made it. If a place dies, its slots and snapshots are lost, and
 the next slot starts a new one; a host whose places do not start is left out for a while if there is another.
@@ -33,20 +33,21 @@ _LEFT_OUT_S = 30.0
 """How long a host is left out after a failure."""
 
 _ASK_S = 1.0
-"""How often a host that is away is asked."""
+"""How often a host that does not answer is asked again."""
 
 _EPOCHS = 1 << 32
-"""Leases of one place."""
+"""The number of epochs for the leases of one place."""
 
 _numbers = itertools.count()
-"""Of the places of all backends of this process, so that no two slots have the same epoch."""
+"""Numbers the places of all backends of this process, so that no two slots have the same epoch."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceSpec:
-    """What a place is started with. `image` and `host` are names of the platform, `host` empty for its default.
+    """The settings with which a place is started. `image` and `host` are names of the platform, `host` empty for its
+    default.
 
     `root` is a directory in the place whose copy-on-write view is the root of its slots; None: the place's own system
     directories.
@@ -85,22 +86,22 @@ class Place(ServerBackend):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing needs it."""
+        """Whether nothing needs the place."""
         return not self.slots and not self.snapshots and not self.starting
 
     @property
     def load(self) -> int:
-        """How many slots it has or will have."""
+        """How many slots the place has or will have."""
         return len(self.slots) + self.starting
 
     @property
     def takes_slots(self) -> bool:
-        """Whether a new slot may still start in it."""
+        """Whether a new slot may still start in the place."""
         return True
 
     @property
     def is_up(self) -> bool:
-        """Whether its server runs."""
+        """Whether the place's server runs."""
         return self._server is not None and not self._server.ended
 
     async def start(self) -> None:
@@ -126,18 +127,18 @@ class Place(ServerBackend):
 class RemoteBackend(StartedBackend):
     """Slots in places that are started as they are needed, on one host or several.
 
-    `places` is how many are kept when they are idle, and times `slots_per_place` the number of slots. There are more
-    places while slots need different images. `rung` and `require` are those of `ServerBackend`.
+    `places` is how many idle places are kept; times `slots_per_place`, it is the number of slots. There are more places
+    while slots need different images. `rung` and `require` are those of `ServerBackend`.
     """
 
     name: str
     image_kinds: tuple[str, ...] = ("name",)
     silence_s = SILENCE_S
-    """After so long without an answer a place counts as dead."""
+    """The time without an answer after which a place counts as dead."""
     gone_s = GONE_S
-    """After so long without this process a place ends by itself."""
+    """The time without this process after which a place ends by itself."""
     away_s = 60.0
-    """How long to wait for the host, or one of several, if none answers any more: its daemon may be restarting."""
+    """How long to wait for the host, or for one of several, when none answers: its daemon may be restarting."""
 
     def __init__(
         self,
@@ -168,15 +169,15 @@ class RemoteBackend(StartedBackend):
         self._started = False
 
     def begin_at(self, epoch: int) -> None:
-        """Number leases from here on, before the first one."""
+        """Set the lowest epoch of the leases, before the first one."""
         self._numbers = itertools.count(epoch // _EPOCHS)
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
-        """The local command that starts a place, runs `call` there, and ends the place with its standard input."""
+        """The local command that starts a place, runs `call` there, and ends the place when its standard input ends."""
         raise NotImplementedError(f"{self.name} neither has a command nor makes its places itself")
 
     def make_place(self, spec: PlaceSpec, number: int, rung: Rung | None) -> Place:
-        """A place that is not started. Backends without a command make their own kind."""
+        """A place that is not started. Backends that start places without a command override this."""
         return Place(self, spec, number, rung=rung, require=self._required)
 
     @abstractmethod
@@ -184,7 +185,8 @@ class RemoteBackend(StartedBackend):
         """Raise `ConfigError`, with the remedy, if no place can be started on the host."""
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
-        """The place that a slot needs, without its host. Raises `ConfigError` for what the platform does not offer."""
+        """The place that a slot needs, without its host. Raises `ConfigError` for anything that the platform does not
+        offer."""
         if spec.image is not None and not self.image_kinds:
             raise ConfigError(f"the backend {self.name} takes no images, and the task needs {spec.image}")
         image = spec.image or self._image
@@ -274,7 +276,7 @@ class RemoteBackend(StartedBackend):
                 await self._tidy()
 
     async def _answers(self) -> bool:
-        """Wait until a host answers, `away_s` at most; whether one does."""
+        """Wait until a host answers, `away_s` at most; returns whether one does."""
         begun, noted = time.monotonic(), False
         while time.monotonic() - begun < self.away_s:
             await asyncio.sleep(_ASK_S)  # a daemon that is being stopped still answers for a moment

@@ -1,6 +1,6 @@
-"""The slots of one slot server: what every backend does with a server, wherever it runs.
+"""The slots of one slot server: the part that all backends share, wherever the server runs.
 
-A backend says how the server starts and what of a `SlotSpec` its place offers.
+A subclass defines how the server starts and which parts of a `SlotSpec` its place offers.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class StartedBackend(ABC):
 
     @property
     def credentials(self) -> str:
-        """What it identifies itself with to its platform, without secrets."""
+        """The identity that it shows to its platform, without secrets."""
         return "none needed"
 
     @property
     def level_fix(self) -> str:
-        """What to do if an isolation level that is asked for cannot be had."""
+        """The remedy if the requested isolation level is not available."""
         return _LEVEL_FIX
 
     @abstractmethod
@@ -74,7 +74,7 @@ class ServerBackend(StartedBackend):
 
     name: str
     where = "here"
-    """Where its slots are, in messages."""
+    """The place of its slots, for messages."""
 
     def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
         self._wanted, self._required = rung, require
@@ -83,12 +83,12 @@ class ServerBackend(StartedBackend):
         self._slots: dict[int, LocalSlot] = {}
         self._lost = 0
         self._never_ran = False
-        """Whether the last start ended before the server had spoken."""
+        """Whether the last start ended before the server sent anything."""
         self._last_epoch = 0
         self._restarting = asyncio.Lock()
 
     def begin_at(self, epoch: int) -> None:
-        """Number leases from here on, before the first one."""
+        """Set the lowest epoch of the leases, before the first one."""
         self._last_epoch = epoch
 
     @abstractmethod
@@ -97,14 +97,14 @@ class ServerBackend(StartedBackend):
 
     @abstractmethod
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
-        """`image`, `mounts`, `env` and `allow` of a request for a slot. Raises `ConfigError` for what the place does
-        not offer."""
+        """`image`, `mounts`, `env` and `allow` of a request for a slot. Raises `ConfigError` for anything that the
+        place does not offer."""
 
     async def start(self) -> None:
         """Start the server at the best allowed level and prove it in a throw-away slot. Idempotent.
 
         Raises `IsolationUnavailable` with the reasons before any other slot exists, or `SandboxError` if no server ran,
-        or no level was reached for one and the same reason.
+        or every level failed for the same reason.
         """
         if self._server is not None:
             return
@@ -117,7 +117,7 @@ class ServerBackend(StartedBackend):
             reasons[rung.label] = reason
             spoke = spoke or not self._never_ran
         same = len(reasons) > 1 and len(set(reasons.values())) == 1
-        if same or not spoke:  # then it is not the level
+        if same or not spoke:  # then the level is not the cause
             raise SandboxError(f"{self.name} cannot start slots: {reason}")
         found = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
         any_level = self._wanted is None and self._required is None
@@ -195,7 +195,7 @@ class ServerBackend(StartedBackend):
         return self._add(server, requests, made, spec, trajectory_id)
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
-        """What a server that outlives its client keeps of a slot."""
+        """The data of a slot that a server keeps for its next client."""
         return {}
 
     def _add(
@@ -236,7 +236,7 @@ class ServerBackend(StartedBackend):
             await self.forget(snapshot)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """A second, cut snapshot of the same files. It costs a link per changed file, `seal(slot, view)` does not."""
+        """A second, cut snapshot of the same files. It costs a link per changed file, unlike `seal(slot, view)`."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
         return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
 
@@ -320,7 +320,7 @@ def levels(isolation: str, require_sandbox: bool = False) -> tuple[Rung | None, 
 
 
 def allowed_hosts(spec: SlotSpec) -> JSON:
-    """The hosts that the slot may reach; None without a list. Raises `ConfigError` for a host that is none."""
+    """The hosts that the slot may reach; None without a list. Raises `ConfigError` for an invalid host."""
     if not isinstance(spec.network, AllowList):
         return None
     for host in spec.network.hosts:

@@ -1,11 +1,12 @@
 """Slots in containers of Apptainer or Singularity, many slots in each container.
 
 A container is started with `apptainer exec` (or `singularity exec`) and ends with this process. It has the user's own
-rights (as root, only those that slots need), processes and a root file system of its own, and no directory of the
-host's but what slots mount. Its slots are isolated from each other at the level `userns` where the host allows user
+rights (as root, only those that slots need), its own processes and root file system, and no host directories except
+those that slots mount. Its slots are isolated from each other at the level `userns` where the host allows user
 namespaces, otherwise at `confined`. The container uses the host's network; slots without a network are cut off from it.
 
-The image is what `apptainer exec` takes: a `.sif` file, a directory, or an address. It needs Python 3.11 as `python3`.
+The image is an argument of `apptainer exec`: a `.sif` file, a directory, or an address. It needs Python 3.11 as
+`python3`.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _ROOT_KEEPS = ",".join(
         *("NET_BIND_SERVICE", "SYS_ADMIN", "NET_ADMIN"),
     )
 )
-"""What root needs in a container to make slots at `userns` and `confined`. Apptainer gives root every capability
-otherwise, and fails where this process does not have them all, as in most containers."""
+"""The capabilities that root needs in a container to make slots at `userns` and `confined`. Apptainer gives root every
+capability otherwise, and fails where this process does not have them all, as in most containers."""
 
 
 class SingularityBackend(RemoteBackend):
-    """Slots in containers of the program that is installed. `options` are further words for its `exec`."""
+    """Slots in containers of the installed program. `options` are further arguments of its `exec`."""
 
     name = "singularity"
     image_kinds = ("name", "path")
@@ -59,7 +60,7 @@ class SingularityBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> SingularityBackend:
-        """From the settings of a run."""
+        """The backend for the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
         return cls(
             config.singularity_image,

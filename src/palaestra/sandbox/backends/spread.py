@@ -1,8 +1,8 @@
 """Slots of several backends in one pool.
 
-`docker=host1,host2 modal=overflow` names two backends: the first with two hosts, the second for what the first has no
-room for. A slot is made by the backend that has the largest share of its room free. One that fails is left out for a
-while and its slots are made by the others; slots that start from a snapshot are made by the backend that has it.
+`docker=host1,host2 modal=overflow` names two backends: the first with two hosts, the second for slots that do not fit
+into the first. The backend with the largest free share makes the next slot. A backend that fails is left out for a
+while, and the others make its slots; slots that start from a snapshot are made by the backend that has it.
 
 An overflow backend is checked at the start of the run, and started when it is first needed.
 """
@@ -25,7 +25,7 @@ from palaestra.sandbox.slot import Backend, Change, Rung, Slot, SlotSpec, Snapsh
 OVERFLOW = "overflow"
 _LEFT_OUT_S = 30.0
 _EPOCHS = 1 << 48
-"""Leases of one backend; epochs are unique in a pool."""
+"""The number of epochs for the leases of one backend; epochs are unique in a pool."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def parse_names(text: str) -> list[BackendName]:
 
 @dataclass
 class Part:
-    """One backend, and what it holds."""
+    """One backend, and the slots and snapshots it holds."""
 
     backend: Backend
     overflow: bool
@@ -66,7 +66,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """The used share of its room."""
+        """The used share of its capacity."""
         capacity = self.backend.capacity
         used = len(self.slots) + self.making
         return used / capacity if capacity else used / 1e6
@@ -142,7 +142,7 @@ class SpreadBackend(StartedBackend):
         return None if None in known else sum(each for each in known if each is not None)
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """A new slot where there is most room, or where the snapshot is."""
+        """A new slot on the backend with most room, or on that of the snapshot."""
         if snapshot is not None:
             return await self._make(self._keeper(snapshot), spec, trajectory_id, snapshot)
         tried: list[Part] = []
@@ -156,7 +156,7 @@ class SpreadBackend(StartedBackend):
             except (SandboxError, ConfigError) as error:
                 tried.append(part)
                 errors.append(error)
-                if not isinstance(error, ConfigError):  # which says that the backend does not offer what is asked for
+                if not isinstance(error, ConfigError):  # which is a fault of the spec, not the backend
                     self._leave_out(part, error)
 
     def _choose(self, tried: Sequence[Part]) -> Part | None:

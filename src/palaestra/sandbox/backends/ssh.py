@@ -3,7 +3,7 @@
 Each host runs one slot server for as long as the connection lasts. Its slots are isolated as on this machine: at `full`
 when the user of the connection is root, otherwise at `userns` or `confined`, as the host's kernel allows.
 
-A host needs Python 3.11 as `python3` and a login without a question: a key, or an agent. Everything else (user, port,
+A host needs Python 3.11 as `python3` and a login without a prompt: a key, or an agent. Everything else (user, port,
 key, jump host) is set in `~/.ssh/config`. A connection that is silent for a minute counts as dead.
 """
 
@@ -21,14 +21,14 @@ from palaestra.sandbox.slot import Rung, SlotSpec
 _CHECK_S = 30.0
 _OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4",
-    # What runs there must not use the keys, ports and display of this machine.
+    # Commands there must not use the keys, ports and display of this machine.
     "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes",
 )  # fmt: skip
 
 
 class SSHBackend(RemoteBackend):
     """Slots on the hosts given, each as `ssh` takes it (`user@host`, or a name of `~/.ssh/config`) or `user@host:port`.
-    `options` are further words for `ssh`."""
+    `options` are further arguments of `ssh`."""
 
     name = "ssh"
     image_kinds = ()
@@ -49,7 +49,7 @@ class SSHBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> SSHBackend:
-        """From the settings of a run."""
+        """The backend for the settings of a run."""
         if not config.ssh_hosts:
             raise ConfigError("the backend ssh needs a machine: set ssh_hosts to user@host")
         rung, require = levels(config.isolation, config.require_sandbox)
@@ -80,6 +80,6 @@ class SSHBackend(RemoteBackend):
 
 
 def _destination(host: str) -> str:
-    """A host as `ssh` takes it, which has a port only in an address."""
+    """A host as `ssh` takes it: a port needs the form `ssh://HOST:PORT`."""
     name, colon, port = host.partition(":")
     return f"ssh://{name}:{port}" if colon and port.isdecimal() else host

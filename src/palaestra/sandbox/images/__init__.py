@@ -1,1 +1,1 @@
-"""Images: from a tar file or an OCI layout to a directory that slots have below their root."""
+"""Images: turns a tar file or an OCI layout into a directory that slots have below their root."""

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def default_folder(kind: str = "images") -> str:
-    """The folder for this user's images, or stored things of another kind."""
+    """The folder for this user's images, or for stored data of another kind."""
     if os.geteuid() == 0:
         return f"/var/lib/palaestra/{kind}"
     try:
@@ -71,7 +71,7 @@ class ImageStore:
         if os.path.isdir(path) and not unpack.is_layout(path):
             if not any(os.path.isdir(os.path.join(path, name)) for name in ("bin", "usr")):
                 raise ImageError(f"the image {image!r} is not a root file system: {path} has neither bin nor usr")
-            return path  # its owner has made it for this
+            return path  # used in place: its owner has made it as an image
         if not os.path.exists(path):
             raise ImageError(f"the image {image!r} does not exist; give a root directory, a tar file or an OCI layout")
         async with self._asking.setdefault(path, asyncio.Lock()):
@@ -116,7 +116,7 @@ class ImageStore:
         return digest
 
     def _take(self, digest: str, path: str) -> int:
-        """Lock the directory (shared), and unpack it under an exclusive lock if it is missing; the lock."""
+        """Lock the directory (shared), and unpack it under an exclusive lock if it is missing; returns the lock."""
         final = f"{self._folder}/{digest}"
         lock = os.open(f"{final}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

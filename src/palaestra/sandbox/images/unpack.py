@@ -1,4 +1,4 @@
-"""Unpacks archives that nobody vouches for: the layers of images on disk, and the archives in rows of data sets.
+"""Unpacks untrusted archives: the layers of images on disk, and the archives in rows of data sets.
 
     a directory with bin/ or usr/       the root itself (a debootstrap tree, an unpacked image)
     a directory with oci-layout         an OCI image layout (image-spec, image-layout.md): index.json, blobs/
@@ -67,7 +67,7 @@ class Entry(tarfile.TarInfo):
             raise tarfile.ReadError(f"it has a header of {self.size} bytes")
         try:
             return super()._proc_member(archive)  # type: ignore[misc,no-any-return]  # documented in its source only
-        except (ValueError, TypeError, LookupError, OverflowError) as error:  # `tarfile` expects good numbers
+        except (ValueError, TypeError, LookupError, OverflowError) as error:  # `tarfile` expects valid numbers
             raise tarfile.ReadError(f"it has a damaged header: {error}") from error
 
 
@@ -208,7 +208,7 @@ def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
 
 
 def _first_names(archive: tarfile.TarFile) -> Iterator[str]:
-    """The first entries are enough to recognise a root."""
+    """The first names of an archive, enough to recognise a root."""
     for count, member in enumerate(archive):
         yield member.name
         top = member.name.removeprefix("./").partition("/")[0]
@@ -394,7 +394,7 @@ class Unpacking:
 
 
 def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_bytes: int, stop: threading.Event) -> int:
-    """Unpack all layers, lowest first, into an empty directory; the bytes of its files."""
+    """Unpack all layers, lowest first, into an empty directory; returns the bytes of its files."""
     unpacking = Unpacking(directory, image, max_bytes, stop)
     try:
         for layer in layers:
@@ -440,7 +440,7 @@ def _status(parent: int, name: str) -> os.stat_result | None:
 
 
 def _id(number: int) -> int:
-    """Map owners beyond a slot's range to nobody's uid."""
+    """Map owners beyond a slot's range to the uid of `nobody`."""
     return number if 0 <= number < _IDS else _NOBODY
 
 

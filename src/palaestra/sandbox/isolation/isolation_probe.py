@@ -37,7 +37,7 @@ WARNINGS = {
 
 
 async def probe() -> list[RungStatus]:
-    """Every rung, best first, with the reason if it is not available. Takes a fraction of a second."""
+    """Every isolation level, best first, with the reason if it is not available. Takes a fraction of a second."""
     return [await _try(rung) for rung in BUILT]
 
 

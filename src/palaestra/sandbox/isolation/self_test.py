@@ -1,8 +1,8 @@
 """Checks a fresh slot from the inside before anything else runs at its isolation level: is it really isolated?
 
 It finds a kernel, container or policy that accepted a call and did not perform it. At the levels without namespaces a
-slot tries to leave by builtins and redirections of any shell (only bash can try sockets), so that the kernel refuses
-and not a program.
+slot tries to escape with shell builtins and redirections (sockets only in bash), so that any refusal comes from the
+kernel, not from a program.
 
 `explain` adds the usual cause and remedy to an error: the slot server reports only the call that failed.
 """
@@ -93,7 +93,7 @@ async def prove(slot: Slot, *, server_is_root: bool) -> None:
     failures = [name for name, held in claims.items() if not held]
     if failures:
         raise IsolationUnavailable(f"a throw-away slot shows: {', '.join(failures)}")
-    await slot.read_bytes(".proof", max_bytes=0)  # the server reaches its files by other system calls than commands
+    await slot.read_bytes(".proof", max_bytes=0)  # the server reads files with other system calls than commands do
 
 
 def _claims(facts: dict[str, list[str]], rung: Rung) -> dict[str, bool]:

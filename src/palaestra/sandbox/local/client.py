@@ -99,8 +99,9 @@ class Requests(ABC):
     async def call(
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
-        """Send a request and wait for its answer. `fields` becomes its own. `on_data` and `on_hole` get the data before
-        the answer; their errors end the request. Raises ValueError for a request that is too long."""
+        """Send a request and wait for its answer. The call takes over `fields` and may change it. `on_data` and
+        `on_hole` get the data before the answer; their errors end the request. Raises ValueError for a request that is
+        too long."""
 
     @abstractmethod
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
@@ -223,7 +224,8 @@ class SlotClient(Requests):
 
     @classmethod
     async def attach(cls, path: str, on_lost: OnLost) -> SlotClient:
-        """The server behind a socket; it stays after `aclose`. Raises `SandboxError` while another client has it."""
+        """The server behind a socket; it keeps running after `aclose`. Raises `SandboxError` while another client has
+        it."""
         client = cls(on_lost)
         stream = socket.socket(socket.AF_UNIX)
         try:
@@ -239,7 +241,7 @@ class SlotClient(Requests):
 
     @classmethod
     async def start(cls, rung: str, settings: Fields, on_lost: OnLost) -> Self:
-        """Start a server for a rung. Raises `IsolationUnavailable` if it refuses."""
+        """Start a server at an isolation level. Raises `IsolationUnavailable` if it refuses."""
         client = cls(on_lost)
         await client._launch(rung, settings)
         return client
@@ -273,7 +275,7 @@ class SlotClient(Requests):
             )
 
     async def _deliver(self, stream: socket.socket) -> None:
-        """Send what the process needs before it is a server. This machine's needs nothing."""
+        """Send the process all that it needs to become a server: nothing on this machine."""
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
         """More sockets that the server inherits; they are closed here."""
@@ -317,7 +319,7 @@ class SlotClient(Requests):
             self._log.close()
 
     async def create(self, fields: Fields) -> tuple[Fields, Requests]:
-        """Make a slot: the server's answer, and the object for requests about the slot."""
+        """Make a slot; returns the server's answer, and the object for requests about the slot."""
         return await self.make("create", fields, lambda made: ("destroy", made)), self
 
     async def call(
@@ -418,7 +420,7 @@ class SlotClient(Requests):
         self.loop.add_reader(fd, self._on_ready)
 
     def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None:
-        """Also call when the stream is writable, or no longer."""
+        """Start or stop calling when the stream is writable."""
         if events & WRITE:
             self.loop.add_writer(fd, self._on_ready)
         else:
@@ -426,7 +428,7 @@ class SlotClient(Requests):
             self._drained.set()
 
     def unwatch(self, fd: int) -> None:
-        """Call no more."""
+        """Stop calling."""
         self.loop.remove_reader(fd)
         self.loop.remove_writer(fd)
 
@@ -483,7 +485,8 @@ async def _pieces_of(data: bytes) -> AsyncIterator[bytes]:
 
 
 async def _pieces_from(file: IO[bytes]) -> AsyncIterator[bytes]:
-    """Read in a thread, since the disk may be slow; many pieces at a time, since a thread per piece would be."""
+    """Read in a thread, since the disk may be slow; many pieces at a time, since a thread per piece would be slow,
+    too."""
     while data := await asyncio.to_thread(file.read, _READ_AHEAD_BYTES):
         for start in range(0, len(data), CHUNK):
             yield data[start : start + CHUNK]

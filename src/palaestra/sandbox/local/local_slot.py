@@ -49,7 +49,7 @@ _SHELLS: Mapping[int, str | None] = {0: None, frames.BASH: "bash", frames.SH: "s
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _ENOENT = 2
 _PIECE_BYTES = 128 << 10
-_LONGEST_WAIT_S = 30.0  # of one request; longer waits are repeated
+_LONGEST_WAIT_S = 30.0  # the longest wait of one request; longer ones take several
 
 
 class LocalSlot(Slot):
@@ -183,7 +183,7 @@ class LocalSlot(Slot):
         listed = await self.requests.listing("list", {**self.lease(), "path": path})
         found = [FileInfo(**entry) for entry in listed]
         parents = {posixpath.dirname(entry.path) for entry in found}
-        for entry in found:  # a server in a place that was taken over could lead a download out of its directory
+        for entry in found:  # a server in a compromised place could lead a download out of its directory
             plain = posixpath.isabs(entry.path) and posixpath.normpath(entry.path) == entry.path
             if len(parents) > 1 or not plain or entry.path == "/" or "\0" in entry.path:
                 raise SandboxError(f"the slot server lists {entry.path!r:.200}, which is not an entry of {path!r:.200}")
@@ -240,7 +240,7 @@ class LocalSlot(Slot):
         return self._fork(self)
 
     def result(self, reply: Frame, timeout_s: float) -> ExecutionResult:
-        """The result of a command from its RESULT, under the next id."""
+        """The result of a command, from its RESULT frame, with the next id."""
         data = reply.data
         code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = frames.decode_result(data)
         data = data[frames.RESULT_SIZE :]
@@ -321,7 +321,7 @@ class LocalShell:
         _add_bounds(fields, timeout_s, max_output_bytes, stdin)
         if on_output is not None:
             fields["stream"] = True
-        await self._turn.acquire()  # not `async with`, which is two more coroutines for each command
+        await self._turn.acquire()  # not `async with`, which costs two more coroutines for each command
         try:
             if self._state:
                 await self._restore()

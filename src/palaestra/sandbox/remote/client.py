@@ -26,10 +26,10 @@ Command = Callable[[Sequence[str]], Sequence[str]]
 """Makes the local command that runs the given one elsewhere, with its standard input and output."""
 
 SILENCE_S = 60.0
-"""After so long without an answer a slot server counts as gone."""
+"""The time without an answer after which a slot server counts as gone."""
 
 GONE_S = 300.0
-"""After so long without a request from its client a slot server ends: a network that fails closes no stream."""
+"""The time without a request from its client after which a slot server ends: a network that fails closes no stream."""
 
 _BEATS = 4  # how often a server is asked in that time
 _START_S = 900.0  # the platform may pull an image
@@ -43,7 +43,7 @@ class DistantClient(SlotClient):
     _beating: asyncio.Task[None] | None = None
 
     def beat(self, silence_s: float) -> None:
-        """Ask the server something now and then, and end the connection when it has not answered for `silence_s`."""
+        """Send the server requests at intervals, and end the connection when it has not answered for `silence_s`."""
         self._beating = asyncio.create_task(self._beat(silence_s))
 
     async def _beat(self, silence_s: float) -> None:
@@ -111,7 +111,7 @@ class RemoteClient(DistantClient):
 async def send_server(stream: socket.socket) -> None:
     """Send the slot server's files as `launch` takes them."""
     stream.setblocking(False)
-    with contextlib.suppress(OSError):  # the command has ended, which reading finds, with its log
+    with contextlib.suppress(OSError):  # the command has ended; reading will find its end and its log
         await asyncio.get_running_loop().sock_sendall(stream, archive())
 
 

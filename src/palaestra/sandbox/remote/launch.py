@@ -24,7 +24,7 @@ NEEDED = (3, 11)
 
 
 def receive(size: int) -> bytes:
-    """So many bytes of standard input. Raises EOFError when there are fewer."""
+    """The given number of bytes of standard input. Raises EOFError when there are fewer."""
     pieces = []
     while size:
         piece = os.read(0, min(size, PIECE))
@@ -36,7 +36,7 @@ def receive(size: int) -> bytes:
 
 
 def receive_line() -> bytes:
-    """The bytes up to a line's end, without it."""
+    """The bytes of a line, without its end."""
     line = b""
     while not line.endswith(b"\n"):
         line += receive(1)

@@ -28,7 +28,7 @@ _FILES = (
     "sandbox/slot_tools.py", "sandbox/terminal/__init__.py", "sandbox/terminal/interactive_terminal.py",
     "sandbox/terminal/pane.py", "sandbox/terminal/screen.py",
 )  # fmt: skip
-"""What the server needs besides `slotd`."""
+"""The files that the server needs in addition to `slotd`."""
 
 
 class PortClient(DistantClient):

@@ -48,7 +48,7 @@ class DeadlineConnection:
         return self._stream.recv(most)
 
     def reply(self, status: str, text: str) -> None:
-        """Answer, and wait until the other side has closed: a reset would take the answer away."""
+        """Answer, and wait until the other side has closed: a reset would discard the answer."""
         head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
         self._stream.sendall(f"{head}Connection: close\r\n\r\n{text}".encode())
         self._stream.shutdown(socket.SHUT_WR)
@@ -57,7 +57,8 @@ class DeadlineConnection:
 
 
 def receive_head(connection: DeadlineConnection) -> tuple[str, dict[str, str], bytes]:
-    """The first line, the headers, and what has come of the body. Raises ValueError for what is not a request."""
+    """The first line, the headers, and the part of the body that has arrived. Raises ValueError for an invalid
+    request."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = connection.receive(MAX_HEAD)
@@ -71,7 +72,7 @@ def receive_head(connection: DeadlineConnection) -> tuple[str, dict[str, str], b
 
 
 def receive_body(connection: DeadlineConnection, headers: dict[str, str], begun: bytes) -> bytes:
-    """The whole body. Raises ValueError for one that is too large or not whole."""
+    """The whole body. Raises ValueError for one that is too large or incomplete."""
     size = int(headers.get("content-length", "0"))
     if not 0 <= size <= MAX_BODY:
         raise ValueError("too large")

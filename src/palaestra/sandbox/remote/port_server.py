@@ -6,8 +6,8 @@
     POST /execute /batch /reset /artifacts/read|list|archive      calls in the numbered slots `slot_0`, `slot_1`, …
 
 A stream has a slot server of its own, which ends with it: streams share no slots, and nothing runs here after the last
-one. The other routes are the contract's, for its existing clients: a numbered slot is made by its first call and ends
-with `/reset`, at the network that this call allows; a later call that needs another network is refused.
+one. The other routes are the contract's, for its existing clients: a numbered slot is made by its first call, with the
+network that this call allows, and ends with `/reset`; a later call that needs another network is refused.
 
 Every request needs `Authorization: Bearer TOKEN`, which is checked before its body is read. A connection that a user of
 a slot makes is closed whatever it sends: slots with the network on share this host's. Standard library and this
@@ -52,9 +52,9 @@ HEAD_S, BODY_S, MAX_UNKNOWN = 60.0, 60.0, 256
 """How long a connection may be silent before a request, how long a body may take, and how many connections at a time
 may not have shown the token; the oldest are closed for new ones."""
 MAX_OUTPUT_BYTES = 50_000
-"""Of one call by the contract's routes, as the contract has it."""
+"""The contract's limit on the output of one call by its routes."""
 FIRST_SLOT_UID = 65536
-"""Users of slots have numbers from here on; callers do not."""
+"""The lowest uid of the users of slots; callers have lower ones."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 _SILENT_MS = 40_000
 
@@ -158,7 +158,7 @@ class PortServer:
             writer.close()
 
     async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer a request; True if the connection is used up."""
+        """Answer a request; returns whether the connection is used up."""
         known = False
         try:
             sent = request.headers.get("authorization", "").encode()
@@ -268,7 +268,7 @@ class PortServer:
     async def _one_of_many(self, call: JSON) -> JSON:
         try:
             return await self._execute(call)
-        except (Refused, InfraError) as error:  # `_execute` refuses whatever else is wrong with a call
+        except (Refused, InfraError) as error:  # `_execute` refuses other mistakes in a call
             return _result(call if isinstance(call, dict) else {}, False, "", str(error), {})
 
     async def _execute(self, call: JSON) -> JSON:
@@ -347,7 +347,7 @@ _REASONS = {
 
 
 async def _read_head(reader: asyncio.StreamReader) -> Request | None:
-    """The next request of a connection, without its body; None at its end. Raises ValueError for what is not one, and
+    """The next request of a connection, without its body; None at its end. Raises ValueError for an invalid one, and
     `TimeoutError`."""
     try:
         async with asyncio.timeout(HEAD_S):
@@ -400,7 +400,8 @@ def _described(each: Numbered) -> JSON:
 
 
 def is_of_a_slot(peer: tuple[str, int], here: tuple[str, int]) -> bool:
-    """Whether a user of a slot on this host has made a connection, as the kernel lists it. Source: proc(5), net/tcp."""
+    """Whether a user of a slot on this host has made a connection, according to the kernel's list. Source: proc(5),
+    net/tcp."""
     wanted = _hexadecimal(peer), _hexadecimal(here)
     with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
         for line in table:

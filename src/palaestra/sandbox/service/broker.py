@@ -5,8 +5,8 @@ socket. When a client leaves, its running commands are cancelled and its snapsho
 client gets their leases with a new epoch, so that late calls of the former one are refused. If this process is killed,
 the slot server ends with every slot.
 
-`service_client.py` starts it and makes the socket (in a directory of the user's alone, mode 0600). It ends on request,
-when the slot server has died, or after a minute without client and slots.
+`service_client.py` starts it and makes the socket (mode 0600, in a directory that only the user can enter). It ends on
+request, when the slot server has died, or after a minute without client and slots.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Broker:
         self._pending: dict[int, _Request] = {}
         self._own: dict[int, asyncio.Future[Frame]] = {}
         self._leases: dict[str, dict[str, JSON]] = {}
-        self._layers: set[str] = set()  # of the snapshots that the client has
+        self._layers: set[str] = set()  # those of the snapshots that the client has
         self._client: Visitor | None = None
         self.over = asyncio.Event()
 
     # Above
 
     async def visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its HELLO to its end."""
+        """Serve one connection, from its HELLO to its end."""
         visitor, decoder = Visitor(writer), FrameDecoder()
         try:
             if not _is_same_user(writer):

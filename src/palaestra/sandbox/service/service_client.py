@@ -1,7 +1,7 @@
 """Starts, finds, attaches to and ends services: named processes whose slots outlive their client.
 
-A service is a process (`broker.py`) with a unix socket `NAME.sock` in a directory of this user's alone. Starts are
-serialised by a lock. A socket on which nothing listens was left by a killed service, and the next start removes it.
+A service is a process (`broker.py`) with a unix socket `NAME.sock` in a directory that only this user can enter. Starts
+are serialised by a lock. A socket on which nothing listens was left by a killed service, and the next start removes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Service:
 
 
 def default_directory() -> Path:
-    """Where this user's services are: not on a disk, and not visible in slots."""
+    """The directory of this user's services: not on a disk, and not visible in slots."""
     run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
     return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
 
@@ -109,7 +109,7 @@ async def end(path: Path) -> None:
 
 
 async def sweep(directory: Path, *, only_list: bool = False) -> list[str]:
-    """Remove the sockets of services that were killed; their names."""
+    """Remove the sockets of services that were killed; returns their names."""
     gone = []
     for path in sorted(directory.glob("*.sock")) if directory.is_dir() else ():
         async with _turn(path):
@@ -146,7 +146,7 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
 
 
 def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
-    """Serialise decisions whether a service runs."""
+    """Serialise decisions on whether a service runs."""
     return file_lock(path.with_suffix(".lock"), poll_s=_TURN_S)
 
 

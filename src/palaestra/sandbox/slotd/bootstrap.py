@@ -126,8 +126,8 @@ def run_server(
     watcher: int,
     handover: socket.socket | None = None,
 ) -> NoReturn:
-    """The life of the server, in the child of a fork, until the client or the watching process is gone. The client gets
-    an OSError before the start as a refusal, later errors as the reason of its end."""
+    """Run the server, in the child of a fork, until the client or the watching process is gone. The client gets an
+    OSError before the start as a refusal, and a later error as the reason for the server's end."""
     status, started = 1, False
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -84,7 +84,7 @@ class EpollLoop:
         return fd in self._watched
 
     def watch_for(self, fd: int, events: int, call: Callback) -> None:
-        """Change what a watched descriptor is watched for."""
+        """Change the events for which a descriptor is watched."""
         self._epoll.modify(fd, events)
         self._watched[fd] = call
         (self._special.discard if events == READ else self._special.add)(fd)

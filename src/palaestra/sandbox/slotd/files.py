@@ -22,10 +22,10 @@ from . import syscalls
 
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000
-MAX_NESTED = 1000  # how deep a tree may be that is removed
+MAX_NESTED = 1000  # how deep a tree may be for `remove`
 _HANDLE = os.O_PATH | os.O_DIRECTORY
 _IN_ROOT = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
-PROC = 0x9FA0  # the type of a file system of processes
+PROC = 0x9FA0  # the file system type of /proc
 UNFINISHED: set[str] = set()  # names (of random letters) of files that are being written from outside; lists omit them
 
 _MAX_LINKS = 40
@@ -264,7 +264,7 @@ def _remove(parent: int, name: str) -> Iterator[None]:
 
 
 def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> Iterator[None]:
-    """Remove all but directories from a directory, and put it on the trail, open, with its directories."""
+    """Remove all entries of a directory except directories; append it to `trail`, open, with the names of those."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     except FileNotFoundError:
@@ -324,7 +324,7 @@ def _make_folders(root: int, path: str, owner: int) -> int:
 
 
 def _open_folder(root: int, path: str) -> int:
-    """A handle of a directory. Directly below the root, as the workspace is, no path needs resolving."""
+    """A handle of a directory. One directly below the root, like the workspace, needs no path resolution."""
     name = path[1:]
     if "/" not in name and name != "..":
         try:

@@ -19,7 +19,7 @@ class CannotMake(Exception):
 
 
 class Counted:
-    """Files with users; the last `release` drops them."""
+    """Files with a count of their users; the last `release` drops them."""
 
     _users = 1
 
@@ -63,7 +63,7 @@ class NetworkScope(Enum):
 
 
 class SlotInit(Protocol):
-    """Starts the first process of one slot, and ends what it leaves behind."""
+    """Starts the first process of one slot, and ends the processes it leaves behind."""
 
     @property
     def network(self) -> NetworkScope: ...
@@ -73,10 +73,10 @@ class SlotInit(Protocol):
         """Whether the init takes a second socket for orders."""
 
     def fork(self, control: socket.socket) -> int:
-        """Start the init, which serves the other end of `control`; its pid. Never returns in the init."""
+        """Start the init, which serves the other end of `control`; returns its pid. Never returns in the init."""
 
     def gone(self) -> bool:
-        """Whether no process of the slot is left once the init is dead. Kills those that are."""
+        """Whether no process of the slot is left once the init is dead. Kills any that are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Checkpoints(Protocol[F, L]):
     """Layers that outlive their source: checkpoints of running slots, snapshots on the host's disk."""
 
     def checkpoint(self, files: F, mapped: bool, begun_ns: int) -> Generator[None, None, tuple[L, int]]:
-        """Copy a stopped slot's change, as a job: the layer and the number of bytes. Raises OSError.
+        """Copy a stopped slot's change, as a job; returns the layer and the number of bytes. Raises OSError.
 
         `mapped`: whether a process of the slot can write through memory.
         """
@@ -130,7 +130,7 @@ class Checkpoints(Protocol[F, L]):
         """Drop the data for the slot's next checkpoint."""
 
     def save(self, layer: L, folder: str) -> Generator[None, None, int]:
-        """Copy a layer and all below it to the host's empty `folder`, as a job: the bytes of the files."""
+        """Copy a layer and all below it to the host's empty `folder`, as a job; returns the bytes of the files."""
 
     def load(self, folder: str, image: str | None) -> tuple[L, ...]:
         """The layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
@@ -141,10 +141,10 @@ class RungDriver(Protocol[F, L]):
 
     @property
     def checkpoints(self) -> Checkpoints[F, L] | None:
-        """None if this isolation level has no layers to stack."""
+        """The checkpoints of this isolation level; None if it has no layers to stack."""
 
     def make(self, name: str, fields: Fields, layers: tuple[L, ...]) -> NewSlot:
-        """Lay out a slot for a `create` request. Raises `CannotMake` or OSError, and leaves nothing then."""
+        """Lay out a slot for a `create` request. Raises `CannotMake` or OSError, and then leaves nothing behind."""
 
     def seal(self, files: F) -> L:
         """Turn a dead slot's files into a layer."""

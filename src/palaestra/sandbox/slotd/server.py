@@ -163,7 +163,7 @@ class SlotServer:
     def _create(self, frame: Frame) -> Job | None:
         _require_descriptors()
         names = frame.fields["layers"]
-        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # also forgotten ones
+        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # including forgotten ones
         try:
             variables = env_block(frame.fields["env"])
         except ValueError as error:

@@ -36,7 +36,7 @@ _PIECE_BYTES = 64 << 10
 
 
 class SlotState(Enum):
-    """Where a slot is in its life."""
+    """The stage of a slot's life."""
 
     STARTING = "starting"
     LIVE = "live"
@@ -101,7 +101,7 @@ class ServerSlot:
         return self._oom_kills > kills
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
-        """Call with `ran_out_of_memory`."""
+        """Call `then` with `ran_out_of_memory`."""
         then(self.ran_out_of_memory())
 
     def open_line(self) -> socket.socket | None:
@@ -122,7 +122,7 @@ class ServerSlot:
 
     @property
     def network(self) -> NetworkScope:
-        """Its network."""
+        """The slot's network."""
         return self._init.network
 
     def make_in_network(self, make: Callable[[], Sequence[int]]) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from .files import Writing
 from .protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameConnection, FrameKind, OpenRequest
 
-# Of one list. Without a bound a slot could fill the machine's memory: paths may have thousands of characters.
+# The limit of one list. Without it a slot could fill the machine's memory: paths may have thousands of characters.
 MAX_LIST_BYTES = 512 << 20
 _ENTRIES_PER_STEP = 256
 

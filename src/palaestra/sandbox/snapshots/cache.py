@@ -115,7 +115,7 @@ class Prepared:
             return snapshot
 
     async def take(self, recipe: Recipe, make: Callable[[], Awaitable[Snapshot]]) -> Taken:
-        """The snapshot of a recipe from the store, or a new one of `make`, which is then kept.
+        """The snapshot of a recipe from the store, or a new one from `make`, which is then kept.
 
         The caller owns it and calls `forget`. Waits while another run makes it. Raises the errors of `make`.
         """
@@ -208,7 +208,7 @@ class Prepared:
             self.trouble(_cannot(store, f"keep {recipe.name or key[:12]}: {error}; make room, or name another folder"))
 
     async def make(self, recipe: Recipe) -> Snapshot:
-        """Do the steps of a recipe in a slot. Raises `PrepareError` for one that fails."""
+        """Run the steps of a recipe in a slot. Raises `PrepareError` for one that fails."""
         slot = await self.backend.create(recipe.spec, "prepare")
         try:
             for number, step in enumerate(recipe.steps, 1):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from palaestra.core.types import JSON
 
-# Where distributions record installed packages; every installation, removal or upgrade changes them.
+# The paths where distributions record installed packages; every installation, removal or upgrade changes them.
 _PACKAGES = ("/var/lib/dpkg/status", "/var/lib/rpm", "/lib/apk/db/installed", "/var/lib/pacman/local")
 _HOST = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib")
 
@@ -51,8 +51,8 @@ def _names(folder: str) -> list[str]:
 
 
 def of_image(image: str | None) -> JSON:
-    """Of a directory by everything in it, of a file by its inode, size and times. Without an image, of the host's
-    release and times of package changes; it misses edits of system files by hand."""
+    """The fingerprint of an image: of a directory by everything in it, of a file by its inode, size and times. Without
+    an image, it covers the host's release and times of package changes, not manual edits of system files."""
     if image is None:
         release = Path("/etc/os-release")
         here = os.path.realpath(sys.base_prefix)
@@ -71,7 +71,7 @@ def _site_packages(prefix: str) -> list[str]:
 
 
 def _of_file(path: str) -> JSON:
-    """Of a file or of a directory's own entries; None if nothing is there."""
+    """The fingerprint of a file or of a directory's own entries; None if the path does not exist."""
     try:
         status = os.stat(path)
     except OSError:
@@ -80,13 +80,13 @@ def _of_file(path: str) -> JSON:
 
 
 def of_directory(path: str) -> JSON:
-    """Of a host directory that slots see: its path and its own entries, not what lies deeper."""
+    """The fingerprint of a host directory that slots see: its path and its own entries, not deeper ones."""
     return _of_file(os.path.realpath(path))
 
 
 @functools.cache
 def of_machine() -> JSON:
-    """Of what programs that are compiled for this machine depend on."""
+    """The fingerprint of the things on which programs compiled for this machine depend."""
     cpu: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -96,7 +96,7 @@ def of_machine() -> JSON:
 
 @functools.cache
 def of_project() -> str:
-    """Of this package's own code, which makes the slots and does the preparing."""
+    """The fingerprint of this package's own code, which makes the slots and prepares them."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:

@@ -41,7 +41,7 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 
 
 def default_folder() -> Path:
-    """Where this user's prepared workspaces are."""
+    """The folder of this user's prepared workspaces."""
     return Path(images.default_folder("snapshots"))
 
 
@@ -96,7 +96,7 @@ class SnapshotStore:
         return (self.folder / key).exists()
 
     def is_whole(self, key: str) -> bool:
-        """Whether an entry is as it was kept. Blocks while it reads the metadata of each file."""
+        """Whether an entry is unchanged since it was kept. Blocks while it reads the metadata of each file."""
         try:
             about = json.loads((self.folder / key / "about.json").read_text())
             return bool(about["digest"] == fingerprints.of_tree(str(self.files(key)))[0])
@@ -152,7 +152,8 @@ class SnapshotStore:
                 raise
 
     def evict(self, room: int = 0) -> list[str]:
-        """Remove the least recently used entries that are not in use until all fit with `room` bytes; their keys."""
+        """Remove the least recently used entries that are not in use until all fit with `room` bytes; returns their
+        keys."""
         entries, gone = self.entries(), []
         excess = sum(entry.size_bytes for entry in entries) + room - self.max_bytes
         for entry in entries:
@@ -166,7 +167,7 @@ class SnapshotStore:
         return self._take_away(self.folder / key, self.files(key))
 
     def sweep(self) -> int:
-        """Remove what dead runs have left unfinished; how many."""
+        """Remove unfinished entries of dead runs; returns how many."""
         return sum(self._take_away(path, path) for path in self.halves())
 
     def halves(self) -> list[Path]:

@@ -44,9 +44,9 @@ _CONTROL = {"Space": 0, "@": 0, "[": 27, "\\": 28, "]": 29, "^": 30, "_": 31, "?
 
 @dataclass(frozen=True, slots=True)
 class ScreenShot:
-    """A terminal at one time. `cursor` is row and column from 0. Without an emulator `emulated` is False and `text` the
-    last lines without control sequences. `lost` counts bytes dropped before a capture; the screen was cleared after
-    them.
+    """The state of a terminal at one moment. `cursor` is row and column from 0. Without an emulator `emulated` is False
+    and `text` the last lines without control sequences. `lost` counts bytes dropped before a capture; the screen was
+    cleared after them.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""The contract's `tmux` calls in one slot: a terminal with a shell that is typed into and looked at.
+"""The contract's `tmux` calls in one slot: typing into a shell's terminal and reading its screen.
 
 `palaestra.tools.builtin.tmux` is the model's tool. This one answers existing clients of a slot server's port, without
 an emulator of screens if none is installed there.
@@ -26,7 +26,7 @@ class Pane:
         self._cursor = 0
 
     async def run(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
-        """Do `args["action"]`. Every mistake of the caller is in the result."""
+        """Perform `args["action"]`. Every mistake of the caller is in the result."""
         actions: dict[str, Callable[[Slot, Mapping[str, JSON]], Awaitable[ExecutionResult]]] = {
             "start": self._start,
             "send_keys": self._send_keys,

@@ -4,8 +4,8 @@
 characters, answers to a program's questions. `PlainScreen` drops control sequences and keeps the last lines, which is
 right for scrolling output and wrong for editors; its `emulated` is False.
 
-`cursor` is row and column from 0; `application_cursor` whether the program has requested the other codes of the cursor
-keys. `feed` takes output of the program and returns the terminal's answers.
+`cursor` is row and column from 0; `application_cursor` is whether the program has requested the other codes of the
+cursor keys. `feed` takes output of the program and returns the terminal's answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from palaestra.sandbox.slot import TerminalSize
 
 _SEQUENCE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
-    r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC, DCS and their like
+    r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC, DCS and similar
     r"|\x1b[ -/]*[0-~]"
     r"|[\x00-\x07\x0b-\x0c\x0e-\x1a\x1c-\x1f\x7f]"
 )

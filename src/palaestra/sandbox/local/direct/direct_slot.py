@@ -1,9 +1,9 @@
-"""Commands, shells and small files of a slot without the slot server: two wake-ups of a process less.
+"""Serves a slot's commands, shells and small files without the slot server, which saves two process wake-ups.
 
 At the level `full` the server and its client are root of the same machine. For each slot the server hands over a
-descriptor of its root and a line to its init, with which the client acts like the server, by the same code
-(`slotd/exec`, `slotd/files.py`). The server makes, freezes and ends the slot, and serves other requests and those that
-fail here, so that errors read the same: a missing file, no descriptor left in this process.
+descriptor of its root and a line to its init, and the client then acts like the server, with the same code
+(`slotd/exec`, `slotd/files.py`). The server makes, freezes and ends the slot. It also serves other requests and those
+that fail here (a missing file, no free descriptor in this process), so that errors read the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from palaestra.sandbox.slotd.rung import Place
 
 _MOMENT_S = 0.01  # most commands have ended by then
 _FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's, so that a shell's name shows who has it
-_IN_A_ROW = 16  # so many file calls, none of which waits; then the event loop has a turn
+_IN_A_ROW = 16  # how many file calls, none of which waits, run before the event loop has a turn
 _QUICK_BYTES = 1 << 20  # larger reads are done in a thread
 _SURVEYS = ("list", "changes", "remove", "checkpoint")  # they walk many files; meanwhile the server does all writes
 _STOPS = ("freeze", "checkpoint")  # they stop the slot's processes; commands wait meanwhile
@@ -387,7 +387,7 @@ class AsyncioLoop(EpollLoop):
             self.watch(fd, call)
 
     def _set_alarm(self, seconds: float | None) -> None:
-        """Have the timers run after so many seconds instead of at the former time; None for never."""
+        """Run the timers after this many seconds instead of at the former time; None for never."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = None if seconds is None else self._asyncio.call_later(seconds, self._ring)

@@ -170,7 +170,7 @@ class BackgroundProcess:
         self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
 
     def wait(self, number: int, wait_s: float) -> None:
-        """Answer when it has ended, or after so long."""
+        """Answer when it has ended, or after the given time."""
         self._wait(_Reader(number, None, 0, None), wait_s)
 
     def write(self, number: int, data: bytes, close: bool) -> None:
@@ -234,7 +234,7 @@ class BackgroundProcess:
             self._input.cancel(frame.request)
 
     def on_report(self, report: InitReport) -> None:
-        """Its start, its end, or the death of its whole tree."""
+        """Take a report: its start, its end, or the death of its whole tree."""
         if report.kind is ReportKind.STARTED:
             self.pid = report.value
             self._on_start(None)

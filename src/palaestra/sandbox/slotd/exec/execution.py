@@ -1,8 +1,8 @@
 """One running command: its pipes, its bounded capture, its time limit, its end.
 
 A command ends with its main process. The output pipe is then read until it is empty, but not until its end: a daemon
-may hold it open, and then the pipe is drained slowly. This process holds the pipe's writing end until the command's
-end, because the end of the pipe, a little before the report, would wake this process twice.
+may hold it open, and then the pipe is drained slowly. This process keeps the pipe's writing end open until the command
+has ended: otherwise the end of the pipe, shortly before the report, would wake it a second time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _SHELLS = {None: 0, "bash": frames.BASH, "sh": frames.SH}
 
 
 class CommandSpec(NamedTuple):
-    """A command as the client requested it. `stream` also sends the output at once; `spill` keeps output that exceeds
-    the bound in a file of the slot; `stderr` captures standard error in a pipe of its own, up to the same bound."""
+    """A command as the client requested it. `stream` also sends the output immediately; `spill` keeps output that
+    exceeds the bound in a file of the slot; `stderr` captures standard error in a pipe of its own, up to the same
+    bound."""
 
     argv: list[str]
     shell: str | None
@@ -204,7 +205,7 @@ class Execution:
             self._kill()
 
     def _time_out(self) -> None:
-        self._receive()  # if the loop stood still, a command that ended in time may only not have been noticed
+        self._receive()  # if the loop stood still, the command may have ended in time unnoticed
         if not self.ended and not self.over:
             self._timed_out = True
             self._begin_kill()
@@ -223,7 +224,7 @@ class Execution:
         data = pipes.read(self._verdict)
         if data is None:
             return
-        # What exceeds the bound is read and dropped: the grader gets a verdict of the maximal length, not a hang.
+        # Output beyond the bound is read and dropped: the grader gets a verdict of the maximal length, not a hang.
         self._verdict_data += data[: MAX_VERDICT_BYTES - len(self._verdict_data)]
         if not data:
             self._close_verdict()

@@ -81,7 +81,7 @@ class MemoryFile:
         position = os.pwrite(self.fd, data, 0)
         while position < len(data):
             position += os.pwrite(self.fd, memoryview(data)[position:], position)
-        os.ftruncate(self.fd, position)  # afterwards, so that its pages are used again
+        os.ftruncate(self.fd, position)  # after writing, so that the file's pages are reused
 
     def close(self) -> None:
         """Close it. Idempotent."""

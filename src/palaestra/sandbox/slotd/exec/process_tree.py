@@ -1,4 +1,4 @@
-"""Which processes of a slot belong to a command, and how to kill only them.
+"""Finds the processes of a slot that belong to a command, and kills only them.
 
 A command's tree is its session, all descendants, and processes that have detached since the command started (a double
 fork with a session of its own ends as a child of init). Processes older than the command, and their descendants, are
@@ -26,7 +26,7 @@ PATIENCE_S = 2.0
 Moment = tuple[int, int]  # a time in clock ticks since boot, and the last process id that had been given out by then
 ALWAYS: Moment = (0, 0)
 
-Noted = tuple[float, bytes]  # a moment as cheap to note: seconds since boot, and `/proc/loadavg` with the last pid
+Noted = tuple[float, bytes]  # the same, cheap to note: seconds since boot, and `/proc/loadavg` with the last pid
 KillSlot = Callable[[], None]  # kills every process of a slot but its init
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -51,7 +51,7 @@ class ProcessStat:
 
 
 def ticks(seconds_since_boot: float) -> int:
-    """Seconds in the unit in which the kernel gives a process's start."""
+    """Convert seconds to the unit in which the kernel gives a process's start."""
     return int(seconds_since_boot * _TICK)
 
 
@@ -165,7 +165,7 @@ def processes() -> list[ProcessStat]:
 
 
 def descendants(pid: int, table: Sequence[ProcessStat]) -> list[ProcessStat]:
-    """The processes of a table below one."""
+    """The descendants of a process in a process table."""
     children: dict[int, list[ProcessStat]] = {}
     for process in table:
         children.setdefault(process.parent, []).append(process)

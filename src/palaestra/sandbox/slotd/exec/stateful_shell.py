@@ -117,7 +117,7 @@ class ShellProcess:
         self._input, self._command = pipes.MemoryFile(), pipes.MemoryFile()
         self._control = self._status = self._output = -1
         self._between = Capture(_BETWEEN_BYTES)
-        self._pausing = False  # whether the output between commands is not watched for the moment
+        self._pausing = False  # whether watching the output between commands is paused
         self._execution: Execution | None = None
         self._restarted = False
         self._sequence = 0
@@ -254,7 +254,7 @@ class ShellProcess:
         return process_tree.inside(self._supervisor.owner.pid, self._after)
 
     def _interrupt(self, times: int = INTERRUPTS) -> None:
-        """End the command: interrupt it some times, then kill it with its shell."""
+        """End the command: interrupt it a few times, then kill it with its shell."""
         self._patience = None
         if self._process is None:
             return
@@ -322,7 +322,7 @@ class ShellProcess:
             self._loop.watch_soon(self._output, self._read_between)
 
     def _stop_waiting(self) -> bool:
-        """Stop the timer of an interrupt; whether the shell still had time to return."""
+        """Stop the timer of an interrupt; returns whether the shell still had time to return."""
         patience, self._patience = self._patience, None
         if patience is not None:
             patience.cancel()

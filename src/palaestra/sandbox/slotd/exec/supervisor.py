@@ -1,10 +1,10 @@
-"""The commands and other processes that one side has the init of a slot start. Serves the request `exec`.
+"""The processes that a slot's init starts for one side, the server or the client. Serves the request `exec`.
 
     op      fields                                                                          RESULT
     exec    command | argv, cwd, env, timeout_s, max_output_bytes, stream, verdict,         see `frames.encode_result`
             no_spill, stderr, and the input's bytes
 
-The server has one supervisor per slot, over the init's control socket. On the rung `full` the client has another one,
+The server has one supervisor per slot, over the init's control socket. At the level `full` the client has another one,
 over a line of its own (`sandbox/local/direct`). The init reports on each process to the side that started it.
 """
 
@@ -49,7 +49,7 @@ class Child(Protocol):
 
 
 class SlotOwner(Protocol):
-    """Answers for the slot: the server's `ServerSlot`, or the client's `DirectSlot`, which asks the server."""
+    """Represents the slot: the server's `ServerSlot`, or the client's `DirectSlot`, which asks the server."""
 
     root: int  # a descriptor of the slot's root directory
 
@@ -64,7 +64,7 @@ class SlotOwner(Protocol):
         """End the slot: a command cannot be killed, or the init takes no orders."""
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
-        """Call with whether the kernel has killed a process of the slot for memory since the last question."""
+        """Call `then` with whether the kernel has killed a process of the slot for memory since the last question."""
 
 
 class Supervisor:
@@ -79,14 +79,14 @@ class Supervisor:
     ) -> None:  # fmt: skip
         self.owner, self._channel = owner, channel
         self.loop, self.send, self.open_requests, self.shelf = loop, send, open_requests, shelf
-        self.environment = environment  # the variables of every command, besides those of its request
+        self.environment = environment  # the variables of every command, in addition to those of its request
         self.live = True
         self._executions: dict[int, Execution] = {}
         self._children: dict[int, Child] = {}
         self._dying: dict[int, object] = {}  # the last kill order for each child
         self._leftovers = LeftoverPipes(loop)
         self._unsent: list[tuple[bytes, list[int]]] = []
-        self._has_bash = True  # whether to try bash without a look; false once it was missing
+        self._has_bash = True  # whether to try bash without a check; false once it was missing
 
     # Commands
 
@@ -189,7 +189,7 @@ class Supervisor:
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
 
     def kill_at_end(self, child: int, after: process_tree.Moment = process_tree.ALWAYS) -> None:
-        """The same once the child has ended, unless `kill_child` comes first."""
+        """Do the same once the child has ended, unless `kill_child` comes first."""
         self._order(init_messages.encode_kill(child, after, at_end=True))
 
     def drain_later(self, fd: int) -> None:
@@ -283,7 +283,8 @@ class Supervisor:
             pipes.close(memory)
 
     def _send_order(self, order: bytes, fds: Sequence[int]) -> bool:
-        """Whether the socket has taken it. So it has if the init is gone, since the slot's end will be reported."""
+        """Whether the socket has taken the order. Also true if the init is gone, since the slot's end will be
+        reported."""
         try:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         except BlockingIOError:

@@ -1,9 +1,9 @@
 """Cuts a layer to a view: only some of its paths, without some others, so that the rest shows the stack below.
 
-Grading rests on this, so the layer does not decide where a path leads:
+Grading depends on this, so the layer must not decide where a path leads:
 
 - Paths are resolved in the stack *below* (the snapshot the agent started from), whose links are trusted. The change of
-a link on the way is left out too, or the layer could lead the path elsewhere.
+a link on the way is left out too; otherwise the layer could lead the path elsewhere.
 
 - A parent of a left-out path that the layer turned into a link or a file is left out as a whole.
 
@@ -60,7 +60,7 @@ def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
-    """A path with the links of the root followed (but not the last component, nor circles), and those links."""
+    """A path with the root's links followed, except the last component and circles; and those links."""
     links: list[str] = []
     done: list[str] = []
     pending = _parts(path)
@@ -152,7 +152,8 @@ class OverlayCut:
                 self._like_below(f"{self._layer}/{parent}", parent, f"{old}/{parent}")
 
     def _open_up(self, directory: str, path: str, passage: str, wanted: bool) -> bool:
-        """Let one name of a directory show the entry below, if that is `wanted`. False if nothing hides it any more."""
+        """Let one name of a directory show the entry below, if that is `wanted`. Returns False if nothing hides it any
+        more."""
         status = _lstat(directory)
         if status is None:
             return False

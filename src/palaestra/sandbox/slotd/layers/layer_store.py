@@ -26,7 +26,7 @@ _TRIAL = "/stage"
 
 
 def most_inodes(size_bytes: int) -> int:
-    """The number of inodes of a tmpfs of a size."""
+    """The number of inodes of a tmpfs with this size limit."""
     return max(16384, size_bytes >> 12)
 
 
@@ -44,7 +44,7 @@ class LayerStore(Counted):
     fd: int | None = None
 
     def __init__(self, place: str, size_bytes: int, owner: int) -> None:
-        """`place` is where kernels that need it mounted have it."""
+        """`place` is its mount point, on kernels that need one."""
         options = f"size={size_bytes},nr_inodes={most_inodes(size_bytes)},mode=755,uid={owner},gid={owner}"
         if _can_detach():
             self.fd = _high(syscalls.detached_tmpfs(options))

@@ -135,7 +135,7 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | Non
 
 
 def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result]]]:
-    """The entries of a directory as a job, links not followed; without unfinished files."""
+    """The entries of a directory, as a job, without unfinished files. Links are not followed."""
     children: list[tuple[str, os.stat_result]] = []
     with os.scandir(directory) as entries:
         for entry in entries:

@@ -107,7 +107,7 @@ class ServerCgroup:
         return f"{prefix}{parents[0]}/{self._name}/{slot}" if parents else None
 
     def remove(self) -> bool:
-        """Remove all directories of this server that are empty; whether nothing is left."""
+        """Remove all directories of this server that are empty; returns whether nothing is left."""
         gone = remove([f"{hierarchy.parent}/{self._name}" for hierarchy in self._hierarchies])
         for hierarchy in self._hierarchies:
             with contextlib.suppress(OSError):  # it holds other servers' directories
@@ -116,7 +116,7 @@ class ServerCgroup:
 
 
 def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
-    """Remove the directories of killed servers; their names."""
+    """Remove the directories of killed servers; returns their names."""
     gone: set[str] = set()
     for hierarchy in hierarchies:
         with contextlib.suppress(FileNotFoundError):

@@ -105,8 +105,8 @@ def descendants(init: int) -> list[tuple[int, bytes]]:
 
 
 def _state(pid: int) -> bytes:
-    """The state of a process; if its main thread has ended or waits in the kernel, that of another thread: if possible
-    of one that runs."""
+    """The state of a process; if its main thread has ended or waits in the kernel, that of another thread, preferably a
+    running one."""
     state, threads = _stat(f"/proc/{pid}/stat")
     if threads < 2 or state not in (*_GONE, b"D"):
         return state

@@ -30,7 +30,7 @@ _OPTIONS = "mode=755,size=64m"
 _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
 # The lowest tree of every image: directories that must exist, whether the image has them or not.
 _PLACES = "/skeleton/places"
-# Above an image that lacks them: `docker export` leaves the files empty that docker mounts over.
+# Above an image that lacks them: `docker export` leaves files empty if docker mounts over them.
 _HOSTS, _RESOLVER = "/skeleton/hosts", "/skeleton/resolver"
 PUBLIC_SETTINGS = (
     "alternatives", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts", "gai.conf", "host.conf",
@@ -259,7 +259,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def is_private(path: str) -> bool:
-    """Whether the name of a file is one of keys or passwords."""
+    """Whether a file's name is one that files of keys or passwords have."""
     return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in _NEVER_COPIED)
 
 

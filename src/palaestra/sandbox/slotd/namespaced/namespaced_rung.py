@@ -5,8 +5,8 @@ confines it by a list of steps (`native_init.py`).
 
 A checkpoint copies the slot's own change to a store of checkpoints while the slot is stopped. Files that have not
 changed since the slot's last checkpoint are linked to the copies in it: the kernel's time of change and the size must
-be the same, the time must be older than the last copy by a margin (times have a grain), and no process may be able to
-write through memory, which sets no time; otherwise everything is copied.
+be the same, the time must be older than the last copy by a margin (file times are coarse), and no process may be able
+to write through memory, which sets no time; otherwise everything is copied.
 
 A saved layer is a folder `N/TREE` per layer of a snapshot, topmost first, with whiteouts, marks and owners. It is used
 in place, as a read-only lower, under a shared lock that keeps it from being evicted.
@@ -85,7 +85,7 @@ class NamespaceDriver:
         return NewSlot(files, groups, self._init(files, groups, binds, disk, shared, fields), exposed)
 
     def _lay_out(self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str]) -> Tree:
-        """Make the directories of one tree; the tree with everything that lies below it."""
+        """Make the directories of one tree; returns the tree with everything that lies below it."""
         lowers = tuple(layer.trees[tree.name] for layer in layers if tree.name in layer.trees) + tree.lowers
         missing = [place for place in places if not any(os.path.lexists(f"{lower}/{place}") for lower in tree.lowers)]
         if missing:
@@ -222,7 +222,7 @@ class NamespaceInit:
 
     @property
     def network(self) -> NetworkScope:
-        """With the network on, a slot has the host's if it can have no device of its own."""
+        """With the network on, a slot shares the host's network if it cannot have a device of its own."""
         return NetworkScope.SHARED if self.shared_network else NetworkScope.OWN
 
     @property
@@ -270,7 +270,7 @@ class NamespaceInit:
                 os.close(fd)
 
     def _enter(self) -> Iterator[BuildStep]:
-        """Into the slot's groups, namespaces and root, with the server's privileges."""
+        """Enter the slot's groups, namespaces and root, with the server's privileges."""
         yield from (BuildStep(Do.JOIN, (directory,)) for directory in self.groups)
         if self.user_namespaces is None:  # opened here, because the slot's own /proc/sys is read-only
             yield BuildStep(Do.OPEN, ("/proc/sys",), _SETTINGS)
@@ -316,7 +316,7 @@ class NamespaceInit:
 
 
 def _single_user_namespace() -> Iterator[BuildStep]:
-    """A new one, in which the process is root and no other user exists."""
+    """A new user namespace, in which the process is root and no other user exists."""
     yield BuildStep(Do.UNSHARE, (), syscalls.CLONE_NEWUSER)
     yield BuildStep(Do.WRITE, ("/proc/self/setgroups", "deny"), 1)  # the outer namespace may deny it already
     yield BuildStep(Do.WRITE, ("/proc/self/uid_map", "0 0 1"))

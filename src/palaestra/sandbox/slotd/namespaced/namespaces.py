@@ -3,7 +3,7 @@
 There are two kinds of user namespace. A server that runs as root gives each slot one in which uids 0 to 65535 are a
 private range outside. All slots share the range (they cannot see each other's files or processes), but not the
 namespace: the kernel counts inotify instances, queued signals, message queues and locked memory per namespace, and
-charges them to the user who made it. So each namespace has a maker of its own, a uid that nobody else uses. A server
+charges them to the user who made it. So each namespace has a maker of its own, a uid with no other use. A server
 without root gives each slot a namespace in which only uid 0 exists: the user who started the server.
 """
 
@@ -30,11 +30,11 @@ _MOST_OPENED = 4  # descriptors that `open_in` returns
 RANGE_START = 0x70000000
 RANGE_SIZE = 65536
 
-# The first uid that may make a namespace. A server draws its first maker, so that two servers hardly share one.
+# The first uid that may make a namespace. A server draws its first maker, so that two servers rarely share one.
 _MAKERS_START, _MAKERS = RANGE_START + RANGE_SIZE, 0x0F000000
 _SYS_ADMIN = 1 << 21
 
-# What a slot may have at most if the user who started the server is charged with all slots: paths below /proc/sys.
+# The most that a slot may have if the user who started the server is charged for all slots: paths below /proc/sys.
 SHARED_COUNTERS = (("user/max_inotify_instances", "32"), ("user/max_inotify_watches", "65536"),
                    ("user/max_fanotify_groups", "0"), ("user/max_fanotify_marks", "0"))  # fmt: skip
 
@@ -65,7 +65,7 @@ class RangeNamespaces:
 
 
 def make_range_namespace(maker: int = 0) -> int:
-    """A descriptor of a new user namespace whose ids are the private range, made by a user. Needs root."""
+    """A descriptor of a new user namespace whose ids are the private range, made by the user `maker`. Needs root."""
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:

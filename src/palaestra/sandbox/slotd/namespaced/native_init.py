@@ -140,7 +140,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def encode_steps(steps: Sequence[BuildStep]) -> bytes:
-    """The list as the init reads it."""
+    """The list of steps, encoded for the init."""
     parts = []
     for step in steps:
         data = step.program or b"".join(os.fsencode(text) + b"\0" for text in step.strings)

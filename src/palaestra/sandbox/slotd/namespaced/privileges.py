@@ -5,8 +5,8 @@ namespace only; none lets a process mount, trace across namespaces, load, config
 
 The filter is a classic BPF program for x86-64 and aarch64, a deny list: it blocks parts of the kernel that ordinary
 programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, AIO, vsock sockets, foreign ABIs, the
-state of the page cache), and everything that would make new namespaces or mounts. It is the second line; the first is
-that the slot has no privilege over anything outside.
+state of the page cache), and everything that would make new namespaces or mounts. It is the second line of defence; the
+first is that the slot has no privilege over anything outside.
 
 `clone3` answers ENOSYS, since a filter cannot read its flags in memory; C libraries then use `clone`.
 """
@@ -46,8 +46,7 @@ _EINVAL, _ENOMEM, _EOPNOTSUPP, _NO_PROTOCOL = 0x50016, 0x5000C, 0x5005F, 0x5005D
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2, _ARGUMENT_3, _ARGUMENT_5 = 0, 4, 16, 24, 32, 40, 56
 
 _NAMESPACE_FLAGS = 0x7E020000
-# unix, inet, inet6, netlink. A network namespace does not contain the others (vsock, packet, alg, …), or nobody needs
-# them.
+# unix, inet, inet6, netlink. Others (vsock, packet, alg, …) cross network namespaces or are not needed.
 _FAMILIES = (1, 2, 10, 16)
 _UNIX, _INET, _NETLINK = 1, (2, 10), 16
 # Interfaces, addresses and routes; and sockets, which are those of the network namespace. The other protocols carry
@@ -57,8 +56,8 @@ _NETLINK_ROUTE, _NETLINK_SOCK_DIAG = 0, 4
 _INET_PROTOCOLS = (0, 1, 6, 17, 58)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
-# The page cache of files that slots share outlives them: what reports or changes which pages are in it would be
-# readable memory of other slots (mincore, fadvise64, readahead, cachestat, process_madvise).
+# The page cache of files that slots share outlives them: calls that report or change which pages are in it would work
+# as memory that other slots can read (mincore, fadvise64, readahead, cachestat, process_madvise).
 _ABSENT = {
     "x86_64": {
         "bpf": 321, "userfaultfd": 323, "perf_event_open": 298, "mincore": 27, "fadvise64": 221, "readahead": 187,
@@ -185,7 +184,7 @@ def install(*, inet: bool = True, ipc: bool = True, unix: bool = True, own_user:
 
 
 def _protocols(socket: int, families: Sequence[int], allowed: Sequence[int]) -> list[Instruction]:
-    """Refuse sockets of these families with other protocols, and go on with the next rule."""
+    """Refuse sockets of these families with other protocols, and continue with the next rule."""
     refuse = [(_LOAD, 0, 0, _ARGUMENT_2), *_unless(allowed, _NO_PROTOCOL)]
     count = len(families)
     others = [(_EQUAL, count - index, 0, family) for index, family in enumerate(families)]

@@ -37,8 +37,8 @@ _OPEN_TO_ALL = 0o004
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _MOST_TERMINALS = 128
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-# Settings that the root of a namespace could write. What only the host's root may write or read needs no mount: nobody
-# in a slot is the host's root.
+# Settings that the root of a namespace could write. Files that only the host's root may write or read need no mount: no
+# process of a slot is the host's root.
 _PROC_READ_ONLY = ("sys", "sysrq-trigger")
 # Kernel memory, keys and devices; and counters of the whole machine, by which slots could signal to each other.
 _PROC_HIDDEN = (
@@ -54,7 +54,7 @@ class Bind:
     """A directory or file of the server's view that a slot sees read-only.
 
     A directory is mounted through an overlay, so that each slot has inodes of its own: locks, leases and watches on
-    them do not reach other slots or the host. What has further mounts below it is bound as it is.
+    them do not reach other slots or the host. A directory with further mounts below it is bound unchanged.
     """
 
     source: str
@@ -155,12 +155,12 @@ def prepare_shared(own_devices: bool) -> bool:
 
 
 def _present_devices() -> list[str]:
-    """Those of the usual devices that are here: the /dev of an Apptainer container has no full."""
+    """The usual devices that exist here: the /dev of an Apptainer container has no full."""
     return [name for name in _DEVICES if os.path.exists(f"{HOST}/dev/{name}")]
 
 
 def _make_devices() -> bool:
-    """Make files for the devices; whether this process may, and they work."""
+    """Make files for the devices; returns whether this process may, and they work."""
     try:
         for name in _present_devices():
             os.mknod(f"{_DEV}/{name}", 0o666 | stat.S_IFCHR, os.stat(f"{HOST}/dev/{name}").st_rdev)

@@ -4,9 +4,9 @@
     example.org:8443       this name, this port                 [2001:db8::1]:443   an address of version 6
     *.example.org:*        every name below it, every port      *                   every name
 
-A name is allowed as a name; the proxy resolves it and connects to the address that was checked. Always refused are
-addresses of cloud metadata services (they give credentials), and addresses that a listed name cannot mean: a name that
-resolves to this host's loopback is an attack on it.
+A name is allowed as a name; the proxy resolves it and connects to the address that was checked. Addresses of cloud
+metadata services (they give credentials) are always refused, as are addresses that a listed name cannot mean: a name
+that resolves to this host's loopback is an attack on it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Range = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# On the loopback of every slot with a list; nothing else listens in its network unless the slot itself does.
+# The proxy's port on the loopback of every slot with a list; otherwise only the slot itself can listen there.
 PROXY_PORT = 3128
 _USUAL_PORTS = frozenset({80, 443})
 
-# Where clouds serve metadata about the machine, and its credentials.
+# Addresses at which clouds serve metadata about the machine, and its credentials.
 METADATA: tuple[Range, ...] = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -107,7 +107,7 @@ def literal(host: str) -> Address | None:
 
 
 def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
-    """Why a host may not be reached, before it is resolved; None if it may be tried."""
+    """The reason to refuse a host, before it is resolved; None if it may be tried."""
     address = literal(host)
     if is_metadata_name(host) or (address is not None and is_metadata(address)):
         return f"{host} serves cloud metadata; no slot may reach it"
@@ -117,7 +117,7 @@ def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
 
 
 def address_refusal(host: str, address: Address) -> str | None:
-    """Why an address of a listed host may not be connected to; None if it may."""
+    """The reason to refuse an address of a listed host; None if slots may connect to it."""
     if is_metadata(address):
         return f"{host} is {address}, which serves cloud metadata; no slot may reach it"
     if literal(host) is not None or host == "localhost":
@@ -138,7 +138,7 @@ def is_metadata(address: Address) -> bool:
 
 
 def meanings(address: Address) -> list[Address]:
-    """The address, and the address of version 4 that it contains in one of the standard ways."""
+    """The address, and the addresses of version 4 that it contains according to the standards."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inner = [address.ipv4_mapped, address.sixtofour, address.teredo[1] if address.teredo else None]

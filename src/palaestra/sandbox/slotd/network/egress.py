@@ -1,4 +1,4 @@
-"""The server's side of slots with a way out: their devices and listening sockets, and the process that serves them.
+"""The server's side of slots with network access: their devices, their listening sockets and the process serving both.
 
 The process is forked for the first such slot, and again if it has died: the server keeps the descriptors.
 """
@@ -30,8 +30,8 @@ class _Gate:
 
 
 class EgressGates:
-    """The ways out of all slots of one server. `ports` are those of the host's loopback that slots with the network on
-    may reach."""
+    """The network access of all slots of one server. Slots with the network on may reach `ports` on the host's
+    loopback."""
 
     def __init__(self, loop: EpollLoop) -> None:
         self._loop = loop
@@ -58,7 +58,7 @@ class EgressGates:
             self._send_gate(name)
 
     def close(self, slot: str) -> None:
-        """Close a dead slot's way out, if it has one."""
+        """Close a dead slot's network access, if it had any."""
         gate = self._gates.pop(slot, None)
         if gate is not None:
             pipes.close(*gate.fds)

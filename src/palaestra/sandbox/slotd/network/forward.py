@@ -3,8 +3,8 @@
 `proxy.py` runs it for slots in a process of its own; other proxies of this project run it too. The owner of a listener
 passes each connection to `Forwarder.accept`.
 
-Invariant: the requested host and every address found for it are judged, and the judged address is the one to connect
-to. A name is resolved only once, so a second answer cannot differ.
+Invariant: the requested host and every address found for it are judged, and the connection goes to the judged address.
+A name is resolved only once, so a second answer cannot differ.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
 
 
 async def copy(reader: StreamReader, writer: StreamWriter, patience_s: float | None) -> None:
-    """Copy until the end. Raises TimeoutError if nothing comes for a time, and OSError."""
+    """Copy until the end. Raises OSError, and TimeoutError if no data arrives for a time."""
     while True:
         async with asyncio.timeout(patience_s):
             data = await reader.read(_PIECE_BYTES)

@@ -27,7 +27,7 @@ _DNS_PORT = 53
 
 
 class _Hook(IntEnum):
-    """Where a program is attached (enum bpf_attach_type)."""
+    """The point at which a program is attached (enum bpf_attach_type)."""
 
     EGRESS = 1
     CONNECT4 = 10
@@ -48,7 +48,7 @@ class _Hook(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Jump:
-    """To a label, if 32 bits of a register equal a number; always, if the register is None."""
+    """A jump to a label if 32 bits of a register equal a number; always, if the register is None."""
 
     label: str
     register: int | None = None
@@ -60,8 +60,8 @@ _LOAD, _STORE, _COPY, _SET, _ADD, _AND, _CALL, _EXIT = 0x61, 0x7A, 0xBF, 0xB7, 0
 _JUMP, _JUMP_IF_EQUAL = 0x05, 0x16  # instructions of 64 bits, except a load, an AND and a comparison of 32
 _LOAD_BYTES = 26  # the helper that copies a part of a packet (bpf_skb_load_bytes)
 _DESTINATION = {4: (16, 4), 6: (24, 16)}  # offset and size of the address in a packet's header
-# The size of a header; which byte of it shows, by which values, that ports follow: a header without options; TCP or
-# UDP.
+# The size of a header, and the byte with the values that show that ports follow: no options in version 4, TCP or UDP in
+# version 6.
 _PORTS = {4: (20, (0, (0x45,))), 6: (40, (6, (6, 17)))}
 # Offsets of the words of the address in the context of a program for connections (struct bpf_sock_addr).
 _CONTEXT = {4: (4,), 6: (8, 12, 16, 20)}

@@ -1,4 +1,4 @@
-"""The process that connects slots with the host's network, in which it is.
+"""The process in the host's network that connects slots with it.
 
 A slot with a list of hosts has an empty network with one listening socket on its loopback, on which this process
 accepts. It answers HTTP requests in absolute form and CONNECT according to the list; the slot has no other connection,
@@ -36,7 +36,7 @@ _NOBODY = 65534
 
 
 def run(control: socket.socket) -> NoReturn:
-    """The life of the process, in the child of a fork, whose root is the host's. Never returns."""
+    """Run the process, in the child of a fork, whose root is the host's. Never returns."""
     status = 1
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)

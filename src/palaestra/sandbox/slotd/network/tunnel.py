@@ -1,11 +1,11 @@
 """The network of slots with the network on: their packets become connections of this process, which the host's kernel
 sends out. It serves all TUN devices of one server (`tunnel_device.py`).
 
-TCP: a SYN to X:p opens a connection to X:p. Once that stands, the packets are rewritten so that they seem to come from
-the gateway and go to the listening socket in the slot's namespace: the slot's own kernel terminates the connection, and
-the two are joined. UDP: each pair of addresses has a socket. Other protocols are dropped.
+TCP: a SYN to X:p opens a connection to X:p. Once that is established, the packets are rewritten so that they seem to
+come from the gateway and go to the listening socket in the slot's namespace: the slot's own kernel terminates the
+connection, and the two are joined. UDP: each pair of addresses has a socket. Other protocols are dropped.
 
-Invariant: every destination is judged (`refusal`) and is the address that is connected to. The host's own addresses,
+Invariant: every destination is judged (`refusal`), and connections go to the judged address. The host's own addresses,
 its loopback first, are refused except for named ports, which slots reach at the gateway's address; so is cloud
 metadata, except port 53, where some clouds have their resolver. The gateway's port 53 is the host's resolver.
 """
@@ -44,7 +44,7 @@ _UDP_HEAD = struct.Struct("!HHHH")
 
 
 def refusal(address: Address, port: int) -> str | None:
-    """Why no slot may reach an address; None if slots may."""
+    """The reason why no slot may reach an address; None if slots may."""
     if allowlist.is_metadata(address) and port != _DNS:
         return "it serves cloud metadata"
     for one in allowlist.meanings(address):
@@ -66,8 +66,8 @@ def _is_own(address: Address) -> bool:
 
 
 def share(descriptors: int, tunnels: int) -> int:
-    """The most connections of each of some tunnels, so that none takes the descriptors of the others. A connection
-    takes two, and datagrams take some."""
+    """The most connections of each tunnel, so that none takes the descriptors of the others. A connection takes two,
+    and datagrams take some."""
     return max(_FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, (descriptors - _KEPT_DESCRIPTORS) // (3 * max(1, tunnels))))
 
 
@@ -95,8 +95,8 @@ class _Flow:
 
 
 class Tunnel:
-    """The device of one slot. `ports` are those of the host's loopback that the slot may reach at the gateway, `most`
-    bounds its connections, and its pairs of addresses for datagrams by a half."""
+    """The device of one slot. At the gateway the slot may reach `ports` of the host's loopback. `most` bounds its
+    connections; half of it bounds its pairs of addresses for datagrams."""
 
     most = MOST_CONNECTIONS
 
@@ -244,7 +244,7 @@ class Tunnel:
         raise failure
 
     def _destinations(self, address: Address, port: int) -> list[str]:
-        """Where a packet to an address goes; [] if it may not."""
+        """The addresses to which a packet is sent; [] if it is refused."""
         if address == GATEWAY[address.version]:
             if port in self._ports:
                 return ["127.0.0.1"]
@@ -388,7 +388,8 @@ def _fold(total: int) -> int:
 
 
 def _changes(old: bytes, addresses: bytes, ports: bytes) -> tuple[int, int]:
-    """What the sums of a header and of a TCP segment gain by new addresses and ports (RFC 1624). `old` has both."""
+    """How much new addresses and ports change the sums of a header and of a TCP segment (RFC 1624). `old` has the
+    former ones."""
     gone = bytes(255 - byte for byte in old)
     header = _sum(gone[:-4]) + _sum(addresses)
     return _fold(header), _fold(header + _sum(gone[-4:]) + _sum(ports))

@@ -14,8 +14,8 @@ import socket
 import struct
 from collections.abc import Sequence
 
-# Addresses of the range for benchmarks (RFC 2544) and of a private one (RFC 4193): the slot, and the tunnel, which is
-# also its resolver and the host's named ports.
+# Addresses of the range for benchmarks (RFC 2544) and of a private one (RFC 4193): the slot's, and the tunnel's, at
+# which the slot also finds its resolver and the host's named ports.
 SLOT = {4: ipaddress.ip_address("198.18.0.1"), 6: ipaddress.ip_address("fdc6:1200::1")}
 GATEWAY = {4: ipaddress.ip_address("198.18.0.2"), 6: ipaddress.ip_address("fdc6:1200::2")}
 HOST_NAME = "host.internal"  # of the gateway, in /etc/hosts

@@ -13,11 +13,11 @@ integers are big-endian. Output travels as bytes, never as text.
                                  <-   LOST    slot, reason: a slot died without having been ended
 
 The bytes of a command's RESULT begin with a struct (`encode_result`). A list whose length a slot controls (directory
-entries, changes) is a JSON array that comes as the bytes of a file do.
+entries, changes) is a JSON array that is sent like the bytes of a file.
 
-The modules that serve requests list them: `server.py`, `exec/supervisor.py`, `exec/stateful_shell.py`,
-`exec/background.py` and `requests/`. Each request about a slot carries the epoch of its lease; another epoch than the
-slot's is answered with a `stale` ERROR.
+The modules that serve requests list them: `server.py`, `exec/supervisor.py`, `exec/stateful_shell.py` and
+`exec/background.py`. Each request about a slot carries the epoch of its lease; another epoch than the slot's is
+answered with a `stale` ERROR.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..event_loop import READ, WRITE, Watcher
 VERSION = 6  # both sides must agree; they are of the same package, so a mismatch is a broken installation
 WINDOW = 256 << 10  # how many bytes of DATA a request may have under way before the receiver has taken them
 CHUNK = 128 << 10  # the size of one DATA frame: small enough that no stream keeps the others waiting
-RECEIVE_BYTES = 256 << 10  # of the receive buffer, allocated once: a fresh one per read costs more than the read
+RECEIVE_BYTES = 256 << 10  # size of the receive buffer, allocated once: a new one per read costs more than the read
 MAX_FRAME = 64 << 20
 
 USUAL_TIMEOUT_S, USUAL_OUTPUT_BYTES = 60.0, 50_000  # the bounds of a command whose request names no others
@@ -78,7 +78,7 @@ class FrameKind(IntEnum):
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 
-_PLAIN = (int, float, bool)  # types besides text that JSON leaves unchanged
+_PLAIN = (int, float, bool)  # types other than text that JSON leaves unchanged
 
 
 class ProtocolError(Exception):
@@ -106,7 +106,7 @@ class OpenRequest(Protocol):
     def on_frame(self, frame: Frame) -> None: ...
 
 
-new = tuple.__new__  # makes a named tuple without the intermediate call of its class, for what each command needs
+new = tuple.__new__  # makes a named tuple without the intermediate call of its class, as each command needs some
 
 
 def _encode_path(value: object) -> str:
@@ -204,7 +204,7 @@ class FrameConnection:
         loop.watch(stream.fileno(), self._ready)
 
     def send(self, kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
-        """Send one frame: at once as much as the socket takes, the rest later. Raises like `encode`."""
+        """Send one frame: immediately as much as the socket takes, the rest later. Raises like `encode`."""
         frame = encode(kind, request, fields, data)
         sent = 0
         if not self._outgoing:

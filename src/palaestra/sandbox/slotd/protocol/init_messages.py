@@ -23,7 +23,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-VERSION = 7  # of these structs. A native init that was built for another version is not used
+VERSION = 7  # the version of these structs; a native init built for another version is not used
 MAX_DATAGRAM = 96 << 10
 MAX_REPORT = 1024  # reports are shorter
 # Flags of SPAWN: the descriptor at place 0 is the session's controlling terminal; report STARTED with the pid.
@@ -69,7 +69,7 @@ class EnvBlock(NamedTuple):
     text: bytes
 
     def variables(self) -> dict[str, str]:
-        """By name."""
+        """The variables by name."""
         return dict(os.fsdecode(variable).split("=", 1) for variable in self.text.split(b"\0")[:-1])
 
 

@@ -21,7 +21,7 @@ from ..protocol.frames import Fields
 
 _Copy = Callable[[str, str], None]
 
-_MAX_DIRECTORY_BYTES = 3600  # of a directory's path; deeper ones could not be named in a copy, and are left out
+_MAX_DIRECTORY_BYTES = 3600  # of a path; deeper directories could not be named in a copy, and are left out
 
 
 def duplicate(source: str, target: str) -> None:
@@ -45,7 +45,7 @@ def copy_for(uid: int, source: str, target: str) -> None:
 
 
 def open_up(tree: str) -> None:
-    """Let the caller read his own files that an agent has closed. Does nothing for root."""
+    """Let the caller read files of its own user that an agent has closed. Does nothing for root."""
     for folder, names, files in os.walk(tree) if os.geteuid() else ():
         for name in (*names, *files):
             with contextlib.suppress(OSError):  # too deep for a path
@@ -173,7 +173,7 @@ class CopyCut:
         self._dropped = 0
 
     def keep_only(self, paths: Sequence[str]) -> None:
-        """Leave the base, and of the tree these paths with everything under them."""
+        """Show the base, and from the tree only these paths with everything under them."""
         if "" in paths:
             return
         old = self._drop("")

@@ -38,7 +38,7 @@ CONTROL = 3  # the descriptor of the control socket
 # Paths that clients use, and the directories of the slot behind them.
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
 _READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc")
-# Of /etc, what programs read, and nothing that names accounts, keys, hosts or services of this machine.
+# The files of /etc that programs read; none names accounts, keys, hosts or services of this machine.
 _SETTINGS = (*host.PUBLIC_SETTINGS, "bash.bashrc", "inputrc", "nsswitch.conf", "profile", "profile.d")
 _SETTINGS_WITH_NETWORK = ("hosts", "resolv.conf")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
@@ -47,7 +47,7 @@ _BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
 
 # Starts a command with the descriptors of its order; returns its pid.
 Start = Callable[[init_messages.Spawn, list[int]], int]
-# Signals that a command finds at their default action, whatever this process or its caller ignores.
+# Signals that have their default action in every command, even if this process or its caller ignores them.
 SPAWN_SIGNALS = tuple(number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
 
 
@@ -70,7 +70,7 @@ class UnprivilegedPlan:
 
 
 def run(plan: UnprivilegedPlan, control: socket.socket) -> NoReturn:
-    """The life of a slot, in the child of a fork. Never returns."""
+    """Run the init of a slot, in the child of a fork. Never returns."""
     status = 1
     try:
         gc.disable()
@@ -149,7 +149,7 @@ def _limit(limit: int, value: int | None) -> None:
 
 
 def _kill_slot(plan: UnprivilegedPlan) -> process_tree.KillSlot:
-    """Kills everything of the slot's user; without one, what this process may signal."""
+    """Kills everything of the slot's user; without one, everything that this process may signal."""
     if plan.user:
         return lambda: users.kill(plan.user)
     return process_tree.kill_everything if plan.confined else _kill_descendants
@@ -162,7 +162,7 @@ def _kill_descendants() -> None:
 
 
 def real_path(home: str, path: str) -> str:
-    """Where a path that a client uses is on this machine."""
+    """The path on this machine for a path that a client uses."""
     plain = posixpath.normpath(f"/{path.lstrip('/')}")
     for prefix, name in DIRECTORIES.items():
         if plain == prefix or plain.startswith(f"{prefix}/"):

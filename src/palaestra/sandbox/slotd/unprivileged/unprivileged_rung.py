@@ -71,12 +71,12 @@ class UnprivilegedInit:
     """Implements `SlotInit`. The slot's processes are those of its user; without one, all orphans of its init."""
 
     plan: unprivileged_init.UnprivilegedPlan
-    children: set[int]  # the server's own children, which are no orphans of a slot
+    children: set[int]  # the server's own children, which are not orphans of a slot
     pid: int = 0
 
     @property
     def network(self) -> NetworkScope:
-        """Confined processes without a network listen on no port of the server's."""
+        """Confined processes without a network cannot listen on the server's ports."""
         return NetworkScope.SHARED if self.plan.network or not self.plan.confined else NetworkScope.NONE
 
     @property
@@ -205,7 +205,7 @@ class UnprivilegedDriver:
                 yield change and {**change, "path": f"{path}/{change['path']}"}
 
     def locate(self, files: CopiedFiles, root: int, path: str, writing: bool = False) -> Place:
-        """The slot's own directories at the paths of every backend; of the system, what every user may read."""
+        """Find the slot's own directories at the usual paths, and system files that every user may read."""
         owner = files.user or os.geteuid()
         real = unprivileged_init.real_path(files.path, path)
         if real != path or path.startswith(f"{files.path}/"):

@@ -17,7 +17,7 @@ from ..exec import process_tree
 
 RANGE = 1024
 _LOWEST, _HIGHEST = 10_000, 0x7FFFF000
-# Where ranges lie if every uid exists: below those of namespaces (0x70000000), above all that people use.
+# Where ranges lie if every uid exists: below those of namespaces (0x70000000), above those in common use.
 _USUAL = 0x60000000
 
 
