@@ -1,4 +1,4 @@
-"""Folders of the cache on the host that are built once and shared by every run of this machine."""
+"""Cache folders on the host that are built once and shared by every run on this machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from palaestra.core.io.file_lock import file_lock
 
 CACHE_DIR = "~/.cache/palaestra"
-"""The default of every `cache_dir` setting. No slot can see it."""
+"""The default of every `cache_dir` setting. Slots cannot see this folder."""
 
 
 async def build_once(place: Path, fill: Callable[[Path], Awaitable[None]], *, timeout_s: float) -> Path:
-    """Return the folder `place`. If it does not exist, `fill` builds it under another name, so it is always complete.
+    """Return the folder `place`. If it is missing, `fill` builds it under another name, so `place` is always complete.
 
-    Concurrent processes wait for the one that builds. Raises `InfraError` after waiting for `timeout_s`, and whatever
-    `fill` raises; then nothing is left behind.
+    While one process builds, others wait. Raises `InfraError` after waiting for `timeout_s`, and whatever `fill`
+    raises, after removing the unfinished folder.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     async with file_lock(place.parent / f"{place.name}.lock", timeout_s=timeout_s):

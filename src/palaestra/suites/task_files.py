@@ -1,4 +1,4 @@
-"""Read the files and dataset rows that describe tasks. Whatever is wrong is one `TaskError` that names the file or key.
+"""Read the files and dataset rows that describe tasks. Every problem is a `TaskError` that names the file or key.
 
 `TypedFields` reads a parsed TOML, YAML or JSON table, `RowFields` a dataset row.
 """
@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 class Unsupported(TaskError):
-    """A well-formed task that needs something which slots do not have."""
+    """A well-formed task that needs a feature that slots lack."""
 
 
 def read_bytes(path: Path) -> bytes:
@@ -76,7 +76,7 @@ def check_links(folder: Path) -> None:
 def _inside(link: Path, root: Path) -> bool:
     try:
         return link.resolve().is_relative_to(root)
-    except (OSError, RuntimeError):  # a loop
+    except (OSError, RuntimeError):  # a loop of links
         return False
 
 
@@ -127,7 +127,7 @@ class TypedFields:
         return value
 
     def required(self, *names: str) -> str:
-        """The first of these keys that holds text that is not blank."""
+        """The text of the first of these keys whose text is not blank."""
         for name in names:
             value = self.values.get(name)
             if isinstance(value, str) and value.strip():

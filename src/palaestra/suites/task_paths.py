@@ -1,8 +1,9 @@
 """Find the paths and programs that a published task is about. Does no I/O.
 
-Published tasks do not declare them, so their own texts do: the instruction, the tests and the reference solution. A
-path that one of these texts names is graded as the agent left it. If they administer the system (install packages, add
-users), the whole root is, less what would decide any check (`rollouts/grading/tampering.py`).
+Published tasks do not declare them, so they are read from the task's texts: the instruction, the tests and the
+reference solution. A path that one of these texts names is graded as the agent left it. If the texts administer the
+system (install packages, add users), the whole root file system is graded that way, except for files that would decide
+any check (`rollouts/grading/tampering.py`).
 
 Not covered: a task whose texts name no path that it is about. Its author or user adds the path with `graded_paths`.
 """
@@ -47,7 +48,7 @@ _TOO_WIDE = frozenset(
         *("/etc/alternatives", "/root/.local", "/root/.local/bin", "/root/.config", "/root/.cache"),
     }
 )
-"""Directories that texts name in passing. One of them does not make everything in it part of the task."""
+"""Directories that texts name in passing; a task is not about everything in them."""
 
 _NEVER = ("/proc", "/sys", "/dev/", "/tests", "/solution", "/oracle", "/logs/verifier", "/opt/palaestra")
 
@@ -56,7 +57,7 @@ _NEVER = ("/proc", "/sys", "/dev/", "/tests", "/solution", "/oracle", "/logs/ver
 class TaskScope:
     """The paths and words that a task names; the paths include `/` if the task administers the system.
 
-    A new program is shown if its name is one of the words.
+    The verifier sees a new program of the agent only if its name is one of the words.
     """
 
     paths: tuple[str, ...]
@@ -64,7 +65,7 @@ class TaskScope:
 
 
 def scope_of(texts: Iterable[str], home: str = "/root") -> TaskScope:
-    """What these texts of a task are about."""
+    """The paths and words that these texts of a task name."""
     paths: set[str] = set()
     words: set[str] = set()
     administers = False

@@ -1,8 +1,8 @@
 """Fakes for tests and experiments: model servers and engines without a model, and a tiny real model.
 
-`LoopbackServer` plays a list of chat completions; `TokenLoopback` speaks the token wires of vLLM and SGLang over any
-token engine, for example a `ToyEngine`, which gives texts as a model might; `ModelServer` adds chat. `make_tiny` makes
-a small model's folder.
+`LoopbackServer` returns a list of chat completions in turn. `TokenLoopback` serves any token engine over the token APIs
+of vLLM and SGLang, for example a `ToyEngine`, which returns given texts. `ModelServer` adds chat. `make_tiny` writes
+the folder of a small model.
 """
 
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion

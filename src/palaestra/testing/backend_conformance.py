@@ -1,13 +1,13 @@
-"""The tests that every sandbox backend passes. Needs pytest.
+"""The tests that every sandbox backend must pass. Needs pytest.
 
-Subclass `BackendConformance` in a test module and say how a backend is made; pytest finds the tests in the subclass:
+Subclass `BackendConformance` in a test module and implement `make_backend`; pytest finds the tests in the subclass:
 
     class TestMine(BackendConformance):
         @classmethod
         def make_backend(cls) -> Backend:
             return MyBackend(...)
 
-The tests of a class share one running backend. Tests are named after what a backend promises.
+The tests of a class share one running backend. Each test is named after the behaviour that it checks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Body = Callable[[Backend], Awaitable[None]]
 
 
 class BackendConformance(ABC):
-    """What a backend promises, as tests. At least three slots must fit."""
+    """Tests of the behaviour of a backend, which must have room for at least three slots."""
 
     runner: ClassVar[asyncio.Runner]
     backend: ClassVar[Backend]
@@ -41,10 +41,10 @@ class BackendConformance(ABC):
     @classmethod
     @abstractmethod
     def make_backend(cls) -> Backend:
-        """A backend that is not started. Called in a running event loop."""
+        """Return a backend that is not started yet. Called in a running event loop."""
 
     async def end_place(self, slot: Slot) -> None:
-        """End the place of a slot from outside, as a crash would. The default leaves out the test that needs it."""
+        """End a slot's container, machine or process, as a crash would. The default skips the test that needs it."""
         pytest.skip("the backend's tests do not say how a place ends")
 
     @pytest.fixture(scope="class", autouse=True)
@@ -54,7 +54,7 @@ class BackendConformance(ABC):
 
     @classmethod
     def running(cls) -> Iterator[None]:
-        """Start the backend of this class, and close it. For a `_running` that needs fixtures of its own."""
+        """Start the backend of this class, and close it. Call this from a `_running` that needs its own fixtures."""
 
         async def start() -> None:
             cls.backend = cls.make_backend()
@@ -146,7 +146,7 @@ class BackendConformance(ABC):
         self.in_slot(body, SlotSpec(env=(("COLOUR", "dark red"),), limits=Limits(open_files=128)))
 
     def test_a_slot_without_a_network_reaches_no_address(self) -> None:
-        # An address that is nobody's (RFC 5737): with a network, the connection would time out.
+        # A reserved address (RFC 5737): with a network, the connection would time out.
         connect = "import socket\ntry: socket.create_connection(('192.0.2.1', 80), 20)\n"
         connect += "except OSError as error: print(type(error).__name__, error.errno)"
 

@@ -1,6 +1,6 @@
-"""A chat completions server whose replies follow from the user's last message, streamed or not, on the loopback.
+"""A chat completions server on the loopback whose replies, streamed or not, follow from the user's last message.
 
-For trying out `palaestra chat`, `batch` and `gateway` without a model, in a program and in tests, or as a process:
+Use it to try `palaestra chat`, `batch` and `gateway` without a model, in a program, in tests, or as a process:
 
     python -m palaestra.testing.echo_chat_server --port 8000
     palaestra chat --base-url http://127.0.0.1:8000/v1 --model echo
@@ -73,7 +73,7 @@ class EchoChatServer:
             return web.json_response({"id": "e", "object": "chat.completion", "choices": [choice], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        with contextlib.suppress(ConnectionResetError):  # the client has gone
+        with contextlib.suppress(ConnectionResetError):  # the client disconnected
             await self._stream(response, message, finish, usage)
         return response
 

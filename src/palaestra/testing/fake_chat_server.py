@@ -1,6 +1,6 @@
-"""A chat completions server on the loopback that plays a list of replies.
+"""A chat completions server on the loopback that returns a list of replies in turn.
 
-For trying out engines, environments and error handling without a model. It ignores the requests' content, unlike a
+Use it to try engines, environments and error handling without a model. It ignores the requests' content, unlike a
 scripted policy (`engines/scripted.py`), and listens on 127.0.0.1 only.
 """
 
@@ -21,7 +21,7 @@ from palaestra.inference.engines.openai import PROBE
 
 @dataclass
 class FakeAnswer:
-    """One reply: a value sent as JSON, or bytes, whole or, as a list, in chunks.
+    """One reply: a value to send as JSON, or bytes to send whole, or a list of bytes to send in chunks.
 
     `cut` breaks the connection, after the chunks if there are any; `hang` never answers.
     """
@@ -44,11 +44,11 @@ class Seen:
 
 
 class LoopbackServer:
-    """Gives its answers in turn, the last one repeatedly. An async context manager; `url` is its address.
+    """Returns its answers in turn, and then the last one repeatedly. An async context manager; `url` is its address.
 
-    `models` answers every GET, and `probe` the request that is sent before a run, which is in `probes`. `seen` holds
-    the other requests. While `gate` is an event that is not set, requests wait for
-    it; `at_once` and `most_at_once` count those in progress.
+    `models` answers every GET, and `probe` answers the request that is sent before a run, which `probes` records.
+    `seen` holds the other requests. While `gate` is an event that is not set, requests wait for it; `at_once` and
+    `most_at_once` count requests in progress.
     """
 
     def __init__(self, *answers: FakeAnswer, models: FakeAnswer | None = None, probe: FakeAnswer | None = None) -> None:
@@ -131,7 +131,7 @@ async def _in_pieces(request: web.Request, answer: FakeAnswer) -> web.StreamResp
 
 
 def completion(content: str | None = "hi", finish: str = "stop", **message: JSON) -> JSON:
-    """A chat completion in a server's shape."""
+    """A chat completion as a server returns it."""
     return {
         "id": "c1",
         "object": "chat.completion",

@@ -1,8 +1,8 @@
-"""A token engine without a model: it writes given texts in tokens as a model might, non-canonical ones included.
+"""A token engine without a model: it returns given texts as tokens, including non-canonical tokens, as a model might.
 
-A real sampler sometimes emits tokens that spell the right text but are not the tokenizer's choice; `rate` is how often
-this one does, per token. Invariant: everything follows from the seed and the requests; the log-probability of a token
-follows from its id and its place alone (`toy_logprob`), so that a test can predict a ledger.
+A real sampler sometimes emits tokens that spell the right text but are not the tokenizer's choice; `rate` is the
+probability of this per token. Invariant: everything follows from the seed and the requests; the log-probability of a
+token depends only on its id and its place (`toy_logprob`), so that a test can predict a ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHATML = (
     "{{ '\", \"arguments\": ' + call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""A plain chat template that appends: tools, thinking, calls and results."""
+"""A plain chat template with tools, thinking, calls and results; a longer conversation only appends text."""
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -101,8 +101,8 @@ class ToyEngine:
     """A token engine that gives `replies` in turn.
 
     `end` is the end-of-turn token after a reply, the tokenizer's own if None; `ends`: it is among the ids of a reply
-    that stopped. With probability `abort_rate` a request is aborted somewhere, and the policy version increases; the
-    request that continues it gets the rest. `requests` and `sampled` count requests and tokens.
+    that stopped. With probability `abort_rate` a request is aborted at a random token, and the policy version
+    increases; the request that continues it gets the rest. `requests` and `sampled` count requests and tokens.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ToyEngine:
 
 
 def toy_logprob(number: int, place: int) -> float:
-    """The log-probability of token `number` at `place` of the whole sequence: invented, exact in 32 bits."""
+    """The log-probability of token `number` at `place` of the whole sequence: an invented value, exact in 32 bits."""
     made_up = -((number * 7919 + place * 104729) % 1021) / 128.0
     exact: float = struct.unpack("<f", struct.pack("<f", made_up))[0]
     return exact

@@ -4,8 +4,9 @@ The real `modal` client talks to it: set the variables of `FakeModal.variables`,
 palaestra.testing.fake_modal`, which prints them. It listens on 127.0.0.1 and needs the extra `modal`.
 
 It covers apps, environments, images by name, secrets, and sandboxes of both protocol versions: create, exec, streams,
-poll, wait, tags, list, terminate, and the limits of lifetime and idleness. Other calls are answered as unimplemented. A
-sandbox of root has a process namespace of its own, so nothing outlives it; it is no protection from what it runs.
+poll, wait, tags, list, terminate, and the limits of lifetime and idleness. Other calls are answered as unimplemented.
+If root runs the server, each sandbox has its own process namespace, so no process outlives it. Sandboxes do not protect
+this machine from their commands.
 
 Sources: the message and service classes of the installed client (`modal_proto`).
 """
@@ -45,14 +46,14 @@ T = TypeVar("T")
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PIECE = 128 << 10
-_AHEAD_BYTES = 4 << 20  # of output that nobody has read
-_BEHIND_BYTES = 16 << 20  # of output that was read and may be read again, after a broken connection
+_AHEAD_BYTES = 4 << 20  # of unread output
+_BEHIND_BYTES = 16 << 20  # of output that may be read again after a broken connection
 _TOKEN_S = 3600.0
 _WATCH_S = 0.1
 _BUILDER = "2025.06"
 
 _PRIVATE = "/opt/palaestra"
-"""The directory of this machine that is every sandbox's own: this library keeps its tools there."""
+"""A directory of which each sandbox has its own, because this library keeps its tools there."""
 
 _INIT = f"""
 [ -z "$1" ] || {{ mkdir -p {_PRIVATE} && mount -t tmpfs -o mode=755 palaestra {_PRIVATE}; }}
@@ -67,9 +68,9 @@ _TIMED_OUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
 
 @dataclass
 class Fault:
-    """What happens to the next `times` calls of an RPC: a delay, and then an error if there is a `status`.
+    """The fault of the next `times` calls of an RPC: a delay, and then an error if there is a `status`.
 
-    `retry_after_s` is the wait that the server asks for; the client then calls again by itself.
+    `retry_after_s` is the wait that the server asks for; the client then retries by itself.
     """
 
     status: Status | None = None
@@ -92,8 +93,8 @@ class _Listener(Server):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
-        listening = self._server  # there is no other way to a port that the kernel has chosen
+        """The port on which the server listens."""
+        listening = self._server  # the only way to learn the port that the kernel chose
         assert isinstance(listening, asyncio.Server)
         return int(listening.sockets[0].getsockname()[1])
 
@@ -101,17 +102,17 @@ class _Listener(Server):
         """Close every connection, whatever is in progress."""
         self.close()
         for protocol in self._protocols:
-            if hasattr(protocol, "connection"):  # it has been used
+            if hasattr(protocol, "connection"):  # only used connections have this attribute
                 protocol.connection.close()
         await self.wait_closed()
 
 
 class FakeModal:
-    """The server, in a thread of its own. A context manager; `url` is its address.
+    """The server, in its own thread. A context manager; `url` is its address.
 
-    `roots` maps image names to root directories; other images have this machine's own. `missing` are images whose build
-    fails. `secrets` are the variables of named secrets. `quota` is how many sandboxes may run. `calls` counts the
-    RPCs, `sandboxes` has all sandboxes by id, ended ones too.
+    `roots` maps image names to root directories; other images use this machine's root directory. `missing` are images
+    whose build fails. `secrets` are the variables of named secrets. `quota` is the most sandboxes that may run. `calls`
+    counts the RPCs, `sandboxes` has all sandboxes by id, ended ones too.
     """
 
     token = ("ak-palaestra", "as-palaestra")
@@ -144,12 +145,12 @@ class FakeModal:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The server's address."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables with which the client reaches it."""
+        """The environment variables with which the client reaches the server."""
         token_id, token_secret = self.token
         return {"MODAL_SERVER_URL": self.url, "MODAL_TOKEN_ID": token_id, "MODAL_TOKEN_SECRET": token_secret}
 
@@ -331,7 +332,7 @@ class FakeModal:
         if self.quota is not None and len(self.running) >= self.quota:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, f"the workspace is limited to {self.quota} sandboxes")
         number = f"{next(self._numbers):022d}"[len(suffix) :] + suffix
-        # Ids of the second version are no longer than those of the first, but the client tells them by their shape.
+        # Ids of both versions have similar lengths; the client distinguishes them by their shape.
         name = f"{number}x{suffix}" if suffix else number
         image = self._images[definition.image_id]
         sandbox = FakeSandbox(
@@ -454,7 +455,7 @@ class FakeModal:
 
 @dataclass
 class FakeSandbox:
-    """One sandbox: what was asked for, and its processes."""
+    """One sandbox: its definition and its processes."""
 
     sandbox_id: str
     task_id: str
@@ -464,7 +465,7 @@ class FakeSandbox:
     """Its `resources`, `timeout_secs`, `idle_timeout_secs` and `network_access`."""
     tags: dict[str, str]
     variables: dict[str, str]
-    """Of all its commands: those of its secrets."""
+    """The variables of all its commands, from its secrets."""
     root: Path | None = None
     result: api_pb2.GenericResult | None = None
     created_at: float = field(default_factory=time.time)
@@ -478,12 +479,12 @@ class FakeSandbox:
 
     @property
     def is_late(self) -> bool:
-        """Whether its lifetime is over."""
+        """Whether the sandbox's lifetime is over."""
         return time.time() > self.created_at + self.definition.timeout_secs
 
     @property
     def is_idle(self) -> bool:
-        """Whether no command has run and no input has come for as long as it may."""
+        """Whether the sandbox has run no command and received no input for its idle timeout."""
         if any(command.is_running for command in self.commands.values()):
             self._active_at = time.monotonic()
         limit = self.definition.idle_timeout_secs
@@ -494,19 +495,19 @@ class FakeSandbox:
         return [api_pb2.SandboxTag(tag_name=name, tag_value=value) for name, value in self.tags.items()]
 
     def command(self, exec_id: str) -> _Command:
-        """The command that the client has given an id."""
+        """The command with an id that the client chose."""
         if exec_id not in self.commands:
             raise GRPCError(Status.NOT_FOUND, f"exec {exec_id} not found")
         return self.commands[exec_id]
 
     async def start(self) -> None:
-        """Start its first process, which is its command line if it has one."""
+        """Start the sandbox's first process, which is its command line if it has one."""
         self._home = tempfile.TemporaryDirectory(prefix="fake-modal-", ignore_cleanup_errors=True)
         main = list(self.definition.entrypoint_args) or ["sleep", "infinity"]
         isolate: list[str] = []
         private = ""
         if os.geteuid() == 0:
-            # Without a shell that says so, there is no telling when the namespaces can be entered.
+            # A shell reports when the namespaces can be entered; nothing else shows it.
             isolate = ["setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
             isolate += [] if self.root is None else ["--root", str(self.root)]
             private = "" if self.root is not None else _PRIVATE
@@ -531,7 +532,7 @@ class FakeSandbox:
     async def run(
         self, exec_id: str, words: Sequence[str], cwd: str, variables: Mapping[str, str], timeout_s: float | None
     ) -> None:
-        """Start a command in it."""
+        """Start a command in the sandbox."""
         enter: list[str] = []
         if os.geteuid() == 0:
             assert self._init is not None
@@ -552,11 +553,11 @@ class FakeSandbox:
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         own = {"PATH": _PATH, "HOME": "/root", "MODAL_SANDBOX_ID": self.sandbox_id}
         if self._home is not None and self.root is None:
-            own["TMPDIR"] = self._home.name  # so that its temporary files end with it
+            own["TMPDIR"] = self._home.name  # so that temporary files are removed with the sandbox
         return {**own, **self.variables, **variables}
 
     async def end(self, status: api_pb2.GenericResult.GenericStatus.ValueType, code: int = 137) -> None:
-        """End it with all its processes. Idempotent, and done even if the caller is cancelled."""
+        """End the sandbox with all its processes. Idempotent, and done even if the caller is cancelled."""
         if self._ending is None:
             self.result, self.ended_at = api_pb2.GenericResult(status=status, exitcode=code), time.time()
             self._ending = asyncio.create_task(self._finish())
@@ -594,14 +595,14 @@ class _Command:
         return self.process.returncode is None
 
     def status(self) -> dict[str, int]:
-        """The fields of a reply about its end."""
+        """The fields of a reply about how the command ended; empty while it runs."""
         code = self.process.returncode
         if code is None:
             return {}
         return {"code": code} if code >= 0 else {"signal": -code}
 
     async def write(self, offset: int, data: bytes, *, eof: bool) -> None:
-        """Pass input on. Bytes that came before are left out, since a client repeats calls without an answer."""
+        """Pass input on, except bytes that came before, since a client repeats calls that were not answered."""
         stdin = self.process.stdin
         assert stdin is not None
         async with self._writing:
@@ -641,7 +642,7 @@ class _Output:
             self._changed.notify_all()
 
     async def read(self, offset: int) -> AsyncIterator[bytes]:
-        """The output from a byte on."""
+        """The output from byte `offset` on."""
         while True:
             async with self._changed:
                 while not self._ended and self._start + len(self._kept) <= offset:
@@ -694,7 +695,7 @@ def _handlers(fake: FakeModal) -> dict[str, Handler]:
 
 
 def _service(base: type[Any], fake: FakeModal) -> JSON:
-    """An instance of a service class whose every method asks the stand-in."""
+    """An instance of a service class whose methods all call the fake server."""
 
     def method(rpc: str) -> Callable[[object, Stream[Any, Any]], Awaitable[None]]:
         async def answer(self: object, stream: Stream[Any, Any]) -> None:
@@ -706,7 +707,7 @@ def _service(base: type[Any], fake: FakeModal) -> JSON:
 
 
 def _token() -> str:
-    """A token that the client accepts: three parts, the second with the time of its end."""
+    """A token that the client accepts: three parts, the second with its expiry time."""
     content = json.dumps({"exp": time.time() + _TOKEN_S}).encode()
     return f"e30.{base64.urlsafe_b64encode(content).decode().rstrip('=')}.{secrets.token_hex(4)}"
 

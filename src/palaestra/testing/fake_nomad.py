@@ -1,8 +1,8 @@
-"""A stand-in for a Nomad agent: the parts of its HTTP API that the nomad backend uses, and tasks that really run here.
+"""A stand-in for a Nomad agent: it has the parts of the HTTP API that the nomad backend uses, and runs tasks here.
 
 Paths, bodies, indexes and error texts follow developer.hashicorp.com/nomad/api-docs. One node runs the tasks of jobs as
-processes of this machine: those of the driver `raw_exec`, and those of `docker` for the images that it is said to have,
-without a container. Requests can be made to fail (`faults`), images to be missing, tasks to crash, the node to be full.
+processes of this machine: those of the driver `raw_exec`, and those of `docker`, without a container, for the images in
+a given list. Tests can make requests fail (`faults`), images be missing, tasks crash, and the node be full.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _DEPLOYMENT_S = 10.0
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests whose `METHOD /path` matches: a status with a text, a broken
-    connection, or an answer that takes `delay_s` longer."""
+    """The fault of the next `times` requests whose `METHOD /path` matches: a status with a text, a broken connection,
+    or an answer that takes `delay_s` longer."""
 
     match: str
     status: int | None = None
@@ -45,7 +45,7 @@ class Fault:
 
 
 class _Answer(Exception):
-    """An answer that is not 200."""
+    """A response with a status other than 200."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -55,9 +55,9 @@ class _Answer(Exception):
 class FakeNomad:
     """The agent. An async context manager; `url` is its address.
 
-    `images` are those that its docker driver has; `memory` is what its node offers, in MB; `token` is wanted from every
-    request, if set; `quota` is the reason for which a quota refuses every job, if set. `requests` holds `METHOD /path`
-    of all requests.
+    `images` are the images of its docker driver; `memory` is the node's memory in MB. If `token` is set, every request
+    must carry it. If `quota` is set, a quota refuses every job for this reason. `requests` holds `METHOD /path` of all
+    requests.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class FakeNomad:
         await self._listening.__aexit__(None, None, None)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # What tests do to it
+    # Faults that tests cause
 
     def crash_tasks(self) -> None:
         """Kill the process of every task; the client restarts them."""
@@ -125,7 +125,7 @@ class FakeNomad:
             task.crash()
 
     async def lose_node(self) -> None:
-        """End every allocation as those of a lost node, and place new ones."""
+        """End every allocation as if its node were lost, and place new ones."""
         for allocation in list(self.allocations.values()):
             if allocation["ClientStatus"] in ("pending", "running"):
                 allocation.update(DesiredStatus="stop", DesiredDescription="alloc is lost since its node is down")
@@ -151,13 +151,13 @@ class FakeNomad:
         return self._index
 
     async def client_status(self, allocation: JSON, status: str) -> None:
-        """The client reports the status of an allocation, which stays lost if it is."""
+        """Set the status that the client reports for an allocation; a lost allocation stays lost."""
         if allocation["ClientStatus"] != "lost":
             allocation["ClientStatus"] = status
         await self.touch(allocation)
 
     async def _evaluate(self, name: str, trigger: str) -> JSON:
-        """Bring the allocations of a job to what it asks for; the evaluation."""
+        """Start and stop allocations until they match the job; returns the evaluation."""
         job = self.jobs.get(name)
         index = await self.touch()
         evaluation: JSON = {
@@ -189,7 +189,7 @@ class FakeNomad:
         return [each for each in live if each["ClientStatus"] in ("pending", "running")]
 
     def _why_not(self, job: JSON, group: JSON, more: int = 0) -> JSON:
-        """The AllocationMetric of a group that cannot be placed `more` times beyond what runs; None if it can."""
+        """The AllocationMetric if the node cannot take 1 + `more` allocations of the group; None if it can."""
         metric: JSON = {
             "NodesEvaluated": 1, "NodesFiltered": 0, "NodesInPool": 1, "NodesAvailable": {"dc1": 1},
             "ClassFiltered": None, "ConstraintFiltered": None, "NodesExhausted": 0, "ClassExhausted": None,
@@ -231,7 +231,7 @@ class FakeNomad:
         self._tasks[allocation["ID"]] = RunningTask(self, allocation, task, policy)
 
     def _end(self, allocation: JSON, status: str) -> None:
-        """Stop the tasks of an allocation; one of a lost node has its status immediately."""
+        """Stop the tasks of an allocation; that of a lost node gets its status immediately."""
         if status == "lost":
             allocation["ClientStatus"] = status
         task = asyncio.create_task(self._tasks[allocation["ID"]].stop())
@@ -264,7 +264,7 @@ class FakeNomad:
             return web.Response(status=answer.status, text=str(answer))
 
     async def _query(self, request: web.Request, look: Callable[[], tuple[JSON, int]]) -> web.Response:
-        """Answer a query, a blocking one when its index is passed: `look` gives the answer and its index."""
+        """Answer a query, a blocking one once its index has passed. `look` returns the answer and its index."""
         after = int(request.query.get("index", "0"))
         wait_s = _duration(request.query.get("wait", "300s"))
         deadline = time.monotonic() + wait_s * (1 + 1 / 16)
@@ -438,7 +438,7 @@ class FakeNomad:
 
 
 def _validate(job: JSON) -> None:
-    """Refuse what Nomad's server refuses of a job. Source: nomad/structs, `Validate`."""
+    """Reject the jobs that Nomad's server rejects. Source: nomad/structs, `Validate`."""
     problems = []
     if " " in (job.get("ID") or " "):
         problems.append("Job ID contains a space" if job.get("ID") else "Missing job ID")
@@ -493,7 +493,7 @@ def _duration(text: str) -> float:
 
 @contextlib.contextmanager
 def fake_nomad(**settings: JSON) -> Iterator[FakeNomad]:
-    """A stand-in in a thread of its own, for programs that have no running event loop."""
+    """Run the stand-in in its own thread, for programs without a running event loop."""
     ready, over = threading.Event(), threading.Event()
     made: list[FakeNomad] = []
 

@@ -1,4 +1,4 @@
-"""One task of an allocation, as the client of the stand-in of Nomad runs it: a process of this machine.
+"""One task of an allocation, as the Nomad stand-in runs it: a process of this machine.
 
 Events, their texts and the restart policy are those of Nomad's client (client/allocrunner/taskrunner).
 """
@@ -18,15 +18,15 @@ from typing import Protocol
 from palaestra.core.types import JSON
 
 SECOND = 10**9
-"""Nanoseconds, in which Nomad counts durations."""
+"""One second in nanoseconds, Nomad's unit of durations."""
 _EVENTS = 10
-"""How many events of a task Nomad keeps."""
+"""The number of events that Nomad keeps of a task."""
 _NEVER = "0001-01-01T00:00:00Z"
 
 
 class Agent(Protocol):
-    """What a task needs of the stand-in. `images` are those that its docker driver has, `pull_s` is how long a pull
-    takes, `crashing` makes every task end as soon as it has started."""
+    """The parts of the stand-in that a task uses. `images` are those of its docker driver, `pull_s` is the duration of
+    a pull, `crashing` makes every task end as soon as it has started."""
 
     folder: str
     images: set[str]
@@ -39,7 +39,7 @@ class Agent(Protocol):
 
 
 class RunningTask:
-    """One task of an allocation, as the client runs it."""
+    """One running task of an allocation."""
 
     def __init__(self, nomad: Agent, allocation: JSON, task: JSON, policy: JSON) -> None:
         self._nomad, self._allocation, self._task, self._policy = nomad, allocation, task, policy
@@ -90,7 +90,7 @@ class RunningTask:
         await self._nomad.client_status(self._allocation, "complete")
 
     async def _start(self) -> str | None:
-        """Start the process; the driver's error if it cannot be."""
+        """Start the process; returns the driver's error if that fails."""
         config = self._task["Config"]
         if self._task["Driver"] == "docker":
             image = config["image"]
@@ -145,7 +145,7 @@ class RunningTask:
         await self._nomad.touch(self._allocation)
 
     async def stop(self) -> None:
-        """SIGINT, and SIGKILL when KillTimeout is over; then everything else of its group."""
+        """Send SIGINT, and after the task's end or KillTimeout send SIGKILL to its process group."""
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGINT)

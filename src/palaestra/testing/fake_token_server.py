@@ -1,7 +1,7 @@
-"""A token server on the loopback that speaks SGLang's wire, stock vLLM's and Atropos' vLLM's over any token engine.
+"""A token server on the loopback that serves any token engine over the APIs of SGLang, vLLM and Atropos' vLLM.
 
-It samples nothing itself. `spoil` may change a reply before it is sent, to try out clients with a wrong one.
-`model_server.py` adds chat.
+The engine samples. `spoil` may change a reply before it is sent, to test clients with wrong replies. `model_server.py`
+adds chat.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _WIRE_ONLY = frozenset(
 class TokenLoopback:
     """Serves `engine`. An async context manager; `url` is its address.
 
-    `stock` False leaves out `/v1/completions`, as Atropos' server does. `token_ids` False answers as vLLM before
-    0.10.2. `seen` holds the requests' bodies. `kind` signs the list of models, as vLLM and SGLang do. A client that
-    disconnects cancels its request.
+    `stock` False leaves out `/v1/completions`, as Atropos' server does. With `token_ids` False, replies are as from
+    vLLM before 0.10.2. `seen` holds the requests' bodies. `kind` is the owner in the list of models, as in vLLM and
+    SGLang. A client that disconnects cancels its request.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class TokenLoopback:
         return web.json_response(self._spoil(reply))
 
     async def _sampled(self, input_ids: Sequence[int], asked: Mapping[str, JSON]) -> Sampled:
-        """Ask the engine."""
+        """Sample from the engine."""
         return await self._engine.generate(
             input_ids, {name: value for name, value in asked.items() if name not in _WIRE_ONLY}
         )

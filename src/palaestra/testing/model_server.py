@@ -1,8 +1,8 @@
-"""A model server over any token engine, for development and tests: OpenAI chat, and the token wires of vLLM and SGLang.
+"""A model server over any token engine, for development and tests: OpenAI chat, and the token APIs of vLLM and SGLang.
 
-Every engine client can be tried against real sampling by a small model on one machine. Not for load: one process
-samples, and nothing is cached between requests. Chat is rendered and parsed as in token-exact chat, so a client that
-chats and one that sends tokens see the same model.
+Every engine client can be tried against real sampling by a small model on one machine. The server is not for load: one
+process samples, and nothing is cached between requests. Chat is rendered and parsed as in token-exact chat, so chat
+clients and token clients see the same model.
 
 It speaks plain HTTP; beyond the loopback, callers must send a token as their API key. Sources: the OpenAI
 API reference; vLLM's OpenAI-compatible server; SGLang's native API.

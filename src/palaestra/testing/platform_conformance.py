@@ -1,14 +1,14 @@
-"""The tests that every chat platform of the gateway passes. Needs pytest.
+"""The tests that every chat platform of the gateway must pass. Needs pytest.
 
-Subclass `PlatformConformance` and say how a person uses the platform; pytest finds the tests in the subclass:
+Subclass `PlatformConformance` and implement a person's use of the platform; pytest finds the tests in the subclass:
 
     class TestMine(PlatformConformance):
         async def make_platform(self) -> Platform: ...
         async def person_sends(self, text: str) -> None: ...
         async def person_sees(self) -> list[str]: ...
 
-Each test has a platform and an event loop of its own, inside the block of `server`. Tests are named after what a
-platform promises.
+Each test has its own platform and event loop, inside the block of `server`, and is named after the behaviour that it
+checks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PNG = bytes.fromhex(
 
 
 class PlatformConformance(ABC):
-    """What a platform promises, as tests."""
+    """Tests of the behaviour of a platform."""
 
     @asynccontextmanager
     async def server(self) -> AsyncIterator[None]:
@@ -43,22 +43,22 @@ class PlatformConformance(ABC):
 
     @abstractmethod
     async def make_platform(self) -> Platform:
-        """A platform that is not started, for one bot."""
+        """Return a platform that is not started yet, for one bot."""
 
     @abstractmethod
     async def person_sends(self, text: str) -> None:
-        """A person writes to the bot. With the bot's answer, it makes one chat."""
+        """A person writes to the bot. The messages and the bot's answers form one chat."""
 
     @abstractmethod
     async def person_sees(self) -> list[str]:
-        """The texts of the bot that the person sees in that chat, in order, edited ones as they are now."""
+        """The texts of the bot that the person sees in that chat, in order, edited ones in their current form."""
 
     async def person_sees_files(self) -> list[bytes]:
         """The files of the bot that the person sees."""
         pytest.skip("the platform's tests do not say how a person sees files")
 
     async def person_sends_file(self, file: Attachment, text: str) -> None:
-        """A person sends a file, with a text where the platform has one."""
+        """A person sends a file, with a text if the platform supports one."""
         pytest.skip("the platform's tests do not say how a person sends files")
 
     async def break_connection(self) -> None:
@@ -70,8 +70,7 @@ class PlatformConformance(ABC):
         pytest.skip("the platform's tests do not say how a token is withdrawn")
 
     async def limit_rate(self) -> float:
-        """Make the platform's server refuse messages because there were too many; returns the seconds to wait that it
-        names."""
+        """Make the platform's server refuse messages as too many; returns the wait in seconds that it asks for."""
         pytest.skip("the platform's tests do not say how its server limits the rate")
 
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
@@ -102,7 +101,7 @@ class PlatformConformance(ABC):
         asyncio.run(main())
 
     async def chat(self, arrived: list[Incoming], text: str = "hello") -> ChatAddress:
-        """The chat that begins with a person's message."""
+        """The chat that a person's message starts."""
         before = len(arrived)
         await self.person_sends(text)
         await _until(lambda: _true(len(arrived) > before), "the person's message is delivered")

@@ -2,7 +2,7 @@
 
 With some steps of practice it writes well-formed tool calls most of the time, so that rollouts run tools and last
 several turns; its replies do not depend on the question. Invariant: the same seed, sizes and library versions give the
-same tokenizer and weights; nothing is downloaded. Extra: `train` (tokenizers, torch, transformers).
+same tokenizer and weights; nothing is downloaded. It needs the extra `train` (tokenizers, torch, transformers).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VOCABULARY = 1024
-"""Tokens learned from the text, the 256 bytes among them, without the marks."""
+"""The number of tokens learned from the text, including the 256 bytes but not the marks."""
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
 """Marks that are never text."""
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Marks that are one token each, and text."""
+"""Marks that are one token each and count as text."""
 
 _WORDS = (
     "the of a file line lines number name write read list run command test tests error output answer value result is "
@@ -142,7 +142,8 @@ def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: 
 def _row(tokenizer: Tokenizer, texts: Sequence[str], rng: random.Random) -> tuple[list[int], list[int]]:
     """`ids[LENGTH]` and `labels[LENGTH]`: some text, the start of a reply, a reply, padding; only the reply is learned.
 
-    The amount of text must not depend on the reply, or its length could be derived from the distance to the start.
+    The amount of text must not depend on the reply, because otherwise the distance to the start would reveal the
+    reply's length.
     """
     reply = tokenizer.encode(_reply(rng) + TURN_END, add_special_tokens=False).ids
     start = tokenizer.encode(f"{TURN_END}\n{TURN_START}assistant\n", add_special_tokens=False).ids
@@ -179,7 +180,7 @@ class TinyModel:
 def make_tiny(
     out: Path, *, seed: int = 0, hidden: int = 128, layers: int = 3, practice: int = 0, force: bool = False
 ) -> TinyModel:
-    """Make the folder `out`. `practice` is in training steps of some hundredths of a second each.
+    """Make the folder `out`. `practice` is the number of training steps, each some hundredths of a second.
 
     Raises `ConfigError` if the extra is missing, a size is invalid, or `out` is not empty and `force` is not set.
     """

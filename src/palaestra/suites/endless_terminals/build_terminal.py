@@ -1,8 +1,8 @@
 """`palaestra tasks build terminal`: generate terminal tasks from a seed and check each of them.
 
-Each task must pass its triple check in slots. A task that fails, or that needs a program which the slots lack, is
-dropped and reported. So two machines write the same file if their slots have the same programs. Rows are in the order
-of their numbers.
+Each task must pass its triple check in slots. A task that fails, or that needs a program that the slots lack, is
+dropped and reported. So two machines write the same file if their slots have the same programs. Rows are ordered by
+task number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROGRESS = 100
 
 @dataclass(frozen=True, slots=True)
 class TerminalBuild:
-    """The tasks in order, and why others were dropped."""
+    """The tasks in order, and the reasons why others were dropped."""
 
     tasks: tuple[GeneratedTask, ...]
     problems: tuple[str, ...]
@@ -53,7 +53,7 @@ async def build(
     image: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TerminalBuild:
-    """Generate `count` tasks and keep those that pass their check; `parallel` are checked at a time.
+    """Generate `count` tasks and keep those that pass their check, with `parallel` checks at a time.
 
     `image` is the root file system of the slots, None the host's. Raises `ConfigError` for a bad selection,
     `InfraError` if slots fail.
@@ -149,7 +149,7 @@ def command(
 
     async def checked() -> TerminalBuild:
         async with make_pool(HermesAgentEnvConfig()) as pool:
-            # A task under check uses one slot at a time, and soon the next.
+            # A check uses several slots, one after the other.
             at_once = parallel or max(2, 2 * len(os.sched_getaffinity(0)))
             return await build(
                 selection, count, pool, parallel=at_once, image=image, progress=lambda line: click.echo(line, err=True)

@@ -2,7 +2,7 @@
 
 Task `i` of a seed depends only on the seed, `i` and the selected families and levels, so a short file is a prefix of a
 long one. A task of level k has k parts, each in its own directory. A part that can read the output of the previous part
-usually gets it as input.
+usually gets this output as input.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LEVEL_SHARES = (30, 30, 20, 12, 8)
 """The percentage of tasks of level 1, 2, …"""
 
 _FEED_PERCENT = 75
-"""How often a part is drawn from the families that can read the previous part's output."""
+"""The percentage of parts that are drawn from the families that can read the previous part's output."""
 
 _TRIES = 50
 
@@ -207,7 +207,7 @@ def _guard(need: str) -> str:
 
 
 def _script(pieces: Sequence[str]) -> str:
-    """Shell that runs each piece in a subshell in the workspace, and stops at the first failure."""
+    """A shell script that runs each piece in a subshell in the workspace and stops at the first failure."""
     return "".join(f"( set -e\ncd {WORKSPACE}\n{piece.rstrip()}\n) || exit 1\n" for piece in pieces if piece)
 
 

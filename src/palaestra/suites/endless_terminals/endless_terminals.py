@@ -1,7 +1,8 @@
 """Terminal tasks generated from a seed, read from a file of generated tasks, or read from task folders.
 
 Generated tasks are graded by their checks, task folders by their own tests, in a fresh slot over the sealed work. The
-reward is 1.0 if everything holds, else 0.0; for generated tasks the share of checks that hold is recorded.
+reward is 1.0 if every check holds or every test passes, else 0.0. For generated tasks, the share of checks that hold is
+also recorded.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class ResolvedFolder:
 
 @dataclass(frozen=True, slots=True)
 class PreparedFolder:
-    """What the preparation of a folder task found: its toolchain, the tests that must pass, the user's home."""
+    """The result of preparing a folder task: its toolchain, the tests that must pass, the user's home."""
 
     toolchain: Toolchain
     names: frozenset[str]
@@ -117,7 +118,7 @@ class EndlessEnvironment(ContractEnvironment):
         self._prepared: dict[str, PreparedFolder] = {}
 
     async def open(self) -> None:
-        self._roots.check()  # before the run has a folder
+        self._roots.check()  # before the run's folder is made
         await super().open()
 
     def task(self, item: Item, number: int) -> Task:

@@ -43,8 +43,8 @@ class TaskPart:
     """One piece of work. Paths are relative to the workspace.
 
     `ask` contains every detail that `final` checks. `files`, then the shell script `setup`, make the initial state;
-    `initial` checks what the files do not show. `solution` is a shell script that starts in the workspace. `live`: the
-    work is a running process, checked in the agent's own slot.
+    `initial` checks the rest of that state. `solution` is a shell script that starts in the workspace. `live`: the work
+    is a running process, checked in the agent's own slot.
     """
 
     ask: str
@@ -62,7 +62,7 @@ Build: TypeAlias = Callable[[Draw, str, DataFile | None], TaskPart]
 
 
 class UnfitInputError(ValueError):
-    """A family cannot use its input; the part gets files of its own."""
+    """A family cannot use its input; the part gets its own files instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Table:
         return [column.name for column in self.columns if column.kind in kinds]
 
     def at(self, name: str) -> int:
-        """The place of a column."""
+        """The index of a column."""
         return self.names.index(name)
 
     def values(self, name: str) -> list[Value]:
@@ -123,4 +123,4 @@ def write(path, form, names, rows):
             writer.writeheader()
             writer.writerows(rows)
 """
-"""Python for solutions: `read(path, form)` gives a list of dictionaries, `write(path, form, names, rows)` saves one."""
+"""Code for solutions: `read(path, form)` gives a list of dictionaries, `write(path, form, names, rows)` saves it."""

@@ -1,4 +1,4 @@
-"""Task folders of the public recipe: read them, prepare their workspace, and grade with their own tests.
+"""Read task folders of the public recipe, prepare their workspaces, and grade with their own tests.
 
     native   task.json {description, truth, name}, container.def, test_initial_state.py, test_final_state.py
     Harbor   instruction.md, environment/{Dockerfile, task.json, test_initial_state.py}, tests/test_final_state.py,
@@ -7,11 +7,11 @@
 The recipe: "Endless Terminals: Scaling RL Environments for Terminal Agents", arXiv 2601.16443. A container definition
 names a base image and a `%post` script. Here the script runs as a set-up over the local root (or `image`), and the
 tests of the initial state decide whether that suffices. A Dockerfile is built by `suites/images`. A ready root file
-system, `ROOTS/<name of the folder>`, precedes both. `truth` is not read.
+system, `ROOTS/<name of the folder>`, takes precedence over both. `truth` is not read.
 
-The final tests also run once when the workspace is prepared. They must be found then, and must not all pass. Every test
-found then must pass when the agent's work is graded. Tests are in `/tmp` of the slot that runs them, which no layer
-contains, so no agent sees them.
+The final tests also run once when the workspace is prepared. They must be found then, and they must not all pass. Every
+test found then must pass when the agent's work is graded. Tests are in `/tmp` of the slot that runs them, which no
+layer contains, so no agent sees them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _SETUP_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class FolderTask:
-    """One task of a folder. `image` None: the default root, unless `recipe` builds one. `setup` is empty for a ready
-    image."""
+    """One task of a folder. `image` None means the default root, unless `recipe` builds one. `setup` is empty for a
+    ready image."""
 
     id: str
     prompt: str
@@ -142,7 +142,7 @@ def post_script(definition: str, name: str) -> str:
 
 
 def _without_installers(line: str) -> str | None:
-    """A command line without the parts that install; None if nothing is left."""
+    """A command line without the parts that install packages; None if nothing is left."""
     if not _INSTALLERS.match(line.strip()):
         return line
     kept = [part for part in line.strip().split("&&") if not _INSTALLERS.match(part.strip())]
@@ -152,7 +152,7 @@ def _without_installers(line: str) -> str | None:
 def _description(path: Path) -> str:
     try:
         return TypedFields(json.loads(read_text(path)), path.name).required("description")
-    except (ValueError, RecursionError) as error:  # a TaskError, too
+    except (ValueError, RecursionError) as error:  # TaskError is a ValueError
         raise TaskError(f"{path.parent.name}: {error}") from None
 
 
@@ -184,7 +184,7 @@ async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, tim
 
 
 def graded_view(task: FolderTask) -> View:
-    """The part of an agent's change that the tests see: the user's home, the workspace, and what the task names."""
+    """The part of an agent's change that tests see: the user's home, the workspace, and paths that the task names."""
     named = scope_of([task.prompt, task.final_tests, task.solution or ""], HOME).paths
     return View((HOME, *GRADED, *(path for path in named if path != "/")), _SYSTEM)
 
@@ -192,7 +192,7 @@ def graded_view(task: FolderTask) -> View:
 async def score_folder(
     task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
 ) -> Score:
-    """1.0 if all of these tests pass, and rewritten ones only where they must, else 0.0.
+    """1.0 if all of these tests pass and the negative controls find no tampering, else 0.0.
 
     Raises `GraderError` if they did not run.
     """
@@ -220,7 +220,7 @@ async def score_folder(
 async def _find_tampering(
     task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
 ) -> ControlResult:
-    """Whether passing work passes because of its tests. There are no controls on isolation levels without forks."""
+    """Check whether passing work tampered with its tests. Isolation levels without forks have no controls."""
     if slot.rung < Rung.USERNS:
         return ControlResult(None, tuple(sorted(names)))
     controls = Controls({_TEST_FILE: task.final_tests}, sorted(names), (), once=True)

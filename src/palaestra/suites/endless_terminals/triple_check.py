@@ -28,7 +28,7 @@ _TIMEOUT_S = 120.0
 
 
 async def prove(task: GeneratedTask, slots: SlotSource, spec: SlotSpec) -> None:
-    """Raises `TaskError` for the check that failed, `InfraError` if a slot failed."""
+    """Run the three checks. Raises `TaskError` for the one that fails, `InfraError` if a slot fails."""
     async with AsyncExitStack() as stack:
         snapshot = await _prepared(task, slots, spec)
         stack.push_async_callback(slots.forget, snapshot)
@@ -77,7 +77,7 @@ def trivial_attempts(task: GeneratedTask) -> list[tuple[str, str]]:
 
 
 def _put(source: str, paths: Sequence[str]) -> str:
-    """Shell that copies `source` to these paths with few processes, ignoring errors."""
+    """A shell script that copies `source` to these paths with few processes and ignores errors."""
     folders = sorted({posixpath.dirname(path) for path in paths})
     targets = shlex.join(f"./{path}" for path in paths)
     return (

@@ -1,17 +1,18 @@
-"""Negative controls: rewritten tests of which some must fail, to detect work that subverts its tests.
+"""Negative controls detect work that subverts its tests: they run rewritten tests, some of which must fail.
 
-Code under test runs in the process that reports on it, so it can report what it likes. That process therefore holds
-nothing that tells which report earns a reward. Passing work is run against copies of its tests in which every test has
+Code under test runs in the process that reports on it, so it can report what it likes. That process therefore contains
+nothing that shows which report earns a reward. Passing work is run against copies of its tests in which every test has
 a new name and form (`rewritten_tests.py`), and in which some variants are falsified (`negate_test.py`). The right
-variants must pass and the falsified ones must fail; only this side knows which is which. Each round has a workspace and
-a process of its own, and falsifies another assertion of each test.
+variants must pass and the falsified ones must fail; only the host knows which is which. Each round has its own
+workspace and process, and falsifies a different assertion of each test.
 
-A reference solution shows first what can be expected: which tests survive their rewriting, which falsifications make
-them fail, and what honest code does that the audit hook reports. So neither an odd test nor an odd package looks like
-tampering. Without one, only falsifications that are certain count, and half of the right variants must pass.
+First, the controls run over the reference solution. This shows which tests still pass after rewriting, which
+falsifications make them fail, and which alarms of the audit hook honest code raises. So an unusual test or package is
+not mistaken for tampering. Without a reference solution, only certain falsifications count, and half of the right
+variants must pass.
 
-Invariant: a test that earns the reward and has no control is named as uncontrolled. Not covered: work that contains the
-answers to its tests, and code that knows the tests and compares the variants' meaning with them.
+Invariant: a test that earns the reward and has no control is listed as uncontrolled. Not covered: work that contains
+the answers to its tests, and code that knows the tests and recognizes the variants by their meaning.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut
 RunTexts = Callable[[Mapping[str, str], Collection[str]], Awaitable[TestRun]]
 """Runs test files given by path and text in a workspace where no test has run.
 
-Of tests with parameters it may leave out those whose ending (`[...]`) is not among the second argument.
+It may leave out parametrized tests whose ending (`[...]`) is not in the second argument.
 """
 
 
@@ -40,7 +41,7 @@ Of tests with parameters it may leave out those whose ending (`[...]`) is not am
 class Places:
     """Where the tests of a task can run: over the work, a reference solution, and a broken solution.
 
-    `briefly`: over the reference solution, with less time, for changes that may never end.
+    `briefly` runs over the reference solution with a shorter time limit, for changes that may never end.
     """
 
     work: RunTexts
@@ -50,23 +51,23 @@ class Places:
 
 
 class ControlsTimedOut(GraderError):
-    """Right work did not end its tests in time either, so the machine is too slow to judge work that passed them."""
+    """The reference solution timed out too, so the machine is too slow to judge work that passed the tests."""
 
     certain = True
 
 
 _BITS = 6.0
-"""How many bits a forger must guess right, if the tests that earn the reward offer so many."""
+"""How many bits a forger must guess right, if the tests that earn the reward have enough variants."""
 
 _MOST_VARIANTS = 8
-"""How many variants of a test that earns the reward a round has, at most; one of them is right."""
+"""The most variants per round of a test that earns the reward; one of them is right."""
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 3
 _MOST_PARAMETERS = 3
-"""How many parameters of a test that earns nothing are controlled."""
+"""The most parameter sets that are controlled of a test that does not earn the reward."""
 
 _MOST_SITES = 6
-"""How many assertions of a test are tried on the reference solution, at most."""
+"""The most assertions of a test that are tried on the reference solution."""
 
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
 _SOFT = ("sys._getframe", "sys.settrace", "sys.setprofile", "code.__new__", "ctypes.", "object.__setattr__", "changed ")
@@ -74,7 +75,7 @@ _SOFT = ("sys._getframe", "sys.settrace", "sys.setprofile", "code.__new__", "cty
 
 
 def hard_alarm(alarms: Collection[Alarm], expected: Collection[Alarm] | None) -> str | None:
-    """What only tampering does; None if there is nothing. `expected`: the alarms of a reference solution."""
+    """Describe an alarm that only tampering raises, or return None. `expected`: alarms of a reference solution."""
     usual = {alarm.event for alarm in expected or ()}
     for alarm in sorted(alarms):
         soft = alarm.event.startswith(_SOFT)
@@ -96,8 +97,8 @@ class ControlResult:
 class _Test:
     """A test under control.
 
-    `failing` maps each site that works to the node ids it falsifies; None: all of them. `names` are the node ids that
-    pass on the reference solution after rewriting; None: not tried.
+    `failing` maps each site whose falsification works to the node ids that it makes fail (None: all). `names` are the
+    node ids that pass on the reference solution after rewriting (None: not tried).
     """
 
     function: Function
@@ -113,8 +114,8 @@ class Controls:
     """The controls of one task, for any number of rollouts.
 
     `sources` are the test files by path (a single file may have an empty path), and files that they inherit tests from.
-    `earning` and `kept` are the node ids that must pass. `once`: a test has one variant per round, because it may
-    change what it tests. Call `calibrate` before use.
+    `earning` and `kept` are the node ids that must pass. `once` gives each test one variant per round, because a test
+    may change the state that it checks. Call `calibrate` before use.
     """
 
     sources: Mapping[str, str]
@@ -153,7 +154,7 @@ class Controls:
         self._parameters = frozenset(self._drawn_parameters())
 
     def _drawn_parameters(self) -> Iterator[str]:
-        """All parameters of tests that earn, and some of each other test."""
+        """All parameters of tests that earn the reward, and some of each other test."""
         yield from (_parameters_of(name) for name in self.earning)
         others: dict[str, list[str]] = {}
         for name in self.kept:
@@ -164,10 +165,10 @@ class Controls:
     async def calibrate(
         self, reference: RunTexts | None, broken: RunTexts | None = None, *, briefly: RunTexts | None = None
     ) -> None:
-        """Find out what rewriting and falsifying do to a right solution; without one, assume what is certain.
+        """Learn how the reference solution fares on rewritten tests; without one, use the certain sites only.
 
-        Tests that nothing falsifies run over a broken solution, if there is one, and must fail there. Raises
-        `ControlsTimedOut` if the machine is too slow to find out.
+        Tests without a working falsification run over a broken solution, if there is one, and must fail there. Raises
+        `ControlsTimedOut` if the reference solution times out.
         """
         await self._try_sites(reference, briefly or reference)
         if broken is None or not self.uncontrolled:
@@ -193,18 +194,18 @@ class Controls:
             raise ControlsTimedOut("the reference solution did not end its rewritten tests in time")
 
     def _trial(self, certain: bool) -> RewrittenTests:
-        """Every test once as it is, and once for each of its sites: a change of an uncertain one may never end."""
+        """Every test once unchanged, and falsified at one site each. `certain` omits sites that may never end."""
         chosen: dict[TestPlace, list[Mapping[int, Falsification]]] = {}
         for place, test in self._tests.items():
             sites = [(number, site) for number, site in enumerate(test.sites) if site.certain or not certain]
-            if not test.earns:  # it only has to go on passing: one site is enough
+            if not test.earns:  # it only has to keep passing: one site is enough
                 sites = sorted(sites, key=lambda each: not each[1].certain)[:1]
             drawn = self._random.sample(sites, min(len(sites), _MOST_SITES))
             chosen[place] = [{}, *({number: self._random.choice(site.alternatives)} for number, site in drawn)]
         return rewrite(self._trees, chosen, self._random, moved=self._moved)
 
     def _learn(self, copy: RewrittenTests, run: TestRun) -> bool:
-        """Keep what works. Returns whether nearly all right variants passed."""
+        """Record which falsifications work. Returns whether nearly all right variants passed."""
         self.expected = frozenset(run.alarms) | (self.expected or frozenset())
         passed: dict[TestPlace, set[str]] = {place: set() for place in self._tests}
         failed: dict[TestPlace, dict[int, set[str]]] = {place: {} for place in self._tests}
@@ -222,7 +223,7 @@ class Controls:
         return run.complete and len(names.intersection(judged)) >= 0.9 * len(judged)
 
     def _reported(self, copy: RewrittenTests, run: TestRun) -> list[tuple[_Seen, str, Status]]:
-        """Every named test of every variant with its status; one that was not reported is missing."""
+        """Every named test of every variant with its status; a test that was not reported is `MISSING`."""
         found: dict[tuple[str, str], Status] = {}
         for node_id, status in run.statuses.items():
             origin = copy.origin(node_id)
@@ -252,7 +253,7 @@ class Controls:
 
     @property
     def uncontrolled(self) -> tuple[str, ...]:
-        """The tests that earn the reward, that no falsification covers, and that a broken solution does not fail."""
+        """The tests that earn the reward although no falsification and no broken solution makes them fail."""
 
         def covered(name: str) -> bool:
             return name in self._detecting or any(
@@ -285,7 +286,7 @@ class Controls:
         return ControlResult(None, self.uncontrolled)
 
     async def _again(self, copy: RewrittenTests, work: RunTexts, reference: RunTexts | None) -> TestRun:
-        """The run of a round that timed out, repeated if the reference solution ends the same tests in time.
+        """Repeat a round that timed out, if the reference solution finishes the same tests in time.
 
         Raises `ControlsTimedOut` if it does not, and `TestsTimedOut` without a reference solution.
         """
@@ -296,7 +297,7 @@ class Controls:
         return await work(copy.texts, self._parameters)
 
     def _round(self, number: int) -> RewrittenTests:
-        """One copy: a test that earns has a right variant and falsified ones, another test has either."""
+        """The tests of one round: those that earn have right and falsified variants, others have one of either kind."""
         chosen: dict[TestPlace, Sequence[Mapping[int, Falsification]]] = {}
         for place, test in self._tests.items():
             variants = self._variants(test, number)
@@ -309,8 +310,8 @@ class Controls:
     def _variants(self, test: _Test, number: int) -> list[Mapping[int, Falsification]]:
         """The right variant and the falsified ones: every combination of the values of some sites.
 
-        So no value of a site is more frequent than another, which would give the right one away. Each round begins at
-        another site.
+        So every value of a site is equally frequent, and its frequency does not give the right one away. Each round
+        begins at a different site.
         """
         found: list[Mapping[int, Falsification]] = [{}]
         sites = sorted(test.failing)
@@ -326,7 +327,7 @@ class Controls:
     async def _judge(
         self, copy: RewrittenTests, run: TestRun, work: RunTexts, reference: RunTexts | None
     ) -> str | None:
-        """Why a round shows tampering, or None. What the reference solution does as well is no sign of it."""
+        """Why a round shows tampering, or None. Outcomes that the reference solution shares do not count."""
         odd = self._odd(copy, run)
         if not odd:
             return None
@@ -344,7 +345,7 @@ class Controls:
         return self._explained(odd, run)
 
     def _odd(self, copy: RewrittenTests, run: TestRun) -> frozenset[_Odd]:
-        """The named tests whose status is not the one of right work."""
+        """The named tests whose status differs from that of right work."""
         found = set()
         for seen, name, status in self._reported(copy, run):
             failing = self._tests[seen.place].failing
@@ -370,7 +371,7 @@ class Controls:
 
 
 class TaskControls:
-    """The controls of an environment's tasks. Those of a task are made once, by the first work that passes."""
+    """The controls of an environment's tasks. Those of a task are made once, when its first work passes."""
 
     def __init__(self) -> None:
         self._made: dict[str, Controls] = {}
@@ -379,7 +380,7 @@ class TaskControls:
     async def check(
         self, task_id: str, run: TestRun, make: Callable[[], Awaitable[Controls]], places: Places
     ) -> ControlResult:
-        """Whether work passes because of its tests; `run` is its passing run. Raises what the arguments raise."""
+        """Check whether work tampered with its tests; `run` is its passing run. Raises what the arguments raise."""
         async with self._making.setdefault(task_id, asyncio.Lock()):
             if task_id not in self._made:
                 made = await make()

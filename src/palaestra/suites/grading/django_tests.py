@@ -1,6 +1,6 @@
-"""Run tests of Django's own suite, which has a runner of its own (`tests/runtests.py`), and report each by its names.
+"""Run tests of Django's own suite with its runner (`tests/runtests.py`), and report each test under all its names.
 
-Rows name a test as the runner prints it: `test_a (module.Class)`, also with the method behind the class as Python 3.11
+Rows name a test as the runner prints it: `test_a (module.Class)`, also with the method after the class, as Python 3.11
 and newer print it, or by the first line of its docstring. Source: `parse_log_django` of `swebench.harness.log_parsers`.
 """
 
@@ -19,7 +19,7 @@ _SCRIPT = "tests/runtests.py"
 async def run_django(
     slot: Slot, toolchain: Toolchain, repo_dir: str, files: Sequence[str], names: Sequence[str], *, timeout_s: float
 ) -> TestRun:
-    """Run the modules of these test files, and give the status of each name and of each node id that ran.
+    """Run the modules of these test files, and return the status of each name and of each node id that ran.
 
     Raises `GraderError`.
     """

@@ -2,9 +2,10 @@
 
 Until the `start` record no code of the workspace has run, so a missing `start` is the grader's fault, not the agent's.
 
-Invariant: the harness holds no secret. It gets files to run, and neither names nor a key; what its records mean is
-decided here. Its memory contains a bait that looks like such a key: a record that carries it proves a search. Not
-covered: code under test shares the process of the harness and can write records; see `controls.py`.
+Invariant: the harness holds no secret. It gets the files to run, but neither test names nor a key; this module
+interprets its records. Its memory contains a bait that looks like a key: a record with the bait proves that code
+searched for one. Not covered: code under test shares the process of the harness and can write records; see
+`controls.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from palaestra.sandbox.slot import ExecutionResult, Slot
 
 @dataclass(frozen=True, slots=True, order=True)
 class Alarm:
-    """What the audit hook reported: the event, and the file below the root that caused it (empty: unknown)."""
+    """A report of the audit hook: the event, and the file below the root that caused it (empty: unknown)."""
 
     event: str
     path: str = ""
@@ -82,7 +83,7 @@ def read_records(data: bytes) -> list[Mapping[str, JSON]]:
 
 
 def alarms_in(records: Sequence[Mapping[str, JSON]]) -> frozenset[Alarm]:
-    """What the records show of tampering: the alarms of the audit hook, and records of another writer."""
+    """The signs of tampering in the records: alarms of the audit hook, and records of another writer."""
     found = {
         Alarm(str(record.get("event")), str(record.get("path", ""))) for record in records if record["kind"] == "alarm"
     }

@@ -1,11 +1,11 @@
 """Find changes to a test that make it fail although the code under test is right. Does no I/O.
 
-Each assertion of a test is a *site*. Its alternatives are small: an expected constant becomes another one, a comparison
-or an assertion method becomes its opposite, an expected exception becomes another. A test without such a site has sites
-in the arguments of its calls, in any constant, and at its end, where a false assertion can be added.
+Each assertion of a test is a *site*. Its alternatives are small changes: an expected constant or exception becomes a
+different one, a comparison or an assertion method becomes its opposite. A test without such a site has sites in the
+arguments of its calls, in any constant, and at its end, where a false assertion can be added.
 
-A site is *certain* if a test that reaches its end has evaluated it. Other sites, in branches, in loops or in helper
-calls, may change nothing: try them on a reference solution before you rely on them.
+A site is *certain* if every run that reaches the end of the test evaluates it. Other sites, in branches, in loops or in
+helper calls, may change nothing: try them on a reference solution before you rely on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeGuard
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MOST_ALTERNATIVES = 3
-"""How many values besides the right one a site offers, at most."""
+"""The most values that a site offers besides the right one."""
 
 _OPPOSITE: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -64,7 +64,7 @@ class Falsification:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One place of a test, with the changes of which any single one makes the test fail."""
+    """One place of a test, with changes that each make the test fail."""
 
     alternatives: tuple[Falsification, ...]
     certain: bool
@@ -89,7 +89,7 @@ def _is_fixture(function: Function) -> bool:
 
 
 def find_sites(function: Function, random: Random) -> list[Site]:
-    """The sites of a test in the order of its text, always the same ones; `random` draws the new values."""
+    """The sites of a test in source order, always the same sites; `random` draws the new values."""
     certain = {id(node) for node in _certain(function.body)}
     found = []
     for node in _walk(function.body):
@@ -165,7 +165,7 @@ def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
-    """Different other values of a constant. The right value is as likely as each of them to have its place in order."""
+    """Other values of a constant. The right value has a random rank among them, so its rank does not show it."""
     value, found = node.value, list[object]()
     if isinstance(value, bool):
         found.append(not value)
@@ -179,7 +179,7 @@ def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
 
 
 def _other_integers(value: int, random: Random) -> list[int]:
-    """Integers around a value that is at a random place among them; none is negative unless the value is."""
+    """Integers around the value, which has a random rank among them; none is negative unless the value is."""
     places = [0]
     for _ in range(MOST_ALTERNATIVES):
         places.append(places[-1] + random.choice((1, 2)))
@@ -188,7 +188,7 @@ def _other_integers(value: int, random: Random) -> list[int]:
 
 
 def _other_floats(value: float, random: Random) -> list[float]:
-    """Floats with as many digits, each about half or twice the next; the value is at a random place among them."""
+    """Floats with as many digits, two to three times apart; the value has a random rank among them."""
     digits = len(repr(value).partition("e")[0].replace(".", "").strip("-0")) or 1
     found: list[float] = []
     below = random.randrange(MOST_ALTERNATIVES + 1)
@@ -201,7 +201,7 @@ def _other_floats(value: float, random: Random) -> list[float]:
 
 
 def _shifted(value: str, random: Random) -> list[str]:
-    """The string with another letter or digit at one place: elsewhere each would show the right letter."""
+    """Strings that differ from the value at one common place: several places would reveal the right letters."""
     index = random.choice([index for index, each in enumerate(value) if each.isascii() and each.isalnum()])
     kinds = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     others = next(kind for kind in kinds if value[index] in kind).replace(value[index], "")
@@ -243,7 +243,7 @@ def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
 
 
 def _boxed(value: ast.expr) -> list[ast.expr]:
-    """A list and a tuple that contain the value, and that no code returns."""
+    """A list and a tuple that contain the value; code under test returns neither."""
     parts = [value, ast.Constant(...)]
     return [ast.List(parts, ast.Load()), ast.Tuple(parts, ast.Load())]
 
@@ -274,7 +274,7 @@ def _in_calls(function: Function, random: Random) -> list[Site]:
 
 
 def _at_end(function: Function, random: Random) -> list[Site]:
-    """An assertion after the last statement that does not hold; true ones stand in every variant."""
+    """A false assertion after the last statement; every variant contains true ones."""
     if any(map(_leaves, function.body)):
         return []
     numbers = random.sample(range(1000), MOST_ALTERNATIVES + 1)

@@ -1,4 +1,4 @@
-"""Edit a Python source at the places of its syntax nodes. Does no I/O."""
+"""Edit Python source text at its syntax nodes. Does no I/O."""
 
 from __future__ import annotations
 

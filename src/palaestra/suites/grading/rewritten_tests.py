@@ -1,11 +1,11 @@
 """Rewrite test files so that knowing their source does not help: variants of every test under random names.
 
-A variant means what the test means, except where it is falsified (`negate_test.py`). Variants stand in random order at
+A variant means the same as its test, except where it is falsified (`negate_test.py`). Variants stand in random order at
 the end of their module or class. Their constants come from an encoded table, their local variables have random names,
 and their assertions are written in another form. So neither a hash nor a name tells which test a variant is, and a
 falsified variant looks like any other. Does no I/O.
 
-Not covered: code that runs the variants and compares what they mean with tests that it knows.
+Not covered: code that runs the variants and compares their meaning with tests that it knows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from palaestra.suites.grading.negate_test import Falsification, Function, compar
 from palaestra.suites.grading.python_source import ParsedSource, SourceEdit, apply_edits
 
 TAMPERED = "EqualsEverything"
-"""The exception of a watched comparison with an object that equals everything."""
+"""The exception that a watched comparison raises for an object that equals everything."""
 
 _LETTERS = "bcdfghjkmnpqrstvwxz"
 _WATCH = f"""
@@ -60,7 +60,7 @@ class TestPlace:
 
 
 Choice = Mapping[TestPlace, Sequence[Mapping[int, Falsification]]]
-"""The variants to write of each test: what to change at which site, nothing for one that means the same."""
+"""For each test, the variants to write: the change at each falsified site, or nothing for one that means the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def parse(source: str) -> ast.Module | None:
 
 
 def named_tests(path: str, tree: ast.Module, names: Collection[str]) -> dict[TestPlace, Function]:
-    """The test functions of a file that node ids name, inherited ones included; of two with one name the later."""
+    """The test functions of a file that node ids name, also inherited ones; the last if several have one name."""
     wanted = {name.partition("[")[0].rpartition("::")[2] for name in names if not path or name.startswith(f"{path}::")}
     return {
         TestPlace(path, owner, function.name): function
@@ -114,9 +114,9 @@ def names_used(tree: ast.Module) -> set[str]:
 
 
 def without_tests(source: str, named: Collection[str], *, keep: bool) -> str:
-    """The source with (`keep`) or without the named tests (`Class::test`); without the others or with them.
+    """The source with only the named tests (`Class::test`) if `keep`, else with all others.
 
-    A removed test is replaced by `pass`, and with `keep` the other lines keep their numbers. A test stays if another
+    A removed test is replaced by `pass`. With `keep`, the other lines keep their numbers, and a test stays if another
     part of the file refers to it.
     """
     parsed = ParsedSource(source)
@@ -139,10 +139,10 @@ def rewrite(
     watched: bool = False,
     moved: bool = True,
 ) -> RewrittenTests:
-    """Write every chosen test in its variants.
+    """Write the variants of every chosen test.
 
-    Falsifications refer to nodes of `trees`, which stay as they are. Tests that are not chosen are left out. `watched`:
-    watch compared values. `moved`: put tests at the end of their module or class.
+    Falsifications refer to nodes of `trees`, which stay unchanged. Tests that are not chosen are left out. `watched`
+    watches compared values. `moved` puts tests at the end of their module or class.
     """
     texts: dict[str, str] = {}
     variants: dict[str, Variant] = {}
@@ -307,7 +307,7 @@ class _Restyle(ast.NodeTransformer):
 
 
 def _rename_locals(function: Function, fresh: Callable[[str], str]) -> None:
-    """Give local variables other names, where nothing but plain names refers to them."""
+    """Give local variables other names, where only plain names refer to them."""
     fixed: set[str | None] = set()
     stored: set[str] = set()
     for node in ast.walk(function):

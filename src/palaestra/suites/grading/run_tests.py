@@ -2,8 +2,8 @@
 
 Every named test gets a status; one that was not reported is `MISSING` and counts as not passed. If pytest starts but
 does not end its session (a crash, `os._exit`, a timeout, a broken import in a conftest), a canary test of our own runs
-in the same slot. If the canary passes, the workspace silenced its own tests, and they failed. If it does not, the slot
-is broken: `GraderError`.
+in the same slot. If the canary passes, the workspace silenced its own tests, and they count as failed. If it does not,
+the slot is broken, which raises `GraderError`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CANARY = "def test_canary():\n    assert 1 + 1 == 2\n"
 
 
 class TestsTimedOut(GraderError):
-    """A test session did not end in time. Whether the work or a slow machine is the cause, another session shows."""
+    """A test session did not end in time. Another session shows whether the work or a slow machine is the cause."""
 
     __test__: ClassVar[bool] = False  # pytest: not a test class
 
@@ -58,9 +58,9 @@ class Status(StrEnum):
     ERROR = "error"
     SKIPPED = "skipped"
     XFAILED = "xfailed"
-    """It carries the mark `xfail`, and failed."""
+    """The test is marked `xfail` and failed."""
     XFAIL_CALLED = "xfail called"
-    """It, or the code under test, called `pytest.xfail`."""
+    """The test, or the code under test, called `pytest.xfail`."""
     XPASSED = "xpassed"
     MISSING = "missing"
 
@@ -96,7 +96,7 @@ class TestRun:
     """One run of pytest. `complete`: pytest ended its session by itself, after a report on each collected test.
 
     `alarms` are what the audit hook reported, `output` is what pytest printed. `known_as` are further names of tests,
-    as another runner than pytest prints them.
+    as a runner other than pytest prints them.
     """
 
     __test__: ClassVar[bool] = False  # pytest: not a test class
@@ -113,7 +113,7 @@ class TestRun:
     known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def check_ended(self, what: str) -> None:
-        """Raises `TestsTimedOut` if the time limit ended the session: a run that was cut off judges nothing."""
+        """Raises `TestsTimedOut` if the time limit ended the session, because such a run gives no verdict."""
         if self.timed_out:
             raise TestsTimedOut(f"{what}: its tests timed out:\n{self.output[-1500:]}")
 
@@ -127,8 +127,8 @@ async def run_tests(
 ) -> TestRun:
     """Run the files of these tests and return the status of each; node ids may have any length and any characters.
 
-    The process that runs them is not given the names. Raises `GraderError` if the harness or the slot failed rather
-    than the tests.
+    The process that runs the tests does not get their names. Raises `GraderError` if the harness or the slot failed
+    rather than the tests.
     """
     files = sorted({node_id.split("::", 1)[0] for node_id in node_ids})
     run = await run_files(slot, toolchain, repo_dir, files, timeout_s=timeout_s)
@@ -147,7 +147,7 @@ async def run_files(
 ) -> TestRun:
     """Run all tests of these files or directories. Raises `GraderError` as `run_tests` does.
 
-    `parameters`: of tests with parameters run only these (`[...]`), and describe no failure.
+    `parameters` are the endings (`[...]`) of the parametrized tests to run; failures are then not described.
     """
     run = await _pytest(slot, toolchain, repo_dir, files, timeout_s, parameters)
     if not run.complete:
@@ -199,7 +199,7 @@ async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
 
 
 def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> TestRun:
-    """The test run that the records of one command describe; it may have started pytest several times."""
+    """The test run that the records of one command describe; the command may have started pytest several times."""
     phases: dict[str, list[Mapping[str, JSON]]] = {}
     for record in records:
         if record["kind"] == "test":

@@ -1,10 +1,10 @@
-"""What tests run with: an interpreter, pytest, and the packages that the tests import besides the repository.
+"""The toolchain of tests: an interpreter, pytest, and the packages that tests import besides the repository.
 
 `DependencyCache` installs pinned requirements once on the host, into a folder named by its content. Slots mount it
 read-only, so no rollout can change it. `install_editable` makes a virtual environment with the repository in it, inside
 the preparation slot and outside the repository, for rows of the public data sets.
 
-Invariant: nothing of a repository is executed on the host. Host installs take wheels only.
+Invariant: nothing of a repository is executed on the host. Installs on the host use wheels only.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SYSTEM = ("/usr", "/bin", "/lib")
 class Install:
     """What the tests of a repository need.
 
-    `requirements` are pinned and mounted read-only (for `editable`: what pip accepts, `.[extra]` of the repository, and
-    `-rFILE` inside it); `python_path` are importable directories of the repository;
-    `pytest_args` precede the tests. `editable` asks for a virtual environment with the repository installed in it, made
-    once per commit: the way rows of the public data sets run.
+    `requirements` are pinned and mounted read-only (with `editable`: any requirement of pip, `.[extra]` of the
+    repository, and `-rFILE` inside it); `python_path` are importable directories of the repository; `pytest_args`
+    precede the tests. `editable` asks for a virtual environment with the repository installed in it, made once per
+    commit; rows of the public data sets run this way.
     """
 
     requirements: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Install:
 
     @classmethod
     def parse(cls, raw: JSON) -> Install:
-        """From the decoded `install` column of a row; None is the default of public rows. Raises `TaskError`."""
+        """Parse the decoded `install` column of a row; None gives the default of public rows. Raises `TaskError`."""
         if raw is None:
             return cls(editable=True)
         if not isinstance(raw, Mapping) or set(raw) - {"requirements", "python_path", "pytest_args", "editable"}:
@@ -118,7 +118,7 @@ class DependencyCache:
         self._timeout_s = timeout_s
 
     async def toolchain(self, install: Install, *, closed: bool = True) -> Toolchain:
-        """Install once, then reuse. `closed`: install only the requirements, not what they depend on.
+        """Install once, then reuse. `closed` installs the requirements without their dependencies.
 
         Raises `PrepareError` with the end of the installer's output.
         """
@@ -187,7 +187,7 @@ async def install_editable(
 
 
 def venv_toolchain(install: Install, mounts: tuple[Mount, ...] | None = None) -> Toolchain:
-    """How tests start in a slot over a snapshot in which `install_editable` ran."""
+    """The toolchain of a slot over a snapshot in which `install_editable` ran."""
     return Toolchain(
         command=(f"{VENV_DIR}/bin/python", "-s", "-B"),
         mounts=interpreter()[1] if mounts is None else mounts,

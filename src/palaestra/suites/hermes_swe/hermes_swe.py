@@ -1,6 +1,6 @@
 """Write or fix small programs, checked by hidden tests.
 
-A task is a prompt, some files, and tests that are neither in the prompt nor in a slot of the agent. They run over the
+A task is a prompt, some files, and tests that are neither in the prompt nor in the agent's slot. They run over the
 sealed work with an interpreter that the agent cannot change. The reward is 1.0 if every test passes, else 0.0.
 """
 
@@ -86,7 +86,7 @@ class HermesSweEnvironment(ContractEnvironment):
         return True
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
-        """Check the task in a fork: its tests fail at first and pass on the reference solution.
+        """Check the task in a fork: its tests must fail at first and pass on the reference solution.
 
         Grading needs forks, too, so an isolation level without forks fails here, before any model call.
         """
@@ -132,7 +132,7 @@ class HermesSweEnvironment(ContractEnvironment):
         return Score(float(not errors and controls.tampering is None), metrics, detail)
 
     async def _control(self, slot: Slot, item: ProgrammingTask, run: TestRun) -> ControlResult:
-        """Whether passing work passes because of its tests."""
+        """Check whether passing work tampered with its tests."""
 
         async def on_work(texts: Mapping[str, str], _: object) -> TestRun:
             async with slot.fork() as fork:

@@ -14,7 +14,7 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 async def start_in(slot: Slot, workdir: str, *folders: str) -> None:
     """Make `workdir` the directory of an agent's commands and relative paths, and create further folders.
 
-    WORKSPACE becomes a link to it. Raises `PrepareError`.
+    WORKSPACE becomes a link to `workdir`. Raises `PrepareError`.
     """
     start = 'mkdir -p "$@" && { [ "$1" -ef %s ] || { rm -rf %s && ln -s "$1" %s; }; }'
     script = start.replace("%s", WORKSPACE)
@@ -23,7 +23,7 @@ async def start_in(slot: Slot, workdir: str, *folders: str) -> None:
 
 
 def tools_of_user(rollout: Rollout, user: str, slot: Callable[[], Awaitable[Slot]], about: str) -> ToolRuntime | None:
-    """Tools that run calls as the image's user; None for root, for whom the rollout's own tools work.
+    """Tools that run calls as the image's user; None for root, who uses the rollout's own tools.
 
     `about` is the agent's task.
     """

@@ -38,7 +38,7 @@ def as_user(argv: Sequence[str], user: str | None) -> list[str]:
     if is_root(user):
         return list(argv)
     name, _, group = (user or "").partition(":")
-    if group or name.isdigit():  # a number need not be an account, which --init-groups needs
+    if group or name.isdigit():  # --init-groups needs an account, which a number may lack
         return ["setpriv", f"--reuid={name}", f"--regid={group or name}", "--clear-groups", "--", *argv]
     script = f'exec setpriv --reuid={shlex.quote(name)} --regid="$(id -g {shlex.quote(name)})" --init-groups -- "$@"'
     return ["/bin/sh", "-c", script, "setpriv", *argv]

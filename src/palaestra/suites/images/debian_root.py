@@ -1,8 +1,8 @@
-"""`palaestra images`: make root file systems of Debian and Ubuntu without a container tool, and list what is there.
+"""`palaestra images`: make root file systems of Debian and Ubuntu without a container tool, and list them.
 
 `mmdebstrap` (any user with user namespaces) or `debootstrap` (root) downloads the packages and verifies their
-signatures. A root is `NAME.tar` in the folder of roots, next to `NAME.json`, which `base_image`, `image_dir` and
-`images` of the terminal environments take.
+signatures. A root is `NAME.tar` in the folder of roots, next to `NAME.json`; the settings `base_image`, `image_dir` and
+`images` of the terminal environments take it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def make_root(
 ) -> Path:
     """Make the root of a release with further packages in `folder`, and return its tar file.
 
-    `verify`: check the signatures of the release with `keyring`, or the one of its package on this machine.
+    `verify` checks the signatures of the release with `keyring`, by default the installed keyring of its distribution.
     Raises `ConfigError` for an unknown release, `ImageError` if no tool is installed or the tool fails.
     """
     if name not in RELEASES:
@@ -98,7 +98,7 @@ async def make_root(
 
 
 def _commands(release: Release, tar: Path, include: Sequence[str], mirror: str, key: str | None) -> list[list[str]]:
-    """The commands that write the tar file, with the first tool that is installed; no `key`: nothing is verified."""
+    """The commands that write the tar file, using the first installed tool; without `key`, nothing is verified."""
     options = ["--variant=minbase", *([f"--include={','.join(include)}"] if include else [])]
     if shutil.which("mmdebstrap"):
         options += [f"--keyring={key}"] if key else []

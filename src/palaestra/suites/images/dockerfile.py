@@ -64,7 +64,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class ImageRecipe:
-    """What to build a task's root file system from: a Dockerfile in the task's folder, or the name of an image."""
+    """The source of a task's root file system: a Dockerfile in the task's folder, or the name of an image."""
 
     folder: Path
     dockerfile: Path | None = None

@@ -39,7 +39,7 @@ class ImageBuilder:
     """Builds the root file system of each task once. Safe across processes.
 
     `tool` is a command line (`docker -H unix:///run/other.sock`); empty: the first tool that answers. `network`:
-    whether RUN lines reach the network. `force`: build again what is in the cache.
+    whether RUN lines reach the network. `force` rebuilds cached roots.
     """
 
     def __init__(self, folder: Path, *, tool: str = "", network: bool = True, force: bool = False) -> None:
@@ -144,7 +144,7 @@ async def _export(tool: list[str], image: str, archive: Path) -> ImageConfig:
 
 
 def _reason(text: str) -> str:
-    """The line of a tool's output that names the error: `docker info` prints its own facts around it."""
+    """The line of a tool's output that names the error: `docker info` prints other facts around it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search("cannot|error|denied|refused|failed", line, re.IGNORECASE)]
     return (errors or lines or ["it printed nothing"])[0][:200]

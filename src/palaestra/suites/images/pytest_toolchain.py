@@ -1,8 +1,8 @@
 """pytest for verifiers: the interpreter of the image with its packages, and our pytest, mounted read-only.
 
-Tests may import what the image installed, so its own `python3` runs them where the agent cannot have changed it: a
-system interpreter in a sealed view (`rollouts/grading/tampering.py`). It starts without `site`, so that no start-up
-file runs; the directories that `site` finds before the agent begins are added after our packages.
+Tests may import packages of the image, so its own `python3` runs them if the agent cannot have changed it, that is, if
+it is a system interpreter in a sealed view (`rollouts/grading/tampering.py`). It starts without `site`, so that no
+start-up file runs; the directories that `site` finds before the agent begins are added after our packages.
 
 Otherwise an interpreter of this machine runs them. It is mounted at its own path, with the libraries that it loads but
 without the C library. If it cannot run in an image either (another C library, or an interpreter in this
@@ -41,7 +41,7 @@ _TRIAL = "import sys, json, _pytest.config; sys.exit(sys.version_info < (3, 9))"
 
 @dataclass(frozen=True, slots=True)
 class TestTools:
-    """How pytest starts. `commands` are tried in order; none: the script does not use pytest.
+    """How pytest starts. `commands` are tried in order; they are empty if the script does not use pytest.
 
     The slot's spec must contain `mounts`.
     """
@@ -116,7 +116,7 @@ print(json.dumps([os.path.realpath(sys.executable), own]))
 async def image_command(slot: Slot, tools: TestTools) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """How the image's own interpreter starts, and the directories of its packages; None if it cannot run the tests.
 
-    The slot must not have been an agent's.
+    No agent may have used the slot before.
     """
     for python in _IMAGE_PYTHONS if tools.commands else ():
         trial = [python, "-s", "-B", "-c", _OWN, json.dumps(list(tools.dependencies))]
@@ -125,7 +125,7 @@ async def image_command(slot: Slot, tools: TestTools) -> tuple[tuple[str, ...], 
             executable, packages = json.loads(result.output.splitlines()[-1]) if result.success else ("", ())
         except (ValueError, IndexError):
             continue
-        if executable.startswith("/usr/"):  # among the programs that are shown as before the agent
+        if executable.startswith("/usr/"):  # graders see these programs as they were before the agent
             return _started(executable), tuple(packages)
     return None
 

@@ -1,7 +1,7 @@
 """Choose the root file system of a task's slots, with the configuration of its commands.
 
-In this order: the path that a setting gives for the task; the task's name in a folder of ready root file systems; its
-Dockerfile built in a slot over a given base; an image that a container tool builds and exports.
+The sources are, in this order: the path that a setting gives for the task; the task's name in a folder of ready root
+file systems; its Dockerfile built in a slot over a given base; an image that a container tool builds and exports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENDINGS = ("", ".tar", ".tar.gz", ".tar.xz")
 
 @dataclass(frozen=True, slots=True)
 class TaskRoot:
-    """What slots are made from. `image` None: the allow-listed directories of the host.
+    """The root of a task's slots. `image` None means the allow-listed directories of the host.
 
     `build_key` is the cache key of a Dockerfile that must still be built over `image`.
     """
@@ -36,7 +36,7 @@ class TaskRoot:
 
 @dataclass(frozen=True, slots=True)
 class TaskRoots:
-    """Chooses roots by the settings of a run. `images` maps names of tasks to paths."""
+    """Chooses root file systems according to the settings of a run. `images` maps names of tasks to paths."""
 
     builder: ImageBuilder
     images: Mapping[str, str]
@@ -85,7 +85,7 @@ class TaskRoots:
 
 
 def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
-    """From the JSON file next to a ready root, else from the task's Dockerfile if that has one stage."""
+    """The configuration in the JSON file next to a ready root, else in the task's Dockerfile if that has one stage."""
     beside = image.with_name(f"{image.name.removesuffix('.tar')}.json")
     if beside.is_file() or recipe.dockerfile is None:
         return read_config(image)

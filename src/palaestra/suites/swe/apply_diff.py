@@ -76,7 +76,7 @@ class TextReplacement:
 def replacements(file: FileDiff, before: str) -> tuple[TextReplacement, ...]:
     """The hunks of a changed file as replacements to make in this order.
 
-    Each `old_text` is extended by lines around it until it occurs exactly once in the text at its turn.
+    Each `old_text` is extended by lines around it until it occurs exactly once in the text that it changes.
     """
     found = []
     text = before
@@ -132,7 +132,7 @@ def _file_steps(file: FileDiff, texts: Mapping[str, str], repo_dir: str) -> list
 
 
 def _writing(path: str, data: bytes) -> list[ToolStep]:
-    """Commands that write any bytes."""
+    """Terminal calls that write a file with any bytes."""
     folder, quoted, encoded = shlex.quote(path.rpartition("/")[0]), shlex.quote(path), b64encode(data).decode()
     pieces = [encoded[start : start + _PIECE] for start in range(0, len(encoded), _PIECE)]
     first = ToolStep("terminal", {"command": f"mkdir -p -- {folder} && : > {quoted}"})
@@ -141,7 +141,7 @@ def _writing(path: str, data: bytes) -> list[ToolStep]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether no surrogate escape stands for another byte, which a tool call cannot contain."""
+    """Whether the text has no surrogate escapes, which a tool call cannot contain."""
     return not any("\ud800" <= each <= "\udfff" for each in text)
 
 

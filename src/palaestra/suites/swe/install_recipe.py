@@ -1,12 +1,12 @@
-"""What a published row says about its installation, in the schemas of several data sets.
+"""Read the installation of a published row, in the schemas of several data sets.
 
-- `install`: an object of ours, see `Install`; as text, the commands of which the `pip install` lines count.
+- `install`: our own object, see `Install`; or text with commands, of which only the `pip install` lines count.
 - `install_config` with `pip_packages`, `reqs_path`, `install`, `env_vars` (SWE-rebench), or with `install`, `test_cmd`
-  and `log_parser` (SWE-rebench V2). Commands that are not `pip install` lines are left out: an image has run them.
+  and `log_parser` (SWE-rebench V2). Commands that are not `pip install` lines are left out: the image has run them.
 - `eval_script` (SWE-bench 5): its `pip install` lines.
 - `requirements` (SWE-rebench): a list, or the text of a requirements file.
 
-Invariant: nothing of a row becomes a command. Only requirements are taken from it, and they are passed to pip as words.
+Invariant: no text of a row is run as a command. Only its requirements are used, as separate arguments of pip.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def install_of(row: RowFields) -> Install:
             raise TaskError("column 'install_config' must be an object")
         found += _of_recipe(recipe)
     found += pip_requirements(row.optional("eval_script"))
-    if recipe is None:  # else this is what its installation resolved to, for another Python
+    if recipe is None:  # with a recipe, the column has resolved versions for another Python
         found += [name for line in _lines(row.values.get("requirements")) if (name := _requirement(line))]
     return Install(requirements=tuple(dict.fromkeys(found)), editable=True)
 
 
 def pip_requirements(script: str) -> list[str]:
-    """What the `pip install` commands of a script install: requirements, `.[extra]` and `-r FILE`."""
+    """The packages that a script's `pip install` commands name: requirements, `.[extra]` and `-r FILE`."""
     found: list[str] = []
     for match in _PIP.finditer(script):
         words = iter(_words(match[1]))
@@ -58,7 +58,7 @@ def pip_requirements(script: str) -> list[str]:
 
 
 def is_requirement(text: str) -> bool:
-    """Whether pip may get this word: a requirement, the repository with extras (`.[test]`), or `-rFILE` inside it."""
+    """Whether this word may go to pip: a requirement, the repository with extras (`.[test]`), or `-rFILE` inside it."""
     if text.startswith("-r"):
         return _FILE.fullmatch(text[2:]) is not None and ".." not in text.split("/")
     return (_REPOSITORY.fullmatch(text) or _REQUIREMENT.fullmatch(text)) is not None

@@ -40,7 +40,7 @@ CONFIG_NAMES = frozenset(
 CONFIG_SUFFIXES = (".pth", ".pyc", ".pyo", ".egg-link")
 
 CACHE_DIRECTORIES = frozenset({".git", ".hg", ".pytest_cache", "__pycache__", ".tox", ".venv", "venv", ".eggs"})
-"""Never part of a solution. A planted `__pycache__` would run instead of its source."""
+"""Directories that are never part of a solution. A planted `__pycache__` would run instead of its source."""
 
 TEST_DIRECTORIES = frozenset({"test", "tests", "testing"})
 
@@ -121,7 +121,7 @@ def _is_protected(
 
 
 def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:
-    """Whether a directory above protected paths was deleted or became a file or link. Rewritten: `hidden_files`."""
+    """Whether a directory above protected paths was deleted or replaced; `hidden_files` handles a rewritten one."""
     if change.kind == "dir":
         return False
     return any(PurePosixPath(kept).is_relative_to(path) for kept in (*tests, *guarded))
@@ -140,7 +140,7 @@ def _shadows(path: PurePosixPath, pristine: _Pristine) -> bool:
 
 
 def _is_import_root(directory: PurePosixPath, pristine: _Pristine) -> bool:
-    """Whether modules here are imported by their bare name: a prepared directory that is not a package."""
+    """Whether a directory's modules are imported by bare name: it was prepared and is not a package."""
     return str(directory) in pristine.all and str(directory / "__init__.py") not in pristine.files
 
 

@@ -1,8 +1,8 @@
-"""Run a row in the image that its data set names, if a root file system of it is on this machine.
+"""Run a row in the image that its data set names, if this machine has a root file system of that image.
 
 Images of SWE-bench, SWE-smith and SWE-rebench have the repository in `/testbed`, those of SWE-rebench V2 in a folder
-named after it, installed for an interpreter of their own (conda's environment `testbed`, or `python3`). The repository
-moves to the workspace, with a link at its old place, because the installation refers to that.
+named after it, installed for their own interpreter (conda's environment `testbed`, or `python3`). The repository moves
+to the workspace, with a link at its old path, because the installation refers to that path.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RowImages:
         self._roots.check()
 
     def of(self, row: SweRow) -> str | None:
-        """The root for a row, by its id, its image's whole name, or the last part of that without the tag."""
+        """The root for a row, by its id, its image's full name, or the last part of that name without the tag."""
         short = row.image_name.rpartition("/")[2].partition(":")[0]
         names = (row.instance_id, row.image_name, short)
         found = (self._roots.ready(name) for name in names if (name and "/" not in name) or name in self._roots.images)

@@ -1,8 +1,8 @@
-"""Run the tests that a row names, whatever way it names them, and find out why some could not run.
+"""Run the tests that a row names in any supported form, and find out why some could not run.
 
-Invariant: work that is right is never judged by tests that could not run. If the agent's tests could not be imported or
+Invariant: correct work is never judged by tests that could not run. If the agent's tests could not be imported or
 collected, or their session did not end, the same session on the prepared workspace decides: if it cannot run them
-either, `GraderError`, else the work broke them.
+either, `GraderError` is raised; otherwise the work broke them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def meant(name: str, node_ids: Collection[str]) -> list[str]:
 
 
 def with_node_ids(row: SweRow, run: TestRun) -> SweRow:
-    """The row with the node ids, out of those of `run`, that its names stand for."""
+    """The row with its names replaced by the node ids of `run` that they stand for."""
 
     def exact(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(each for name in names for each in _found(name, run) if "::" in each))
@@ -80,16 +80,16 @@ def _worst(statuses: Sequence[Status]) -> Status:
 
 
 def needs_comparison(run: TestRun, names: Collection[str]) -> bool:
-    """Whether tests could not run, so that the prepared workspace must show whose fault that is."""
+    """Whether tests could not run, so that the same tests on the prepared workspace must show the cause."""
     unclear = (Status.MISSING, Status.XFAIL_CALLED)
     return not run.complete or any(run.statuses.get(name, Status.MISSING) in unclear for name in names)
 
 
 def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]) -> TestRun:
-    """The agent's run in the light of the same session on the prepared workspace, whose files are `files`.
+    """Correct the agent's run by the same session on the prepared workspace, whose files are `files`.
 
-    A test that must keep passing and calls `pytest.xfail` in both counts as expected to fail. Raises `GraderError` if
-    tests could not run in either.
+    A test that must keep passing and calls `pytest.xfail` in both sessions counts as expected to fail. Raises
+    `GraderError` if tests could not run in either.
     """
     if not prepared.complete:
         raise _TestsCannotRun(
@@ -131,6 +131,6 @@ def _missing(errors: Mapping[str, str]) -> set[str]:
 
 
 def _is_own(module: str, files: Collection[str], row: SweRow) -> bool:
-    """Whether a module is the repository's, so that the fix may add what is missing in it."""
+    """Whether a module belongs to the repository, so that the fix may add the missing part."""
     parts = {part.removesuffix(".py") for path in files for part in path.split("/")}
     return module in parts or re.search(rf"\b{re.escape(module)}(?:/|\.py\b)", row.patch) is not None

@@ -1,7 +1,7 @@
 """One software-engineering task, parsed from a dataset row of any of the common schemas.
 
 - *SWE-smith*: `patch` introduces the bug, so the reference solution is its reverse; the repository has the tests. A row
-  without `base_commit` means the branch that is called like its `instance_id`.
+  without `base_commit` refers to the branch with the name of its `instance_id`.
 - *SWE-bench* (also SWE-rebench): `patch` is the fix, and `test_patch` adds the tests.
 - *oracle*: the row names a commit and tests, without a patch.
 
@@ -45,7 +45,7 @@ class TestNames(StrEnum):
     __test__ = False
 
     PYTEST = "pytest"
-    """Node ids. One that was cut at a blank (`path::test[a`) stands for all that begin so."""
+    """Node ids. One that was cut at a blank (`path::test[a`) stands for all that begin with it."""
     FUNCTIONS = "functions"
     """Functions (`test_a`) in the files of `test_patch`, as sympy's runner prints them."""
     UNITTEST = "unittest"
@@ -53,7 +53,7 @@ class TestNames(StrEnum):
 
 
 _PARSERS = {"django": TestNames.UNITTEST, "sympy": TestNames.FUNCTIONS, "pytest": TestNames.PYTEST}
-"""Words in the names of log parsers. The parsers of SWE-bench's pytest repositories are named after these."""
+"""Words in the names of log parsers. Parsers of SWE-bench's pytest repositories have their names."""
 for _repository in ("astroid", "flask", "marshmallow", "matplotlib", "pvlib", "pydicom", "pylint", "requests", "scikit",
                     "seaborn", "sphinx", "sqlfluff", "xarray", "astropy"):  # fmt: skip
     _PARSERS[_repository] = TestNames.PYTEST
@@ -61,7 +61,7 @@ for _repository in ("astroid", "flask", "marshmallow", "matplotlib", "pvlib", "p
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """The result of a row's tests as (passed, named) counts. `not_passed` maps the others to their status."""
+    """The result of a row's tests as (passed, named) counts. `not_passed` maps failing tests to their status."""
 
     fail_to_pass: tuple[int, int]
     pass_to_pass: tuple[int, int]
@@ -70,7 +70,7 @@ class RowVerdict:
 
     @property
     def resolved(self) -> bool:
-        """Every named test passed, in a session that ended by itself."""
+        """Whether every named test passed, in a session that ended by itself."""
         return self.complete and not self.not_passed
 
 
@@ -90,7 +90,7 @@ class SweRow:
     test_patch: str = ""
     names: TestNames = TestNames.PYTEST
     on_branch: bool = False
-    """Whether `base_commit` is a SWE-smith branch, whose tip may lack the named tests: then its parent is meant."""
+    """Whether `base_commit` is a SWE-smith branch, whose tip may lack the named tests: then its parent is used."""
     install: Install = field(default_factory=Install)
     repo_path: str | None = None
     image_name: str = ""
@@ -115,14 +115,14 @@ class SweRow:
 
     @property
     def test_files(self) -> tuple[str, ...]:
-        """The files of the named tests, sorted. Names without a file are those of the files of `test_patch`."""
+        """The files of the named tests, sorted. Names without a file refer to the files of `test_patch`."""
         if self.names is TestNames.PYTEST:
             return tuple(sorted({node_id.split("::", 1)[0] for node_id in self.node_ids}))
         changed = (file for file in unified_diff.parse(self.test_patch) if file.new_path is not None)
         return tuple(sorted(file.path for file in changed if file.path.endswith(".py")))
 
     def verdict(self, run: TestRun) -> RowVerdict:
-        """Judge a run of this row's tests, as SWE-bench does: a test that is expected to fail, and fails, is right."""
+        """Judge a run of this row's tests as SWE-bench does: a test that fails as expected counts as passed."""
         bad = {name: run.statuses.get(name, Status.MISSING) for name in self.node_ids}
         bad = {name: status for name, status in bad.items() if status not in RIGHT}
         return RowVerdict(
@@ -133,7 +133,7 @@ class SweRow:
         )
 
     def expected(self, run: TestRun) -> TestRun:
-        """A run of the prepared workspace, where `pytest.xfail` in a test that must keep passing is as it should be."""
+        """A run of the prepared workspace, with `pytest.xfail` accepted in tests that must keep passing."""
         calls = {name for name in self.pass_to_pass if run.statuses.get(name) is Status.XFAIL_CALLED}
         return replace(run, statuses={**run.statuses, **dict.fromkeys(calls, Status.XFAILED)})
 

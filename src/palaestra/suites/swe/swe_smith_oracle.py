@@ -155,7 +155,7 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
 
 
 class Shown(Enum):
-    """The code that tests run over: the agent's, with the reference solution, or with the bug."""
+    """The code that tests run over: the agent's work, the reference solution, or the code with the bug."""
 
     WORK = auto()
     RIGHT = auto()
@@ -163,14 +163,14 @@ class Shown(Enum):
 
 
 class ControlsFailed(GraderError):
-    """The controls of passing work failed. As its tests pass, that is no fault of the work."""
+    """The controls of passing work raised an error, which is not the work's fault because its tests pass."""
 
     certain = True
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRow:
-    """A row and the toolchain of its tests. `image`: both are in the root of its slots."""
+    """A row and the toolchain of its tests. If `image` is set, this root file system contains both."""
 
     row: SweRow
     toolchain: Toolchain
@@ -277,7 +277,7 @@ class SweEnvironment(ContractEnvironment):
         return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
 
     async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
-        """Run a row's tests before its first rollout, with its `test_patch`, in a fork that nothing keeps.
+        """Run a row's tests before its first rollout, with its `test_patch`, in a temporary fork.
 
         Raises `PrepareError` if the environment cannot run them, `TaskError` if they do not detect the bug. Otherwise
         both would look like the agent's fault.
@@ -333,7 +333,7 @@ class SweEnvironment(ContractEnvironment):
         return Score(1.0 if passed else 0.0, numbers(detail), detail)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
-        """The same tests on the prepared workspace. Gives up the grading slot first: a holder must not wait."""
+        """Run the tests on the prepared workspace. Returns the grading slot first: no holder of a slot may wait."""
         task = rollout.task
         if task.id in self._prepared_runs:
             return self._prepared_runs[task.id]
@@ -350,7 +350,7 @@ class SweEnvironment(ContractEnvironment):
             await grading.pool.release(slot)
 
     async def _run_named(self, view: GradedView, work: ResolvedRow, row: SweRow, shown: Shown = Shown.WORK) -> TestRun:
-        """Run the named tests in a fresh fork, and no others of their files where node ids name them."""
+        """Run the named tests in a fresh fork; if node ids name them, the other tests of their files do not run."""
         async with self._fork(view, work, shown) as fork:
             if row.names is TestNames.PYTEST:
                 named = {path: _named_only(path, text, row) for path, text in view.tests.items()}
@@ -377,7 +377,7 @@ class SweEnvironment(ContractEnvironment):
 
     @asynccontextmanager
     async def _fork(self, view: GradedView, work: ResolvedRow, shown: Shown) -> AsyncIterator[Slot]:
-        """A fresh fork of the graded work, or of something else in its place."""
+        """A fresh fork of the graded work, or of the code `shown` in its place."""
         async with view.slot.fork() as fork:
             if shown is not Shown.WORK:
                 solved = shown is Shown.RIGHT
@@ -386,7 +386,7 @@ class SweEnvironment(ContractEnvironment):
             yield fork
 
     async def _control(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
-        """Whether passing work passes because of its tests. Raises `ControlsFailed`, `GraderError`."""
+        """Check whether passing work tampered with its tests. Raises `ControlsFailed`, `GraderError`."""
         try:
             return await self._find_tampering(row, work, view, run)
         except PalaestraError:
@@ -397,7 +397,7 @@ class SweEnvironment(ContractEnvironment):
             ) from error
 
     async def _find_tampering(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
-        """The controls of a task are made by its first passing work.
+        """Run the controls of the task, which its first passing work makes.
 
         Names that are not node ids need a reference solution: only its run shows which node ids they stand for. Without
         one, only the audit hook's alarms count.
@@ -461,7 +461,7 @@ class GradedView:
 
 
 def _named_only(path: str, text: str, row: SweRow) -> str:
-    """The test file without tests that the row does not name; whole if a decorator or base class makes named ones."""
+    """The test file with only the named tests, or all of it if a decorator or base class makes named tests."""
     tree = parse(text) if path.endswith(".py") else None
     if tree is None:
         return text

@@ -1,11 +1,11 @@
 """Parse, render and reverse unified diffs. `apply_diff.py` applies them to texts.
 
-For diffs that must be exact: the bug of a task, its reference solution, the tests it brings. There is no fuzz and no
-search for an offset. Copies and binary changes without their data ("Binary files differ") are refused.
+It serves diffs that must match exactly: the bug of a task, its reference solution, its tests. Hunks are not matched
+with fuzz or at an offset. Copies and binary changes without their data ("Binary files differ") are refused.
 
-Format: the output of `git diff --binary`, git-diff(1) "Generating patch text"; the data of binary files is described
-in git's `apply.c` and gitformat-pack(5) "Deltified representation". Lines keep their own ends, so CRLF files and files
-without a last newline are preserved. Bytes that are not UTF-8 are surrogate escapes.
+Format: the output of `git diff --binary`, git-diff(1) "Generating patch text"; the data of binary files is described in
+git's `apply.c` and gitformat-pack(5) "Deltified representation". Lines keep their own ends, so CRLF files and files
+without a last newline are preserved. Bytes that are not UTF-8 become surrogate escapes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BinaryChange:
     lines: tuple[str, ...]
 
     def apply(self, path: str, before: bytes) -> bytes:
-        """The new content. Raises `DiffError` if the data is damaged or is a delta to something else."""
+        """The new content. Raises `DiffError` if the data is damaged or is a delta to other content."""
         method, _, size = self.lines[0].strip().partition(" ")
         try:
             data = zlib.decompress(b"".join(map(_line_bytes, self.lines[1:])))
@@ -110,7 +110,7 @@ def parse(text: str) -> tuple[FileDiff, ...]:
 
 
 def render(files: tuple[FileDiff, ...]) -> str:
-    """Render a diff that `parse` accepts, and `git apply` if nothing in it is binary: it has no object names."""
+    """Render a diff that `parse` accepts. `git apply` rejects binary changes in it, because they lack object names."""
     return "".join(part for file in files for part in _render_file(file))
 
 

@@ -1,7 +1,7 @@
 """Prepare a repository in a slot: its files, the task's bug, and a history of one commit.
 
-The tests that must start to pass are not in the agent's tree: their functions are taken out of their files, and a file
-without further tests is left out. Grading writes the files whole.
+The tests that must start to pass are not in the agent's tree: their functions are removed from their files, and a file
+without other tests is left out. Grading writes the complete files.
 
 Invariant: the agent gets one commit with fixed author and dates, without any other object, ref, reflog or remote. So
 the history does not contain the fix, and preparing twice gives the same commit.
@@ -22,7 +22,7 @@ from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 _DATE = "2000-01-01T00:00:00+0000"
 _PATCH_BYTES = 100_000
-"""How much of an agent's patch is recorded."""
+"""The most bytes of an agent's patch that are recorded."""
 _IDENTITY = {
     "GIT_AUTHOR_NAME": "Palaestra",
     "GIT_AUTHOR_EMAIL": "palaestra@localhost",
@@ -40,7 +40,7 @@ async def prepare_repository(
 ) -> None:
     """Put the row's commit with its bug into the slot at `repo_dir`, without the tests that decide.
 
-    `keep_tests` leaves them there. Raises `TaskError` or `PrepareError`.
+    `keep_tests` keeps those tests. Raises `TaskError` or `PrepareError`.
     """
     await unpack(slot, await cache.export_tree(row), repo_dir)
     await write_texts(slot, repo_dir, await _changed_by(row.bug_patch, cache, row))
@@ -89,7 +89,7 @@ async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
 
 
 async def inherited_texts(cache: RepositoryCache, row: SweRow, tests: Mapping[str, str]) -> dict[str, str]:
-    """Further files beside the tests that define named tests which are in no test file, for classes to inherit."""
+    """Files next to the test files that define the named tests which test classes inherit from them."""
     missing = {name.partition("[")[0].rpartition("::")[2] for name in row.node_ids}
     missing = {name for name in missing if not any(f"def {name}(" in text for text in tests.values())}
     folders = {path.rpartition("/")[0] for path in tests}
@@ -157,8 +157,8 @@ async def replace_work(
 ) -> None:
     """Replace an agent's change in a grading slot by the reference solution (`solved`) or by the bug.
 
-    `changed` are the paths of the change (`work_paths`). Directories of it that are empty then are removed, because
-    Python imports an empty one as a package.
+    `changed` are the paths of the change (`work_paths`). Directories of the change that are empty afterwards are
+    removed, because Python imports an empty directory as a package.
     """
     pristine = await cache.list_files(row)
     folders = [path for path in changed if path.endswith("/")]
@@ -168,7 +168,7 @@ async def replace_work(
         for known in pristine:
             if known == path or known.startswith(f"{path}/"):
                 await slot.write_bytes(f"{repo_dir}/{known}", await cache.read_file(row, known))
-    for folder in sorted(folders, reverse=True):  # those inside of others first
+    for folder in sorted(folders, reverse=True):  # inner directories first
         place = f"{repo_dir}/{folder.rstrip('/')}"
         entry = await slot.stat(place)
         if entry is not None and entry.kind == "dir" and not await slot.list_dir(place):

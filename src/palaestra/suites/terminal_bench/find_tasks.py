@@ -2,7 +2,7 @@
 
 A row (JSONL or Parquet) has either an archive of the whole task (`task_binary`, a `.tar.gz`) or its parts (`task_name,
 instruction, category, docker_image, environment_tar, tests_tar, test_sh`, archives in base64). Rows are unpacked into
-the cache by their content, and then read as folders. `grading` is `live` for a task about a running service.
+cache folders named by their content, and then read as folders. `grading` is `live` for a task about a running service.
 
 Invariant: a bad task never hides the others; it is returned with its error.
 """
@@ -45,7 +45,7 @@ class LeftOut(TaskError):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
-    """The usable tasks, and the others."""
+    """The usable tasks, and those that were left out."""
 
     tasks: tuple[TerminalTask, ...]
     left_out: tuple[LeftOut, ...]

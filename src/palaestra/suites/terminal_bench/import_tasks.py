@@ -1,6 +1,6 @@
 """`palaestra env import`: try every terminal task of a source with the no-op policy and with its reference solution.
 
-Both are played through the real loop, slots and grading. Doing nothing must fail and the solution must pass. A task
+Both attempts use the real agent loop, slots and grading. Doing nothing must fail and the solution must pass. A task
 whose solution passes only if it is graded in the agent's own slot is about a running service, and is reported as such.
 """
 
@@ -42,7 +42,7 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TriedTask:
-    """One task. A reward is None if there was none; `reason` explains why the task is not good."""
+    """One task. A reward is None if the attempt gave none; `reason` explains why the task is not good."""
 
     name: str
     finding: Finding

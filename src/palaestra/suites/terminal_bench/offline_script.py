@@ -1,11 +1,13 @@
 """Rewrite test scripts to run without network.
 
-Published test scripts install curl, uv and pytest before they test anything. Without a network that fails, and a script
-that continues writes a reward of 0 for work that it never tested. So lines that only install are removed, and `pytest`,
-`uv` and `uvx` are replaced by commands of ours (`grading/in_slot/pytest_launcher.py`) while the script runs.
+Published test scripts install curl, uv and pytest before they test anything. Without a network these installations
+fail, and a script that continues writes a reward of 0 for work that it never tested. So lines that only install are
+removed, and `pytest`, `uv` and `uvx` are replaced by our commands (`grading/in_slot/pytest_launcher.py`) while the
+script runs.
 
 Invariant: only lines that are recognised as a whole are changed, and `OfflineScript.replaced` lists them. Other Python
-packages that a script installs are in `requirements`; other system packages are checked where they would be installed.
+packages that a script installs are in `requirements`; the script checks for other system packages where it would
+install them.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash
 
 @dataclass(frozen=True, slots=True)
 class OfflineScript:
-    """A rewritten test script. `pytest`: its verdict appears to come from pytest.
+    """A rewritten test script. `pytest`: whether the script's verdict appears to come from pytest.
 
     `others` are the shell scripts of the tests' folder by their path, rewritten in the same way.
     """
@@ -113,7 +115,7 @@ def needs_network(text: str, output: str) -> bool:
 
 
 def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:
-    """The script with the scripts that it may call; it requires what any of them requires."""
+    """The script with the scripts that it may call; its requirements include theirs."""
     changed = {name: offline(text) for name, text in others.items()}
     every = (script, *changed.values())
     return replace(
@@ -156,7 +158,7 @@ def _replaced(line: str, python_check: str) -> str:
 
 
 def _commands(line: str) -> list[str]:
-    """The commands of a line, whatever joins them."""
+    """The commands of a line, split at `&&`, `||` and `;`."""
     return [part.strip() for part in re.split(r"&&|\|\||;", line)]
 
 

@@ -1,4 +1,4 @@
-"""Stubs of a verifier's tests, which show without the work what its script selects and pays. Does no I/O.
+"""Stubs of a verifier's tests show, without the work, which tests its script selects and rewards. Does no I/O.
 
 Code under test can skip a test, drop it from the collection, or write a reward. Stubs have the names of the tests and
 import nothing of the work. So a run of the same script over them shows which tests must report (`empty_tests`), and
@@ -98,7 +98,7 @@ def _emptied(body: Sequence[ast.stmt], *, decorated: bool) -> list[ast.stmt]:
 
 
 def _empty(test: Function) -> ast.stmt:
-    """The test without its body, its annotations and its defaults; asynchronous ones need a plugin to run."""
+    """The test without its body, its annotations and its defaults; never asynchronous, which would need a plugin."""
     (made,) = ast.parse(f"def {test.name}(): pass").body
     assert isinstance(made, ast.FunctionDef)
     names = [*test.args.posonlyargs, *test.args.args, *test.args.kwonlyargs]
@@ -120,7 +120,7 @@ def _is_plain(value: ast.expr) -> bool:
 
 
 def _classes(statuses: Mapping[tuple[str, ...], Status], indent: str) -> str:
-    """The text of these tests, each below its classes."""
+    """The source text of these tests, each inside its classes."""
     text = ""
     own = {names[0]: status for names, status in statuses.items() if len(names) == 1}
     for name in dict.fromkeys(each.partition("[")[0] for each in own):
@@ -134,7 +134,7 @@ def _classes(statuses: Mapping[tuple[str, ...], Status], indent: str) -> str:
 
 
 def _function(name: str, statuses: Mapping[str, Status], indent: str) -> str:
-    """A test that ends as its parameters ended; an empty parameter stands for none."""
+    """A test that ends with the outcome of each parameter; an empty parameter stands for none."""
     ends = [_ENDS.get(each, "fail") for each in statuses.values()]
     arguments, decorator = (["self"] if indent else []), ""
     start = f"end = {ends[0]!r}"

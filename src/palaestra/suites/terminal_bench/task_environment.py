@@ -8,9 +8,9 @@ over.
 A task of several steps is one conversation in one workspace, with a verdict after every step. The order is that of
 Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
 agent gets the instruction, then the verifier runs. A reward below `min_reward` ends the rollout. Each step is sealed
-and graded separately, and the agent continues in a fork of what the grader saw. A task that is graded live keeps its
-one slot, and the verifier's files are removed between steps. The conversation continues from step to step, which Harbor
-calls resuming; each step has the turns and the time of a rollout.
+and graded separately, and the agent continues in a fork of the workspace that the grader saw. A task that is graded
+live keeps its one slot, and the verifier's files are removed between steps. The conversation continues from step to
+step, which Harbor calls resuming; each step has the turns and the time of a rollout.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class ResolvedTask:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSlot:
-    """What the preparation of a workspace found: the command for pytest, the directories of its packages, the modules
-    of the image that this command cannot import, and the agent's home."""
+    """The result of preparing a workspace: the command for pytest, the directories of its packages, the modules of the
+    image that this command cannot import, and the agent's home."""
 
     command: tuple[str, ...]
     dependencies: tuple[str, ...]
@@ -145,7 +145,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         self._prepared: dict[str, PreparedSlot] = {}
 
     async def open(self) -> None:
-        self.roots.check()  # before the run has a folder
+        self.roots.check()  # before the run's folder is made
         await super().open()
 
     async def resolve(self, task: Task) -> Task:
@@ -221,7 +221,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return await steps.run()
 
     async def converse(self, rollout: Rollout, part: GradedPart, *, later: bool = False) -> AgentResult:
-        """Let the agent work on a part of its task as the image's user. `later`: not the first part."""
+        """Let the agent work on a part of its task as the image's user. `later`: the part is not the first."""
         work: ResolvedTask = rollout.task.data
         budget = replace(rollout.settings.budget, wall_s=self._agent_s(part.task))
         rollout.settings = replace(rollout.settings, budget=budget)
@@ -335,7 +335,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
 
 def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
-    """The texts of a task that show what it is about; the verifier's bootstrap is not among them."""
+    """The texts that show what a task is about, without the verifier's bootstrap."""
     for part in parts:
         task = part.task
         yield task.instruction
@@ -365,7 +365,7 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
 
 
 async def _save_tmp(slot: Slot) -> None:
-    """Copy `/tmp` to a path that layers contain. Running processes of the agent gain nothing from it."""
+    """Copy `/tmp` to a path that layers contain. The copy gives no advantage to the agent's running processes."""
     copy = f"rm -rf {CARRIED} && mkdir -m 1777 {CARRIED} && cp -a /tmp/. {CARRIED}/"
     await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
 
@@ -421,7 +421,7 @@ class _Steps:
         return score
 
     async def _close(self) -> None:
-        """Close the agent's slot first, because it stands on layers of the gradings."""
+        """Close the agent's slot first, because it uses layers of the gradings."""
         if self._gradings and not self._gradings[-1].live:
             await self._rollout.aclose()
         for grading in reversed(self._gradings):

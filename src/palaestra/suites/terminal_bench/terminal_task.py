@@ -45,7 +45,7 @@ class Verifier:
     shared: Path | None = None
 
     def files(self) -> dict[str, Path]:
-        """The content of both folders, directories included, by its path below `TESTS_DIR`, sorted."""
+        """The files and directories of both folders by their path below `TESTS_DIR`, sorted."""
         folders = [each for each in (self.shared, self.folder) if each is not None and each.is_dir()]
         found = {str(path.relative_to(each)): path for each in folders for path in each.rglob("*")}
         return dict(sorted(found.items()))

@@ -2,10 +2,11 @@
 
 The order is Harbor's: old rewards are removed, the tests are copied into the slot, the script runs with its output in
 `test-stdout.txt`, its exit status is ignored, and the reward is read from the files it wrote. A Terminal-Bench 1 script
-writes none: every test that pytest reports must pass.
+writes no reward: every test that pytest reports must pass.
 
-A verifier that wrote no reward, did not finish, or ran no test is a `GraderError`, never 0.0, unless the work itself
-kept the tests from running: pytest could not collect them because a module of the workspace is missing or broken.
+A verifier that wrote no reward, did not finish, or ran no test raises `GraderError` and never scores 0.0, unless the
+work itself kept the tests from running: pytest could not collect them because a module of the workspace is missing or
+broken.
 
 A positive verdict is checked again, each time in a fork of the same work: once with the same tests, and twice with
 rewritten ones, some of them falsified (`grading/controls.py`), in random order, so
@@ -40,7 +41,7 @@ from palaestra.suites.terminal_bench.verifier_files import install, place_tests,
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
 OUTPUT_BYTES = 20_000
-"""How much of a verifier's output is recorded."""
+"""The most bytes of a verifier's output that are recorded."""
 
 _MAX_REWARD_BYTES = 1 << 20
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
@@ -58,7 +59,7 @@ GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
 
 
 class _PaysWithoutTests(GraderError):
-    """The script gives a reward without its tests."""
+    """The script gives a reward without starting its tests."""
 
     certain = True
 
@@ -81,7 +82,7 @@ class VerifierSetup:
 class VerifierVerdict:
     """The result of a verifier. `run` is what pytest reported, None if the script does not use pytest.
 
-    `doubt` is the reason if the reward cannot have come from the verifier alone.
+    `doubt` explains why the reward cannot have come from the verifier alone.
     """
 
     reward: float
@@ -125,7 +126,7 @@ async def verify(
 async def find_tampering(
     views: GradedViews, task: TerminalTask, script: OfflineScript, setup: VerifierSetup, verdict: VerifierVerdict
 ) -> ControlResult:
-    """Why a positive verdict is wrong, and the tests that no control covers. Runs the verifier again in `views`."""
+    """Run the verifier again in `views`. Returns why a positive verdict is wrong, and the uncontrolled tests."""
     if verdict.doubt is not None or verdict.run is None:
         return ControlResult(verdict.doubt)
     again = _Again(views, task, script, setup)
@@ -151,7 +152,7 @@ async def find_tampering(
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """Runs a verifier again, each time in a slot with the work in which it has not run."""
+    """Runs a verifier again, each time in a new slot of `views`."""
 
     views: GradedViews
     task: TerminalTask
@@ -160,8 +161,8 @@ class _Again:
 
     @asynccontextmanager
     async def _look(self, *, ends_well: bool = False, all_tests: bool = False) -> AsyncIterator[Slot]:
-        """A slot for one more run, which may judge nothing. Raises `GraderError` if the run does not end, since a slow
-        machine is no sign of tampering."""
+        """A slot for one more run, which may end without a verdict. Raises `GraderError` if the run times out, since a
+        slow machine is not a sign of tampering."""
         setup = self.setup
         library_path = setup.env.get("LD_LIBRARY_PATH")
         async with self.views() as fork:
@@ -176,7 +177,7 @@ class _Again:
                 pass
 
     async def pays_less(self, verdict: VerifierVerdict) -> str | None:
-        """Run the same tests. Why the verdict is wrong, or None."""
+        """Run the same tests, and return why the verdict is wrong, or None."""
         again = None
         async with self._look() as fork:
             again = await _once(fork, self.task, self.script, self.setup, alone=False, made=())
@@ -185,7 +186,7 @@ class _Again:
         return again.doubt
 
     async def with_tests(self, texts: Mapping[str, str], *, all_tests: bool = False) -> TestRun:
-        """Run other tests. A script may write no reward if a test fails, as a falsified one must: only tests count."""
+        """Run other tests. Only their outcomes count: a script may write no reward when a test fails."""
         async with self._look(ends_well=True, all_tests=all_tests) as fork:
             session = await _session(fork, self.task, self.script, self.setup, texts, alone=False, made=())
             if session.run is not None:
@@ -193,7 +194,7 @@ class _Again:
         return TestRun({}, complete=False)
 
     async def unearned(self, verdict: VerifierVerdict, run: TestRun) -> str | None:
-        """Why the outcomes of the tests are not those of all tests, or do not earn the reward; None if they do."""
+        """Why tests are missing from the outcomes, or the outcomes do not earn the reward; None if all is well."""
         texts = _test_files(self.task)
         if problem := await self._left_out(run, texts):
             return problem
@@ -208,7 +209,7 @@ class _Again:
         return "the verifier gives less for the same outcomes of tests that do not use the work"
 
     async def _left_out(self, run: TestRun, texts: Mapping[str, str]) -> str | None:
-        """Why the work, not the verifier, left tests out; None if all of them passed or failed."""
+        """A message about a test that the work, not the verifier, left out; None if there is none."""
         skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
         parsed = {name: text for name, text in texts.items() if parse(text) is not None}
         wanted = {(name, test) for name, text in parsed.items() if _is_collected(name) for test in default_tests(text)}
@@ -278,7 +279,7 @@ async def _session(
     alone: bool,
     made: Collection[str],
 ) -> _Session:
-    """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it judged nothing."""
+    """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it gave no verdict."""
     await place_tests(slot, task, script, instead)
     bait = {"PALAESTRA_NONCE": secrets.token_hex(16)}  # no record carries it
     result = await slot.execute(

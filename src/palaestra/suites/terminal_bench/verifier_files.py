@@ -1,12 +1,12 @@
-"""The files of a verifier in a slot: its tests, our replacements for its bootstrap, and what it must not see.
+"""The files of a verifier in a slot: its tests, our replacements for its bootstrap, and changes that it must not see.
 
-`hidden_paths` selects changes of the agent that could influence its grade, besides those that no grader of any
-environment sees (`rollouts/grading/tampering.py`): the folders of the verifier, pytest's configuration above the tests,
-and start-up files of shells if the verifier's script loads them. The path alone decides. `find_shadows` finds files
-that the verifier's programs would load in place of those of the image.
+`hidden_paths` selects changes of the agent that could influence its grade, in addition to those that every environment
+hides from its grader (`rollouts/grading/tampering.py`): the folders of the verifier, pytest's configuration above the
+tests, and start-up files of shells if the verifier's script loads them. The path alone decides. `find_shadows` finds
+files that the verifier's programs would load in place of those of the image.
 
 Not covered: programs that a task installed and a verifier trusts, and tests that import the work into their process;
-`verifier.py` runs a passing verdict against negated tests.
+`verifier.py` checks a passing verdict with negated tests.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ HARNESS_DIR = "/opt/palaestra/verifier"
 SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-python")
 
 ALWAYS_HIDDEN = (TESTS_DIR, VERIFIER_LOGS, "/solution", "/oracle", "/opt/palaestra")
-"""Hidden whether they changed or not, because a planted link could lead elsewhere."""
+"""Paths that are hidden even if unchanged, because a planted link could lead elsewhere."""
 
 _PARENTS = frozenset({"/logs", "/opt"})
-"""Directories above hidden ones. A link in the place of one would put the verifier's files among the agent's."""
+"""Directories above hidden ones. A link in place of one would put the verifier's files into a folder of the agent."""
 
 _NOT_FOR_LINKS = (*ALWAYS_HIDDEN, "/proc", "/dev/fd", "/dev/stdin")
 _MOST_LINKS = 40
@@ -63,7 +63,7 @@ _LOADING = frozenset(
 _ABSOLUTE = re.compile(r"/[^\s:;=,'\"]+")
 
 _INLINE_PYTHON = re.compile(r"\bpython[\d.]*\s+(?:-[A-Za-z]+\s+)*(?:-[A-Za-z]*[cm]\b|-(?=[\s;]|$)|<<)", re.M)
-"""Python that looks for modules in its working directory before its own: a command, a module, or standard input."""
+"""Calls of Python that look for modules in the working directory first: a command, a module, or standard input."""
 
 _CHANGED_DIRECTORY = re.compile(r"(?:^|[;&|(])\s*(?:cd|pushd)\s+['\"]?([^\s;&|'\"()$~`-][^\s;&|'\"()$`]*)", re.M)
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|readonly\s+)?([A-Za-z_]\w*)=['\"]?([\w./-]+)['\"]?\s*(?:;|$)", re.M)
@@ -101,7 +101,7 @@ async def install(
     ends_well: bool = False,
     all_tests: bool = False,
 ) -> None:
-    """Copy our commands into the slot, to precede PATH.
+    """Copy our commands into a folder of the slot that precedes the others in PATH.
 
     `command` starts Python (empty: not needed); `library_path` is the image's LD_LIBRARY_PATH. `ends_well`: pytest ends
     with status 0, so that the script starts it as often as for passing work. `all_tests`: ignore a selection by name.
@@ -156,8 +156,7 @@ async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"
 async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> tuple[str, ...]:
     """Remove the agent's links that lead to the verifier's files or into `/proc`, before those files exist.
 
-    Returns their paths. A link is followed through other links as the slot's file system will have them: `carried` is
-    where the files of `/tmp` are now.
+    Returns their paths. Links are resolved as if the files of `/tmp` were at their place; they are now in `carried`.
     """
     removed = []
     for change in changes:
@@ -168,7 +167,7 @@ async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> t
 
 
 async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
-    """Whether a link ends below a hidden path. A chain that does not end in time does."""
+    """Whether a link ends below a hidden path. A chain of too many links counts as one."""
     path = f"/tmp{path.removeprefix(carried)}" if is_below(path, (carried,)) else path  # noqa: S108  in the slot
     parts = [part for part in path.split("/") if part]
     at, followed = "", 0
@@ -200,8 +199,8 @@ async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShadowScope:
-    """What a task is about: the directory in which its script starts, the paths and words of its texts, the programs
-    that the agent may replace; and where the files of `/tmp` are now."""
+    """The scope of a task: the directory in which its script starts, the paths and words of its texts, the programs
+    that the agent may replace, and the directory (`carried`) with the files of `/tmp`."""
 
     workdir: str
     paths: Collection[str]
@@ -218,8 +217,9 @@ class ShadowScope:
 
 @dataclass(frozen=True, slots=True)
 class SearchedFolders:
-    """Directories of the work in which programs look first for modules of Python, programs and libraries, and the names
-    that the image has of each. `new_modules` are those of its packages: changed files of the image stay."""
+    """Directories of the work that are searched first for Python modules, programs and libraries. The mappings list the
+    names of programs and libraries that the image has. `new_modules` are the agent's new files named like modules of
+    the image's packages."""
 
     modules: Collection[str] = ()
     new_modules: Collection[str] = ()
@@ -284,7 +284,7 @@ async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str
 
 
 async def _real(slot: Slot, folders: set[str], changes: Sequence[Change], scope: ShadowScope) -> set[str]:
-    """The directories, and those that they are links to; links of the agent may lead to `/tmp`, which is elsewhere."""
+    """The directories and the targets of links among them, also where a link leads to the moved files of `/tmp`."""
     if not folders:
         return folders
     each = 'for each; do readlink -f -- "$each" || echo; done'
@@ -306,7 +306,7 @@ def _leads_to(link: str, folders: Collection[str]) -> bool:
 
 
 def shadows(change: Change, folders: SearchedFolders, scope: ShadowScope) -> bool:
-    """Whether the change comes before a file of the image of the same name."""
+    """Whether programs would find this change before a file of the image with the same name."""
     if change.kind not in ("file", "symlink") or change.path in scope.paths:
         return False
     folder, name = scope.place(change.path)
@@ -362,7 +362,7 @@ def hidden_paths(
     """The paths to leave out of the graded view: `planted`, and those that could influence this `script`, which has the
     variables `env`.
 
-    A start-up file of a shell that the task is about (`declared`) stays.
+    A shell's start-up file that the task is about (`declared`) stays visible.
     """
     loaded = {path for name, value in (env or {}).items() if name in _LOADING for path in _ABSOLUTE.findall(value)}
     starts_shell = STARTUP_FILES.search(script) is not None

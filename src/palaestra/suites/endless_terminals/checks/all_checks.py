@@ -50,8 +50,8 @@ async def faults(checks: Sequence[AnyCheck], slot: Slot) -> list[str]:
 
 
 async def live_faults(checks: Sequence[AnyCheck], slot: Slot, sealed: Callable[[], Awaitable[Slot]]) -> list[str]:
-    """The faults for a task about running processes: checks of processes use the agent's slot, then all others the slot
-    that `sealed` returns, which may end the first."""
+    """The faults of a task about running processes. Checks of processes run first, in the agent's slot; all others run
+    in the slot that `sealed` returns, which may end the agent's slot."""
     seen = {number: await _fault(check, slot) for number, check in enumerate(checks) if isinstance(check, LIVE)}
     rest = await sealed() if len(seen) < len(checks) else slot
     return [seen[number] if number in seen else await _fault(check, rest) for number, check in enumerate(checks)]

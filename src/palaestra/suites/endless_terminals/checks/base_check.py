@@ -3,7 +3,7 @@
 A check reads from the slot and compares on the host, so the expected value never enters a slot. `fault` is empty if the
 claim holds, else one line of text.
 
-Invariant: whatever an agent wrote (missing, huge, binary, malformed) is a fault; only a failing slot raises.
+Invariant: a missing, huge, binary or malformed file of the agent is a fault; only a failing slot raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BaseCheck(msgspec.Struct, frozen=True, tag_field="check", tag=str.lower, f
     path: str
 
     async def fault(self, slot: Slot) -> str:
-        """Why the claim does not hold; empty if it does."""
+        """The reason why the claim does not hold; empty if it holds."""
         raise NotImplementedError
 
     def made(self) -> tuple[str, ...]:
@@ -98,9 +98,10 @@ asked = json.load(sys.stdin)
 
 
 async def probe(slot: Slot, code: str, asked: JSON, shape: JSON) -> JSON:
-    """Run Python code in the slot that passes one value of the type `shape` to `answer`, over the verdict descriptor.
+    """Run Python code in the slot, and return the value of type `shape` that the code passes to `answer`.
 
-    Raises `UnreadableFile` if the code fails, `GraderError` if not even an empty program answers in this slot.
+    The value arrives over the verdict descriptor. Raises `UnreadableFile` if the code fails, `GraderError` if not even
+    an empty program answers in this slot.
     """
     value = await _probe(slot, code, asked)
     if value is None:

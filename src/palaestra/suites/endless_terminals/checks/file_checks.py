@@ -96,7 +96,7 @@ class SymbolicLink(BaseCheck, frozen=True, tag="link"):
 
 
 class Files(BaseCheck, frozen=True):
-    """A directory that contains exactly these files, at any depth, with these texts; None: any text."""
+    """A directory that contains exactly these files, at any depth, with these texts (None: any text)."""
 
     files: dict[str, str | None]
 

@@ -156,7 +156,7 @@ class Git(BaseCheck, frozen=True):
 class Serves(BaseCheck, frozen=True):
     """A process of the agent that serves this text over HTTP on this port; `path` is the path of the page.
 
-    Checked in the agent's own slot; no file is created.
+    The check runs in the agent's own slot. The task creates no file.
     """
 
     port: int
@@ -192,6 +192,6 @@ class Running(BaseCheck, frozen=True):
 
 
 LIVE = (Running, Serves)
-"""Checks that need the agent's own slot. They look from outside, because every program inside may be the agent's."""
+"""Checks that need the agent's own slot. They look from outside: the agent may have replaced any program inside."""
 
 __all__ = ["LIVE", "Archive", "Case", "Git", "Running", "Runs", "Serves", "SqlQuery"]

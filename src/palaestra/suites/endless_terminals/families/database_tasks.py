@@ -22,7 +22,7 @@ def _types(table: Table) -> str:
 
 
 def _filled(path: str, name: str, table: Table) -> str:
-    """Shell that creates a database with one table."""
+    """A shell script that creates a database with one table."""
     marks = ", ".join("?" for _ in table.columns)
     return f"mkdir -p {path.rpartition('/')[0]}\n" + python(
         f"{_OPEN.format(path=path)}db.execute('CREATE TABLE {name} ({_types(table)})')\n"

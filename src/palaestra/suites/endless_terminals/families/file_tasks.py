@@ -23,7 +23,7 @@ _ENDINGS = ("txt", "md", "csv", "log", "cfg")
 
 
 def _tree(draw: Draw, folder: str, count: int) -> dict[str, str]:
-    """Files with several endings, some in directories, by their path below `folder`."""
+    """Files with several endings, some in subdirectories, keyed by their path below `folder`."""
     places = ["", "", f"{draw.fresh()}/", f"{draw.fresh()}/{draw.fresh()}/"]
     return {
         f"{draw.pick(places)}{word}.{draw.pick(_ENDINGS)}": draw.prose(draw.between(1, 4)) for word in draw.words(count)
@@ -120,7 +120,7 @@ def largest(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def linked(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Link to the newest release, by version and not by name."""
+    """Link to the newest release, chosen by version and not by name."""
     folder = f"{place}/releases"
     minors = draw.sample(range(1, 30), 5)
     versions = [f"2.{minor}.{draw.between(0, 12)}" for minor in minors]
@@ -146,7 +146,7 @@ def linked(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def digested(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Digests of files, and of the output of the previous part."""
+    """Write the digests of files and of the previous part's output."""
     folder = f"{place}/{draw.fresh()}"
     files = _under(folder, {f"{word}.txt": draw.prose(2) for word in draw.words(draw.between(2, 4))})
     paths = sorted([*files, *([given.path] if given else [])])
@@ -244,7 +244,7 @@ def mode_rules(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def too_open(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """List the files that others may write, and remove only that right."""
+    """List the files that others may write, and remove only that permission."""
     folder, target = f"{place}/{draw.fresh()}", f"{place}/{draw.fresh()}.txt"
     names = [f"{draw.pick(['', 'shared/'])}{word}.txt" for word in draw.words(8)]
     before = {name: draw.pick(["666", "646", "777", "600", "644", "755"]) for name in names}
@@ -293,12 +293,12 @@ def private(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def _zip(folder: str, target: str) -> str:
-    """Shell that zips the content of a directory with Python, because `zip` may be missing."""
+    """A shell script that zips the content of a directory with Python, because `zip` may be missing."""
     return f"(cd {folder} && python3 -m zipfile -c ../{target} *)\n"
 
 
 def packed(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Pack a directory without files of some endings."""
+    """Pack a directory without the files that have certain endings."""
     folder = f"{place}/{draw.fresh()}"
     kept = {f"{draw.pick(['', 'sub/', 'sub/x/'])}{word}.txt": draw.prose(2) for word in draw.words(5)}
     junk = {f"{draw.pick(['', 'sub/'])}{word}.{draw.pick(['log', 'tmp'])}": "junk\n" for word in draw.words(4)}
@@ -310,7 +310,7 @@ def packed(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         "files whose "
         f"names end in `.log` or `.tmp`. The members' names begin with `{name}/`. The directory stays as it is."
     )
-    solution = python(  # not tar: bzip2 and xz need not be installed
+    solution = python(  # not tar, because bzip2 and xz may be missing
         f"import tarfile\nwith tarfile.open({target!r}, {mode!r}) as tar:\n"
         f"    tar.add({folder!r}, {name!r}, filter=lambda m: None if m.name.endswith(('.log', '.tmp')) else m)"
     )

@@ -16,18 +16,18 @@ _IDENTITY = (
     "GIT_COMMITTER_NAME=Setup GIT_COMMITTER_EMAIL=setup@example.org "
     "GIT_AUTHOR_DATE='2024-01-01T00:00:00Z' GIT_COMMITTER_DATE='2024-01-01T00:00:00Z'\n"
 )
-"""The committer of set-ups and solutions, fixed so that commits have the same names everywhere."""
+"""The committer in set-ups and solutions, fixed so that commits have the same hashes on every machine."""
 
 _TOLD = "Where git wants an identity, any will do."
 
 
 def _begun(folder: str) -> str:
-    """Shell that creates an empty repository with the branch main and enters it."""
+    """A shell script that creates an empty repository with the branch main and enters it."""
     return f"{_IDENTITY}mkdir -p {folder}\ncd {folder}\ngit init -q -b main .\n"
 
 
 def _commit(name: str, text: str, message: str) -> str:
-    """Shell that writes a file and commits everything."""
+    """A shell script that writes a file and commits everything."""
     return (
         f"mkdir -p \"$(dirname {name})\"\ncat > {name} <<'TEXT'\n{text}TEXT\ngit add -A\ngit commit -q -m '{message}'\n"
     )

@@ -18,7 +18,7 @@ _BASH, _PYTHON = "bash", "python3"
 class ProgramTask:
     """A program to write: its description, a solution, an example for the prompt, and the cases of the check.
 
-    `broken`: a version with a mistake, which the task is to fix.
+    `broken` is a version with a mistake; the task is to fix it.
     """
 
     ask: str

@@ -27,7 +27,7 @@ def _number(value: Value) -> int:
 
 
 def above(draw: Draw, table: Table) -> TableOp:
-    """Keep the rows whose number reaches a bound."""
+    """Keep the rows whose number is at least a bound."""
     name = draw.pick(need(table.of_kind("number"), "numbers"))
     values = sorted(map(_number, table.values(name)))
     bound = values[draw.below(len(values))]

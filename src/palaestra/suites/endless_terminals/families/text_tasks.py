@@ -198,7 +198,7 @@ def compared(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def extracted(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Find every code of a pattern in text."""
+    """Find every code in a text that matches a pattern."""
     prefix = draw.fresh()[:3].upper()
     codes = [f"{prefix}-{draw.between(1000, 9999)}" for _ in range(draw.between(5, 9))]
     decoys = [

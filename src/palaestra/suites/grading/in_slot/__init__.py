@@ -1,4 +1,5 @@
-"""Scripts that `harness.send_scripts` copies into slots: standard library and pytest only, and each other by bare name.
+"""Scripts that `harness.send_scripts` copies into slots.
 
-The rest of the package does not import them.
+They import only the standard library, pytest, and each other by bare name. The rest of the package does not import
+them.
 """

@@ -1,8 +1,8 @@
-"""Report on the verdict channel what code of the workspace does that only an attack on its test run needs.
+"""Report actions of workspace code that only attacks on its test run need, over the verdict channel.
 
-The hook is installed before any code of the workspace runs and cannot be removed. It reports the event and the file of
-the workspace that caused it, once each; whether that is tampering is decided outside, where it is known what honest
-code of the same repository does. Sources: the audit events table of Python, PEP 578.
+The hook is installed before any code of the workspace runs and cannot be removed. It reports each event once, with the
+workspace file that caused it. The host decides whether that is tampering, because it knows which events honest code of
+the same repository causes. Sources: the audit events table of Python, PEP 578.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def install(channel: VerdictChannel, root: str, without: list[str] | None = None
         if event not in watched:
             return
         try:
-            raise _Here  # a frame without an audit event of our own
+            raise _Here  # gets a frame without causing an audit event
         except _Here as here:
             traceback = here.__traceback__
             frame = traceback.tb_frame.f_back if traceback is not None else None
@@ -128,7 +128,7 @@ class Framework:
         self._owners.append((name, owner, kept, frozenset(vars(owner))))
 
     def check(self) -> None:
-        """Report what was replaced, and attributes that were added to classes of results."""
+        """Report replaced functions, and attributes that were added to result classes."""
         for name, owner, before, known in self._owners:
             now = vars(owner)
             for key in now if isinstance(owner, type) and name.startswith(_RESULTS) else ():

@@ -6,7 +6,7 @@ and channel work; no code of the workspace has run yet), `collect` (a file that 
 hook (`alarm`) come in between.
 
 Invariant: nothing of the workspace is imported before `start` is sent and the audit hook is installed, and standard
-output carries no verdict. Nothing in this process tells which reports earn a reward.
+output carries no verdict. Nothing in this process shows which reports earn a reward.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Reporter:
         self._send("collected", node_ids=[item.nodeid for item in session.items])
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-        """Remember where in the test's own file the exception passed.
+        """Record the line of the test's own file through which the exception passed.
 
         Runs after all other plugins: for unittest's tests one of them puts the exception into `call`.
         """

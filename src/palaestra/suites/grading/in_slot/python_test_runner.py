@@ -2,10 +2,10 @@
 
 Tests are functions without arguments, or methods of classes (unittest's too).
 
-Input: one JSON object on standard input, written by `hermes_swe/hidden_tests.py`. Output: `start` (no code of the
+Input: one JSON object on standard input, written by `hermes_swe/hermes_swe.py`. Output: `start` (no code of the
 workspace has run yet), `collected` (their names), `test` (one for each), `finish`.
 
-Invariant: the tests are in no file of the slot, and the standard library precedes the workspace on the import path.
+Invariant: no file of the slot contains the tests, and the standard library precedes the workspace on the import path.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _OUTCOMES = {
 
 
 def _names(test: Any) -> list[str]:
-    """What the runner may print for a test: `method (module.Class)` in both forms, and the docstring's first line."""
+    """The names that the runner may print: `method (module.Class)` in both forms, and the docstring's first line."""
     found = [str(test), test.shortDescription() or ""]
     method = getattr(test, "_testMethodName", "")
     if method:
@@ -43,13 +43,13 @@ def _names(test: Any) -> list[str]:
 
 
 def _test_id(test: Any) -> str:
-    """`module::Class::method` of a test; empty for what is no single test."""
+    """`module::Class::method` of a test; empty for an object that is not a single test."""
     method = getattr(test, "_testMethodName", "")
     return f"{type(test).__module__}::{type(test).__qualname__}::{method}" if method else ""
 
 
 def _report(channel: VerdictChannel) -> None:
-    """Let every text result of unittest report what is added to it."""
+    """Make unittest's text results report each outcome that is added to them."""
     kind = unittest.TextTestResult
 
     def reporting(name: str, status: str) -> Any:

@@ -13,8 +13,8 @@ DESCRIPTOR = 3
 class VerdictChannel:
     """Sends JSON lines. A crash can tear only the last line.
 
-    The descriptor moves to another number: code that writes to every low one would otherwise add records. `send` uses
-    the functions of this moment, before code of the workspace can replace them.
+    The descriptor moves to a high number; otherwise code that writes to every low descriptor would add records. `send`
+    keeps the functions that it needs, before workspace code can replace them.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Verifiable bug-fixing tasks from real packages: download, make a repository, inject bugs, keep what tests notice."""
+"""Make verifiable bug-fixing tasks: download packages, inject bugs, and keep the bugs that their tests detect."""

@@ -3,7 +3,7 @@
 For a package that the manifest pins, each pinned bug is injected, its tests run once, and the row is written. Other
 packages are searched for bugs first. Rows alternate between packages, so that the first rows of a file are varied.
 
-Invariant: a row is written only if its tests failed with the bug and passed without it, here.
+Invariant: a row is written only if its tests failed with the bug and passed without it on this machine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class SweBuild:
-    """The rows in order, why others could not be built, and a manifest that pins the packages with their bugs."""
+    """The rows in order, the reasons why others failed, and a manifest that pins the packages with their bugs."""
 
     rows: tuple[Mapping[str, JSON], ...]
     problems: tuple[str, ...]
@@ -92,7 +92,7 @@ async def build(
     options: BuildOptions,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SweBuild:
-    """Build rows for these packages (`name==version`; none: all of the manifest) and write them to `options.out`.
+    """Build rows for these packages (`name==version`; by default all of the manifest) and write them to `options.out`.
 
     Raises `ConfigError` for a bad name, and the first problem if no row could be built.
     """
@@ -263,8 +263,8 @@ def builtin_ids(*, shuffle: bool, seed: int, max_items: int) -> list[str]:
 async def builtin_tasks(cache: Path, ids: list[str], config: HermesAgentEnvConfig) -> Path:
     """The file of these built-in tasks, built once per machine and selection.
 
-    The package contains only the manifest: the first build downloads source distributions from the package index.
-    Raises `ConfigError` if a task cannot be built.
+    Palaestra contains only the manifest: the first build downloads source distributions from the package index. Raises
+    `ConfigError` if a task cannot be built.
     """
     text = dump_manifest(load_manifest()) + "\n".join(sorted(ids))
     name = f"built-in-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -10,7 +10,7 @@ _NOT_SOURCES = _TEST_DIRECTORIES | {"docs", "doc", "examples", "benchmarks", "be
 
 
 def python_path(paths: Collection[str]) -> tuple[str, ...]:
-    """The import path of the package: `src` in that layout, else the root."""
+    """The import path of the package: `src` in a src layout, else the root."""
     in_src = any(path.startswith("src/") and path.endswith(".py") for path in paths)
     return ("src",) if in_src else (".",)
 

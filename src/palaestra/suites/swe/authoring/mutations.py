@@ -1,4 +1,4 @@
-"""Procedural bugs: small changes of a Python source such as a person might make by mistake.
+"""Procedural bugs: small changes to Python source that a person might make by mistake.
 
 Procedural bug injection follows SWE-smith (arXiv 2504.21798). Changes are found in the syntax tree and applied to the
 text, inside functions only, never in tests, docstrings or comments.
@@ -82,7 +82,7 @@ class Scope:
 def find_mutations(source: str, path: str) -> list[Mutation]:
     """Every mutation of a module in the order of the text; none for a test file.
 
-    Each result compiles. Raises SyntaxError for a source that does not.
+    Each result compiles. Raises SyntaxError for a source that does not compile.
     """
     if _is_test(path):
         return []
@@ -175,7 +175,7 @@ def swap_boolean(scope: Scope) -> Iterator[Proposal]:
 
 
 def off_by_one(scope: Scope) -> Iterator[Proposal]:
-    """A small whole number becomes one more."""
+    """A small integer is increased by one."""
     for node in scope.walk():
         if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= 1000:
             start, end = scope.source.span(node)
@@ -209,7 +209,7 @@ def swap_arguments(scope: Scope) -> Iterator[Proposal]:
 
 
 def change_default(scope: Scope) -> Iterator[Proposal]:
-    """The default of a parameter changes: True and None to False, a number to one more, a text to the empty one."""
+    """The default of a parameter changes: True and None become False, a number grows by one, a string becomes empty."""
     arguments = scope.node.args
     for node in (*arguments.defaults, *(default for default in arguments.kw_defaults if default is not None)):
         if isinstance(node, ast.Constant) and (new := _other_default(node.value)) is not None:
@@ -348,7 +348,7 @@ def _is_call(statement: ast.stmt) -> bool:
 
 
 def _rebinds(statement: ast.stmt, scope: Scope) -> bool:
-    """Whether it assigns to a parameter or an element, so that every name stays bound without it."""
+    """Whether the statement assigns to a parameter or an element: without it, every name stays bound."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return False
     target = statement.targets[0]

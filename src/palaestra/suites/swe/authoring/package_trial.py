@@ -1,7 +1,7 @@
 """Run a package's tests in slots, unchanged or with some files changed.
 
-The tree is unpacked into one slot and sealed. Every run starts from that snapshot without network, by the functions
-that grade an agent.
+The tree is unpacked into one slot and sealed. Every run starts from that snapshot without network, and uses the
+functions that grade agents.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def _sides(left: ast.expr, right: ast.expr) -> _Claim:
 
 
 def _is_literal(node: ast.expr) -> bool:
-    """Whether the value is literal, apart from the standard library."""
+    """Whether the value uses only literals and names of the standard library."""
     names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     return names <= _FOREIGN and not _called_name([node])
 
@@ -337,7 +337,7 @@ def _first_call(node: ast.AST) -> str:
 
 
 def _spelled(function: ast.expr) -> str:
-    """A called name as written; only the method's name after a longer expression; else empty."""
+    """A called name as written, or only the method's name after a longer expression; empty for other nodes."""
     if isinstance(function, ast.Subscript):
         function = function.value
     text = ast.unparse(function)
