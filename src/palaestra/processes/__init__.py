@@ -1,1 +1,1 @@
-"""Background processes as sessions: by id, per task, with their output by cursor. `registry.py` is the way in."""
+"""Background processes as sessions with ids, kept per task, with output read by cursor. Start at `registry.py`."""

@@ -1,11 +1,11 @@
-"""Reports on watched sessions: lines that match, new output, the end.
+"""Reports on watched sessions: matching lines, new output, and the end.
 
-A session with a `Watch` has a follower, which waits at the slot. Lines that match within `MATCH_EVERY_S` of each other
-are counted and reported as one, and the search ends after `MAX_MATCHES` reports. Output that came too fast to be
+A session with a `Watch` has a follower, which waits for output from the slot. Lines that match within `MATCH_EVERY_S`
+of the last report are only counted, and the search ends after `MAX_MATCHES` reports. Output that came too fast to be
 searched is counted in the next report.
 
-Reports come with the next reply about the session, and in the registry's `Notifications`. Every queue is bounded and
-waits for no reader: the oldest entry is dropped.
+Reports are in the next reply about the session and in the registry's `Notifications`. Every queue is bounded and never
+waits for a reader; when it is full, the oldest entry is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MATCH_EVERY_S, MAX_MATCHES = 15.0, 8
 MAX_REPORTED_CHARS = 2000
-"""How much output one event carries: its end."""
+"""The most characters of output in one event."""
 
 MAX_NOTIFICATIONS = 256
 
@@ -33,18 +33,18 @@ _PIECE_BYTES, _LONGEST_WAIT_S, _MAX_LINE_CHARS = 128 << 10, 30.0, 10_000
 
 
 _WORDS = {"completion": "exited", "watch_match": "match"}
-"""The type as a model reads it, if it differs."""
+"""The name that a model reads for an event type, if it differs."""
 
 
 class Notifications:
     """Reports for any thread, in the contract's shape.
 
-    `completion_queue` has an object for each event of a watched session, `pending_watchers` one for each session whose
-    output is reported at intervals, until its reader removes it.
+    `completion_queue` has one object for each event of a watched session. `pending_watchers` has one object for each
+    session whose output is reported at intervals, until a reader removes it.
 
     An event has `type` (completion, watch_match, progress, lost), `session_id`, `task_id`, `session_key`, `command`,
-    `output` and `exit_code`; a watcher `session_id`, `check_interval` (seconds), `session_key`, `notify_on_complete`.
-    Both have the entries of the watch's address, such as `platform` and `chat_id`.
+    `output` and `exit_code`. A watcher has `session_id`, `check_interval` (seconds), `session_key` and
+    `notify_on_complete`. Both have the entries of the watch's address, such as `platform` and `chat_id`.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Notifications:
             try:
                 return self.completion_queue.put_nowait(item)
             except queue.Full:
-                with contextlib.suppress(queue.Empty):  # a reader has made room meanwhile
+                with contextlib.suppress(queue.Empty):  # a reader may have made room
                     self.completion_queue.get_nowait()
 
     def add_watcher(self, session: ProcessSession) -> None:
@@ -75,7 +75,7 @@ class Notifications:
 
 
 class Follower:
-    """Follows one session to its end. `report` gets type, text and exit code of its reports."""
+    """Follows one session to its end. `report` gets the session and the type, text and exit code of each report."""
 
     def __init__(
         self, session: ProcessSession, report: Callable[[ProcessSession, str, str, int | None], None], clock: Clock
@@ -102,7 +102,7 @@ class Follower:
     async def _follow(self) -> None:
         session, now = self._session, self._clock.monotonic()
         check = now + (self._watch.interval_s or 0.0)
-        age_s = self._clock.wall() - session.started_at  # one found again after a restart has used up some time
+        age_s = self._clock.wall() - session.started_at  # a session recovered after a restart has used up some time
         deadline = None if self._watch.lifetime_s is None else now + self._watch.lifetime_s - age_s
         while (status := await session.refresh()).running or self._cursor < status.output_total_bytes:
             ends = [end for end in (deadline, check if self._watch.interval_s else None) if end is not None]
@@ -129,7 +129,7 @@ class Follower:
         self._take(text)
 
     def _take(self, text: str, last: bool = False) -> None:
-        """Search the lines that are complete now."""
+        """Search the lines that this text completes."""
         self._since = (self._since + text)[-MAX_REPORTED_CHARS:]
         *lines, rest = (self._line + text).split("\n")
         self._line = "" if last else rest[-_MAX_LINE_CHARS:]
@@ -148,7 +148,7 @@ class Follower:
         self._add("watch_match", line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
 
     def _not_reported(self) -> str:
-        """The counts since the last match."""
+        """The counts since the last report, as text."""
         lines, lost, self._unreported, self._lost = self._unreported, self._lost, 0, 0
         parts = [f"{lines} more lines matched"] if lines else []
         if lost and self._watch.patterns:

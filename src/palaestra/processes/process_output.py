@@ -1,7 +1,7 @@
 """The output of a process as text, by cursor.
 
-A cursor is a number of bytes. A reader that continues at the cursor of the last reply gets everything once; bytes that
-were dropped in between are counted. An incomplete character or control sequence is left for the next reading.
+A cursor is an offset in bytes. A reader that continues at the cursor of the last reply gets all output exactly once;
+bytes that were dropped in between are counted. An incomplete character or control sequence is left for the next read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ LONGEST_CHARACTER = 4
 
 @dataclass(frozen=True, slots=True)
 class OutputText:
-    """Output between two cursors. `lost` requested bytes before `start` were dropped; `more` output followed."""
+    """Output between two cursors. `lost` counts the requested bytes before `start` that were dropped; `more` is true if
+    more output followed."""
 
     text: str
     start: int
@@ -26,7 +27,7 @@ class OutputText:
 
 
 async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
-    """Text from a cursor on. `running`: whether the process ran before this call, so that more may come."""
+    """The text from a cursor on. `running` is true if the process ran before this call, so that more may come."""
     piece = await process.read(cursor, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece) if piece.lost else (piece.data, 0)
     more = len(piece.data) == max_bytes
@@ -35,7 +36,7 @@ async def read_text(process: Process, cursor: int, *, max_bytes: int, running: b
 
 
 async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText:
-    """The last so many bytes of the output."""
+    """The last `max_bytes` bytes of the output."""
     piece = await process.read(-max_bytes, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece)
     text, held = readable(data, running)
@@ -43,13 +44,13 @@ async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText
 
 
 def readable(data: bytes, more: bool) -> tuple[str, int]:
-    """Output without control sequences and with plain line ends, and how many bytes at its end are incomplete.
+    """The output without control sequences and with plain line ends, and the number of incomplete bytes at its end.
 
-    If no `more` can come none are: half a character becomes the replacement character.
+    If no `more` output can come, that number is 0, and an incomplete character becomes the replacement character.
     """
     text, rest = plain(data)
     held = len(rest) if more else 0
-    if more and data[: len(data) - held].endswith(b"\r"):  # perhaps half of a line end
+    if more and data[: len(data) - held].endswith(b"\r"):  # perhaps the first half of a line end
         text, held = text[:-1], held + 1
     if not more and not rest.startswith(b"\x1b"):
         text += rest.decode(errors="surrogateescape")
@@ -58,7 +59,7 @@ def readable(data: bytes, more: bool) -> tuple[str, int]:
 
 
 def _from_a_character_on(piece: OutputPiece) -> tuple[bytes, int]:
-    """A piece that may begin within a character, without that part; and how many bytes that is."""
+    """The piece without a partial character at its beginning, and the number of bytes removed."""
     skipped = 0
     while piece.start and skipped < min(len(piece.data), LONGEST_CHARACTER - 1) and piece.data[skipped] >> 6 == 0b10:
         skipped += 1

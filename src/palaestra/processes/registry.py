@@ -1,14 +1,14 @@
-"""`ProcessRegistry`: the background processes of tasks as sessions: started, found by id, listed, killed, recovered.
+"""`ProcessRegistry` starts, finds, lists, kills and recovers the background processes of tasks as sessions.
 
-Processes end with their slot, and are killed with their whole trees.
+Processes end with their slot; killing one kills its whole process tree.
 
-Invariant: a caller that names a task reaches that task's sessions and no others. A signal never reaches another process
-than the session's: slots have their own numbers of processes and hold each until its end.
+Invariant: a caller that names a task reaches only that task's sessions. A signal never reaches a process other than the
+session's, since a slot addresses its processes by its own numbers and holds each process until its end.
 
-A checkpoint file lets a new registry find the processes that an old one left running in slots that stay. It is one JSON
-object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`, replaced as a whole, and not synced:
-processes do not outlive the machine either. A process is a session's only if slot, number, pid and start time are the
-same, because a restarted slot server repeats numbers and pids.
+With a checkpoint file, a new registry can find the processes that an old one left running in slots that remain. The
+file is one JSON object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`. It is replaced as a whole
+but not synced, since processes do not survive a crash of the machine either. A process belongs to a session only if
+slot, number, pid and start time are the same, because a restarted slot server repeats numbers and pids.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TERMINAL_SIZE = TerminalSize(rows=30, columns=120)
 SCHEMA, VERSION = "palaestra.processes", 1
 
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
-"""A Python program that writes to a pipe would hold its output back."""
+"""Without this, a Python program that writes to a pipe would buffer its output."""
 
 _KEPT = ("id", "command", "task_id", "session_key", "cwd", "slot_id", "started_at", "lost", "followed")
 _IDENTITY = ("process_id", "pid", "started_s")
@@ -58,14 +58,14 @@ _Started: TypeAlias = tuple[Process, ProcessStatus]
 
 _known: WeakSet[ProcessRegistry] = WeakSet()
 _known_lock = threading.Lock()
-"""For synchronous code, which names a session but not its registry."""
+"""For synchronous code, which knows a session's id but not its registry."""
 
 
 class ProcessRegistry:
-    """Sessions by id. Methods that take `task_id` see that task's sessions; with None, for the owner, all.
+    """Sessions by id. Methods with a `task_id` see only that task's sessions; with None they see all.
 
     `checkpoint_path` is the file for the next registry. With `report_ends` the end of every session is reported. `loop`
-    is that of its sessions, None before the first.
+    is the event loop of the sessions, None before the first session.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ProcessRegistry:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop following; the processes continue and the checkpoint stays. Idempotent."""
+        """Stop following the sessions. Their processes continue, and the checkpoint is kept. Idempotent."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -114,7 +114,7 @@ class ProcessRegistry:
     ) -> ProcessSession:
         """Start a command line in a slot as a session of `task_id`, and of the conversation `session_key`.
 
-        Raises BlockingIOError if too many processes of the task run, and the errors of `Slot.spawn`.
+        Raises `BlockingIOError` if too many processes of the task run, and the errors of `Slot.spawn`.
         """
         await self._make_room(task_id)
         environment = {**_ENVIRONMENT, **(env or {})}
@@ -133,15 +133,15 @@ class ProcessRegistry:
         return replace(watch, on_exit=True) if self._report_ends else watch
 
     def get(self, session_id: str, task_id: str | None = None) -> ProcessSession | None:
-        """The session of that id; None if it is unknown or another task's."""
+        """The session with that id; None if it is unknown or belongs to another task."""
         session = self._sessions.get(session_id)
         return session if session is not None and task_id in (None, session.task_id) else None
 
     def sessions(self, task_id: str | None = None) -> list[ProcessSession]:
-        """The sessions as they were last known, oldest first."""
+        """The sessions with their last known status, oldest first."""
         return list(self._of(task_id))
 
-    # The contract's actions, which `ProcessSession` describes; `not_found` if the task has no such session.
+    # The contract's actions, which `ProcessSession` describes. The status is `not_found` for an unknown session.
 
     async def poll(self, session_id: str, since: int | None = None, *, task_id: str | None = None) -> Reply:
         return await self._do(session_id, task_id, lambda session: session.poll(since))
@@ -179,12 +179,12 @@ class ProcessRegistry:
         return any(session.running for session in sessions)
 
     async def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Whether any process of that conversation runs, of at most `max_age_s`."""
+        """Whether any process of that conversation runs that is not older than `max_age_s`."""
         running = [session for session in await self._refresh(None, session_key) if session.running]
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 
     def interrupt(self, *, task_id: str | None = None, session_key: str | None = None) -> int:
-        """End the waits for sessions of that task and that conversation. Returns their number."""
+        """Interrupt all waits for sessions of that task and that conversation. Returns the number of waits."""
         count = 0
         for session in self._of(task_id):
             if session_key in (None, session.session_key):
@@ -195,7 +195,7 @@ class ProcessRegistry:
         return count
 
     async def kill_all(self, task_id: str | None = None) -> int:
-        """End every running process of the task. Returns their number."""
+        """Kill every running process of the task. Returns their number."""
 
         async def kill(session: ProcessSession) -> bool:
             try:
@@ -207,9 +207,10 @@ class ProcessRegistry:
         return sum(await asyncio.gather(*(kill(session) for session in self._of(task_id))))
 
     async def recover_from_checkpoint(self, slots: Iterable[Slot]) -> int:
-        """Add the sessions of the checkpoint; those whose process is not in `slots` are lost. Returns how many are not.
+        """Add the sessions of the checkpoint. Those without their process in `slots` are lost; returns how many are
+        not.
 
-        Raises `ConfigError` for a file that cannot be read.
+        Raises `ConfigError` if the file is not a valid checkpoint.
         """
         if self._path is None:
             return 0
@@ -228,7 +229,7 @@ class ProcessRegistry:
         self._save()
 
     async def _started(self, spawning: Awaitable[Process]) -> _Started:
-        """The process and its status. If the caller is cancelled, the process is killed."""
+        """Start a process and get its status. If the caller is cancelled, the process is killed."""
 
         async def start() -> _Started:
             process = await spawning
@@ -273,7 +274,7 @@ class ProcessRegistry:
             self._numbers[task_id] += 1
             text = f"{task_id}\0{self._numbers[task_id]}"
             name = f"proc_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]}"
-            if name not in self._sessions:  # a recovered one may have it
+            if name not in self._sessions:  # a recovered session may have this id
                 return name
 
     async def _do(
@@ -283,7 +284,7 @@ class ProcessRegistry:
         return not_found(session_id) if session is None else await _reply(session, action)
 
     async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
-        """The sessions with their present status. Those of an ended slot are lost; for one task that is raised."""
+        """Update the sessions' status and return them. Those of an ended slot are lost; with `task_id` that raises."""
         sessions = [session for session in self._of(task_id) if session_key in (None, session.session_key)]
 
         async def refresh(session: ProcessSession) -> None:
@@ -330,19 +331,19 @@ class ProcessRegistry:
         self._save()
 
     def _save(self) -> None:
-        """Write the checkpoint. Raises OSError."""
+        """Write the checkpoint. Raises `OSError`."""
         if self._path is not None:
             sessions = [_record(session) for session in self._sessions.values()]
             unfinished = self._path.with_name(self._path.name + ".part")
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.unlink(missing_ok=True)  # it may be another's link, or open to others
+            unfinished.unlink(missing_ok=True)  # the file may be another user's link or readable by others
             with open(unfinished, "x", opener=private) as file:
                 json.dump({"schema": SCHEMA, "version": VERSION, "sessions": sessions}, file)
             unfinished.replace(self._path)
 
 
 async def _reply(session: ProcessSession, action: Callable[[ProcessSession], Awaitable[Reply]]) -> Reply:
-    """Do an action; the reply has status `lost` if the process cannot be reached any more."""
+    """Run an action. The reply has the status `lost` if the process cannot be reached any more."""
     try:
         return await action(session)
     except ProcessLookupError:
@@ -359,7 +360,7 @@ def not_found(session_id: str) -> Reply:
 
 
 def living() -> list[ProcessRegistry]:
-    """The registries of this process that have had a session and whose loop runs, for any thread."""
+    """The registries of this Python process that have had a session and whose loop runs. Callable from any thread."""
     with _known_lock:
         return [each for each in _known if each.loop is not None and each.loop.is_running()]
 
@@ -372,7 +373,7 @@ def _record(session: ProcessSession) -> dict[str, JSON]:
 
 
 def _read(path: Path) -> list[dict[str, JSON]]:
-    """The sessions of a checkpoint; [] without one. Raises `ConfigError`."""
+    """The session records of a checkpoint, or [] if there is no file. Raises `ConfigError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         schema, version = content["schema"], content["version"]
@@ -387,7 +388,7 @@ def _read(path: Path) -> list[dict[str, JSON]]:
 
 
 async def _recovered(record: dict[str, JSON], running: dict[str, dict[int, Process]]) -> ProcessSession:
-    """The session of a record, with its process if its slot still has it; else `lost` has the reason."""
+    """The session of a record, with its process if the slot still has it; otherwise `lost` has the reason."""
     known, status = {name: record[name] for name in _KEPT}, ProcessStatus(**record["status"])
     watch = Watch(**{**record["watch"], "patterns": tuple(record["watch"]["patterns"])})
     session = ProcessSession(**known, process=None, status=status, watch=watch, detached=True)

@@ -1,9 +1,9 @@
-"""A background process of a slot as a session, which an agent uses by its id.
+"""A background process of a slot as a session, to which an agent refers by id.
 
-The output, exit code and input stay with the slot, so a session costs the same whatever the process writes.
+The slot keeps the output, exit code and input, so the cost of a session does not depend on the amount of output.
 
-Replies have the contract's shapes. `status` is running or exited (of `poll`), exited, timeout or interrupted (of
-`wait`), killed or already_exited (of `kill`), ok (of `write`), error, and lost: the process cannot be reached any more.
+Replies have the contract's shapes. `status` is running or exited for `poll`; exited, timeout or interrupted for `wait`;
+killed or already_exited for `kill`; ok for `write`; or error, or lost if the process cannot be reached any more.
 Failures of the slot itself (`InfraError`) are raised.
 """
 
@@ -22,10 +22,10 @@ from palaestra.processes import process_output
 from palaestra.sandbox.slot import Process, ProcessStatus
 
 MAX_OUTPUT_CHARS = 200_000
-"""How many bytes of the output's end `log` shows. Slots keep no less."""
+"""How many bytes at the end of the output `log` shows. Slots keep at least as many."""
 
 FINISHED_TTL_SECONDS = 1800
-"""How long an ended process is remembered."""
+"""How long the session of an ended process is kept."""
 
 MAX_PROCESSES = 64
 """How many processes of one task may run at a time."""
@@ -35,7 +35,7 @@ KILL_GRACE_S = 2.0
 
 PREVIEW_CHARS, LISTED_CHARS, WAITED_CHARS = 1000, 200, 2000
 MAX_NEW_BYTES = 20_000
-"""How much output one `poll` with a cursor gives."""
+"""How much output one `poll` with a cursor returns."""
 
 WRITE_PATIENCE_S = 10.0
 """How long a write waits for the process to read."""
@@ -47,9 +47,9 @@ Reply = dict[str, JSON]
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The reports on a session: output lines that contain one of `patterns`, new output every `interval_s`, its end.
+    """The reports on a session: lines that contain one of `patterns`, new output every `interval_s`, and the end.
 
-    After `lifetime_s` the process is killed. `address` is passed on with each report.
+    After `lifetime_s` the process is killed. Each report includes `address`.
     """
 
     patterns: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Watch:
 
 
 class SessionLost(LookupError):
-    """The reason why the process of a session cannot be reached any more."""
+    """The process of a session cannot be reached any more. The message gives the reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +71,8 @@ class ProcessSession:
     """One background process by its session id.
 
     `session_key` names the conversation that started it; `started_at` is in seconds since the epoch. `status` is the
-    last known one, `lost` the reason if the process cannot be reached, `detached` if a restart came between. A follower
-    has read the output up to the cursor `followed`; `notices` are its newest reports.
+    last known status, `lost` the reason if the process cannot be reached. `detached` is true for a session recovered
+    after a restart. A follower has read the output up to the cursor `followed`; `notices` has its latest reports.
     """
 
     id: str
@@ -110,11 +110,12 @@ class ProcessSession:
 
     @property
     def output_buffer(self) -> str:
-        """The end of its output, up to `MAX_OUTPUT_CHARS` bytes, for synchronous code; empty once it is lost.
+        """The last `MAX_OUTPUT_CHARS` bytes of the output, for synchronous code; empty once the session is lost.
 
-        Raises the slot's errors, and `RuntimeError` on the session's own loop: await `log` there.
+        Raises the slot's errors, and `RuntimeError` on the session's own event loop, where `log` must be awaited
+        instead.
         """
-        from palaestra.core.sync_bridge import wait_on  # few sessions are read so
+        from palaestra.core.sync_bridge import wait_on  # rarely used
 
         if self.process is None or self.loop is None:
             return ""
@@ -146,22 +147,22 @@ class ProcessSession:
 
     @property
     def running(self) -> bool:
-        """Whether it runs and can be reached."""
+        """Whether the process runs and can be reached."""
         return self.status.running and not self.lost
 
     @property
     def ended_at(self) -> float | None:
-        """When it ended, in seconds since the epoch; None while it runs."""
+        """When the process ended, in seconds since the epoch; None while it runs."""
         return None if self.status.running else self.started_at + self.status.duration_s
 
     def reach(self) -> Process:
-        """The process. Raises `SessionLost`."""
+        """The session's process. Raises `SessionLost` if it cannot be reached."""
         if self.process is None:
             raise SessionLost(self.lost)
         return self.process
 
     async def refresh(self) -> ProcessStatus:
-        """Its present status. Raises `SessionLost`, and the slot's errors."""
+        """Update and return the process's status. Raises `SessionLost`, and the slot's errors."""
         try:
             self.status = await self.reach().status()
         except ProcessLookupError:
@@ -169,14 +170,14 @@ class ProcessSession:
         return self.status
 
     def lose(self, reason: str) -> SessionLost:
-        """Mark the process as unreachable; the error to raise."""
+        """Mark the process as unreachable. Returns the error to raise."""
         self.process, self.lost = None, reason
         return SessionLost(reason)
 
     # Actions
 
     async def poll(self, since: int | None = None) -> Reply:
-        """Its status, with the end of its output, or with the output after the cursor `since`."""
+        """The process's status, with the end of its output or with the output after the cursor `since`."""
         status = await self.refresh()
         reply: Reply = {"session_id": self.id, "command": self.command, **_state(status)}
         if since is None:
@@ -189,7 +190,7 @@ class ProcessSession:
         return reply | self._take_notices()
 
     async def log(self, offset: int = 0, limit: int = 200) -> Reply:
-        """Lines of the output that is kept: the last `limit` ones, or `limit` ones after `offset`."""
+        """Lines of the kept output: the last `limit` lines, or `limit` lines after `offset`."""
         status = await self.refresh()
         kept = await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)
         lines = kept.text.splitlines()
@@ -204,7 +205,7 @@ class ProcessSession:
         return reply | _full_output(status) | self._take_notices()
 
     async def wait(self, timeout_s: float | None, limit_s: float) -> Reply:
-        """Wait for its end, for `timeout_s` (at most `limit_s`), or until the wait is interrupted."""
+        """Wait until the process ends, `timeout_s` (at most `limit_s`) have passed, or the wait is interrupted."""
         patience_s = limit_s if timeout_s is None else min(max(timeout_s, 0.0), limit_s)
         interrupted = await self._ended_or_interrupted(patience_s)
         status = await self.refresh()
@@ -226,14 +227,14 @@ class ProcessSession:
         return reply | _full_output(status) | self._take_notices()
 
     async def kill(self, grace_s: float = KILL_GRACE_S) -> Reply:
-        """End it and everything that it has started: SIGTERM, `grace_s`, SIGKILL; answered when nothing of it lives."""
+        """Kill the process tree with SIGTERM and, after `grace_s`, SIGKILL. Returns once the whole tree has ended."""
         before = await self.refresh()
         status = self.status = await self.reach().kill(grace_s) if before.running else before
         word = "killed" if before.running else "already_exited"
         return {"session_id": self.id, "status": word, "exit_code": status.exit_code} | self._take_notices()
 
     async def write(self, data: bytes, *, end: bool = False) -> Reply:
-        """Write to its input, and close it if this is the `end`."""
+        """Write to the process's input, and close the input if `end` is set."""
         if not (await self.refresh()).running:
             error = "The process has ended; nothing was written."
             return {"session_id": self.id, "status": "already_exited", "error": error}
@@ -250,11 +251,11 @@ class ProcessSession:
         return {"session_id": self.id, "status": "ok", "bytes_written": len(data)}
 
     async def submit(self, data: bytes, *, end: bool = False) -> Reply:
-        """Write a line, which ends as with the Enter key on a terminal, or with a newline."""
+        """Write a line. On a terminal it ends as with the Enter key, otherwise with a newline."""
         return await self.write(data + (b"\r" if self.status.terminal else b"\n"), end=end)
 
     async def summary(self) -> Reply:
-        """One entry of a list."""
+        """The entry of this session in a list of sessions."""
         status = await self.refresh()
         started = datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="seconds")
         reply: Reply = {"session_id": self.id, "command": self.command[:LISTED_CHARS], "cwd": self.cwd}
@@ -277,7 +278,7 @@ class ProcessSession:
         return reply
 
     async def _ended_or_interrupted(self, patience_s: float) -> bool:
-        """Wait for the end. Returns whether an interrupt came first."""
+        """Wait until the process ends or `patience_s` have passed. Returns whether an interrupt came first."""
         interrupt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ending = asyncio.ensure_future(self.reach().wait(patience_s))
         either: list[asyncio.Future[JSON]] = [interrupt, ending]

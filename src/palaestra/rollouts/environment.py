@@ -1,6 +1,6 @@
-"""The Environment protocol: all that the runner knows of where tasks come from and how they are scored.
+"""The `Environment` class, through which the runner gets tasks, prepares workspaces and scores rollouts.
 
-The modules of `envs/api` adapt the ways of writing an environment to it. It is an abstract class and not a
+The modules of `envs/api` adapt each way of writing an environment to this class. It is an abstract class and not a
 `typing.Protocol` because most of its hooks have a default that does nothing.
 """
 
@@ -26,10 +26,10 @@ from palaestra.tools.tool import States
 
 @dataclass(frozen=True, slots=True)
 class GroupCollection:
-    """A group as an environment collects it: how many rollouts are wanted, its tools, and `play`.
+    """A group for an environment with `collects_groups`: the number of rollouts wanted, the tools, and `play`.
 
-    `play` plays the group's next rollout to its end, with retries, through `begin`, `act` and `grade`. It is recorded
-    after `collect` has returned, which may change its score and projection.
+    `play` plays the group's next rollout to its end, with retries, through `begin`, `act` and `grade`. The rollout is
+    recorded only after `collect` has returned, so that `collect` can still change its score and projection.
     """
 
     group_id: str
@@ -39,10 +39,10 @@ class GroupCollection:
 
 
 class Environment(ABC):
-    """Where tasks come from, how a workspace is prepared, how a result is scored.
+    """Gives the tasks of a run, prepares their workspaces and scores the results.
 
-    `world` answers for tools that reach outside while a task is prepared; a run that records them sets it. In a rollout
-    its own does.
+    `world` answers calls of tools that reach outside this machine while a task is prepared; a run that records such
+    calls sets it. During a rollout, the rollout's own recording answers them.
     """
 
     world: RecordedTools | None = None
@@ -50,7 +50,7 @@ class Environment(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Names the run folder and the output files."""
+        """The name used for the run folder and the output files."""
 
     @cached_property
     def shared(self) -> States:
@@ -59,14 +59,14 @@ class Environment(ABC):
 
     @property
     def agent(self) -> AgentSettings:
-        """How the agent is run."""
+        """The settings with which the agent runs."""
         return AgentSettings()
 
     async def open(self) -> None:
         """Load data and resources. Called once, before the first task."""
 
     async def aclose(self) -> None:
-        """Release them. Called once, also after a failure."""
+        """Release the data and resources. Called once, also after a failure."""
 
     @property
     def counts_tasks(self) -> bool:
@@ -79,10 +79,10 @@ class Environment(ABC):
 
     @abstractmethod
     def kit(self, task: Task, rng: random.Random) -> Kit:
-        """The tools of this task's group. `rng` is the group's own."""
+        """The tools of this task's group. `rng` is the group's random generator."""
 
     def changed(self, number: int, was: str, now: str) -> str:
-        """A sentence on a task of a resumed run whose id `was` another one in the run so far."""
+        """The message for a resumed run in which task `number` now has the id `now` and had the id `was` before."""
         return f"task {number} is {now} now and was {was}"
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
@@ -108,11 +108,11 @@ class Environment(ABC):
         """Prepare the workspace, once per group. Every rollout starts from a fork of it."""
 
     def recipe(self, task: Task) -> JSON:
-        """Everything else that the task's preparation depends on, besides its image, `files`, `setup` and slot, as
-        JSON; None if unknown.
+        """What the preparation depends on besides the task's image, `files`, `setup` and slot, as JSON; None if
+        unknown.
 
-        Runs on this machine with the same recipe share the prepared workspace, and then skip `prepare_shared` and
-        `prepare`: so it must cover everything that they do. Default: `task.recipe`, or None if a hook is overridden.
+        Runs on this machine with the same recipe share the prepared workspace and skip `prepare_shared` and `prepare`,
+        so the recipe must cover everything that those two do. Default: `task.recipe`, or None if a hook is overridden.
         """
         own = type(self)
         hooks = own.prepare is not Environment.prepare or own.shared_setup is not Environment.shared_setup
@@ -120,15 +120,15 @@ class Environment(ABC):
 
     @property
     def collects_groups(self) -> bool:
-        """Whether `collect` rolls out the whole group and decides its size."""
+        """Whether `collect` itself rolls out the whole group and decides its size."""
         return False
 
     async def collect(self, task: Task, group: GroupCollection) -> int:
-        """The number of rollouts of the group. With `collects_groups`, collect the group here; `act` takes its rows."""
+        """The number of rollouts of the group. With `collects_groups`, this also collects the group for `act`."""
         return group.wanted
 
     async def ended(self, task: Task, group: Group) -> None:
-        """The group has ended and is in the journal. Called for every group, failed ones included."""
+        """Called once a group has ended and is in the journal. Failed groups are included."""
 
     async def begin(self, rollout: Rollout) -> None:
         """Set up one rollout, in its own fork, before the agent starts."""
@@ -140,9 +140,9 @@ class Environment(ABC):
     async def grade(self, rollout: Rollout) -> Score:
         """Score the rollout in a grading view of its workspace.
 
-        A check that fails is a failure of the grader, unless it is shown that the work makes it fail: it fails twice
-        over the work, and not over the prepared workspace. Then the score is 0. Raises the `InfraError` that disturbed
-        the check, even if `score` returned a value.
+        A check that ends with an error is a failure of the grader, unless it does so twice on the agent's work and not
+        on the prepared workspace. Then the work is the cause, and the score is 0. Raises the `InfraError` that
+        disturbed the check, even if `score` returned a value.
         """
         spec = self.slot_spec(rollout.task, Phase.GRADE)
         grading = Grading(rollout, spec)
@@ -161,7 +161,7 @@ class Environment(ABC):
         return replace(score, detail={**score.detail, "left_out": list(grading.left_out)})
 
     async def _work_breaks_check(self, rollout: Rollout, grading: Grading, spec: SlotSpec) -> bool:
-        await grading.restart()  # a rollout that holds a slot must not wait for another one
+        await grading.restart()  # a rollout that holds one slot must not wait for a second
         untouched = Grading(rollout, spec, untouched=True)
         try:
             await self._score_soundly(rollout, untouched)
@@ -179,10 +179,10 @@ class Environment(ABC):
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
-        """Score the sealed result. Raises `GraderError` when the check itself could not be made."""
+        """Score the sealed result. Raises `GraderError` when the check itself could not be run."""
 
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
-        """Further data for the record."""
+        """The environment's additions to the rollout's record."""
         return Projection()
 
     async def figures(self) -> Mapping[str, float | str]:
@@ -190,5 +190,5 @@ class Environment(ABC):
         return {}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """Rollouts to show with the metrics: each as text, with its score. Called after the last group."""
+        """Rollouts to show next to the metrics, each as text with its score. Called after the last group."""
         return ()

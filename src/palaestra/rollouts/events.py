@@ -1,8 +1,8 @@
 """The events of a run, as one union of types. `EventStream` (`journal/journal.py`) passes them to subscribers.
 
-Journal events are lines of the journal: their tags, fields and defaults are its format. The others exist in memory
-only. The journal gets each event first, then the subscribers in the order of subscription, on the event loop. A
-subscriber returns quickly, and raises for no text of a task or a model.
+Journal events are lines of the journal: their tags, fields and defaults are its format. The other events exist in
+memory only. The journal gets each event first, then the subscribers in the order of subscription, on the event loop. A
+subscriber must return quickly, and must not raise because of the text of a task or a model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from palaestra.rollouts.records import Group, Trajectory
 JOURNAL_SCHEMA = "palaestra.journal/2"
 
 FIRST_SCHEMA = "palaestra.journal/1"
-"""The older format. Its turns have only messages, so rollouts that were cut off start again."""
+"""The older format. Its turns contain only messages, so rollouts that were cut off start again."""
 
 
 class JournalEvent(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
@@ -29,7 +29,7 @@ class JournalEvent(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="
 
 
 class RunStarted(JournalEvent, tag="run", kw_only=True, omit_defaults=False):
-    """The first line: the environment and its configuration. Written with its defaults, so that it names its schema."""
+    """The first line: the environment and its configuration. Its defaults are written too, so it has its schema."""
 
     schema: str = JOURNAL_SCHEMA
     run_id: str
@@ -40,7 +40,7 @@ class RunStarted(JournalEvent, tag="run", kw_only=True, omit_defaults=False):
 
 
 class RunResumed(JournalEvent, tag="resume", kw_only=True):
-    """Another process continues the run. `torn`: the last line before this one was incomplete."""
+    """Another process continues the run. `torn` is true if the last line before this one was incomplete."""
 
     schema: str = FIRST_SCHEMA
     torn: bool = False
@@ -50,8 +50,8 @@ class RunResumed(JournalEvent, tag="resume", kw_only=True):
 class GroupStarted(JournalEvent, tag="group", kw_only=True):
     """A group with its tools and preparation, and without trajectories.
 
-    A later event of the same group replaces it, which is how a resumed run continues a group. Its finished rollouts
-    stay until they finish again.
+    A later event of the same group replaces this one, so a resumed run can continue the group. The group's finished
+    rollouts stay until they finish again.
     """
 
     group: Group
@@ -61,9 +61,9 @@ class TurnTaken(JournalEvent, tag="messages", kw_only=True):
     """The messages that one turn added, with the data for resuming the rollout after it.
 
     `turn` 0 has the opening messages. `tokens` are the prompt's and the reply's, as the engine counted them; `seconds`
-    are the model's and the tools'. `sampled` are the model calls since the last such event, sub-agents' included, when
-    the server gives tokens. `cost` is the cost of `tokens`, when prices are known. `recalled`: the reply was paid for
-    in an earlier part of the run, which was killed during this turn.
+    are those of the model and of the tools. `sampled` has the model calls since the last such event, sub-agents'
+    included, when the server gives tokens. `cost` is the cost of `tokens`, when prices are known. `recalled` is true if
+    the reply came in an earlier part of the run, which was killed during this turn.
     """
 
     rollout_id: str
@@ -78,7 +78,8 @@ class TurnTaken(JournalEvent, tag="messages", kw_only=True):
 
 
 class ReplyReceived(JournalEvent, tag="reply", kw_only=True):
-    """One reply of the model during a turn that delegates work: such a turn is long, so each reply is written at once.
+    """One reply of the model during a turn that delegates work. Such turns are long, so each reply is written
+    immediately.
 
     `branch` is the sub-agent's number, or 0 for the rollout's own reply. `asked` is the checksum of the conversation
     that it answers. When the server gives tokens, they are in `sampled` and `message` is empty.
@@ -95,10 +96,11 @@ class ReplyReceived(JournalEvent, tag="reply", kw_only=True):
 
 
 class RolloutResumed(JournalEvent, tag="taken_up", kw_only=True):
-    """A rollout that was cut off continues after `turns` turns and `replies` replies of the next one.
+    """A rollout that was cut off continues after `turns` turns and `replies` replies of the turn after those.
 
-    With a reason in `anew` it starts from its beginning instead, and those are discarded. With a `parent` it is new,
-    and continues that rollout of its group after `turns` turns, which are written there.
+    If `anew` gives a reason, the rollout starts from its beginning instead, and the turns and replies are discarded.
+    With a `parent` it is a new rollout that continues rollout `parent` of its group after `turns` turns, which are in
+    the parent's events.
     """
 
     rollout_id: str
@@ -121,7 +123,7 @@ class AttemptDiscarded(JournalEvent, tag="discarded", kw_only=True):
 
 
 class GroupEnded(JournalEvent, tag="group_end", kw_only=True):
-    """Every rollout of the group has ended. `error` is the reason for missing ones."""
+    """Every rollout of the group has ended. `error` is the reason for missing rollouts."""
 
     group_id: str
     number: int
@@ -149,7 +151,7 @@ AnyJournalEvent: TypeAlias = (
 
 
 class GroupsPlanned(msgspec.Struct):
-    """How many groups the run will have, None when that is unknown, and how large they are."""
+    """The number of groups in the run, or None if it is unknown, and their size."""
 
     total: int | None
     group_size: int
@@ -168,10 +170,10 @@ class RolloutBegun(msgspec.Struct, gc=False):
 
 
 class Alive(msgspec.Struct, gc=False):
-    """A sign of life of a rollout, or of a group by its own id. `stage` is its current stage, empty if none.
+    """A sign of life of a rollout, or of a group (under the group's id). `stage` is the current stage, or empty.
 
-    `entered` and `left` name a stage that begins or ends with it; stages nest and may overlap. `error` names the class
-    of the exception that ended the one that was left.
+    `entered` and `left` name a stage that begins or ends now; stages nest and may overlap. `error` names the class of
+    the exception that ended the stage in `left`.
     """
 
     name: str
@@ -190,20 +192,20 @@ class TokensSpent(msgspec.Struct, gc=False):
 
 
 class Graded(msgspec.Struct, gc=False):
-    """A rollout has its reward, which is not in the journal yet."""
+    """A rollout got its reward, which is not in the journal yet."""
 
     rollout_id: str
     reward: float
 
 
 class RolloutKept(msgspec.Struct):
-    """A rollout that an earlier part of the run finished counts for this part too."""
+    """A rollout that an earlier part of the run finished is kept and counts for this part too."""
 
     trajectory: Trajectory
 
 
 class GroupFinished(msgspec.Struct):
-    """A group is complete and in the journal: this part's, or one `kept` from an earlier part of the run."""
+    """A group is complete and in the journal. `kept` groups come from an earlier part of the run."""
 
     group: Group
     kept: bool = False
@@ -216,7 +218,7 @@ class MetricsLogged(msgspec.Struct):
 
 
 class Note(msgspec.Struct):
-    """A message for the person at the screen."""
+    """A message for the user at the screen."""
 
     text: str
 
@@ -242,8 +244,8 @@ Handlers: TypeAlias = Mapping[type, Callable[[Any], None]]
 
 
 class Subscriber(Protocol):
-    """Something that follows a run."""
+    """An object that follows a run through its events."""
 
     def handlers(self) -> Handlers:
-        """What to call for which class of event."""
+        """The function to call for each class of event."""
         ...

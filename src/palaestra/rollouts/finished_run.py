@@ -1,4 +1,4 @@
-"""A run that is on disk: `Run` reads its groups, metrics and rows."""
+"""`Run` reads the groups, metrics and token rows of a run from disk."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, read from its folder: finished, stopped or in progress. Iterating over it reads one group at a time.
+    """A finished, stopped or running run, read from its folder. Iterating over it reads one group at a time.
 
-    Groups and metrics are those of the moment when they are first used.
+    Groups and metrics show the run at the moment of their first use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the whole run by name, with the environment's own once the run has ended."""
+        """The metrics of the whole run by name; once it has ended, with the environment's own metrics."""
         figures = Figures(group_size(self.recording.meta.config))
         for group in self:
             figures.add(group)
@@ -72,12 +72,12 @@ class Run:
 
     @property
     def mean_reward(self) -> float | None:
-        """Over the scored rollouts; None without any."""
+        """The mean over the scored rollouts; None without any."""
         return self.metrics.get("reward/mean")
 
     @property
     def status(self) -> RunStatus:
-        """The present state: what is in flight, failures by cause, tokens, cost."""
+        """The current state: work in flight, failures by cause, tokens, cost."""
         from palaestra.rollouts.observe.status import RunReader
 
         return RunReader(self.recording.path).read()
@@ -95,7 +95,7 @@ class Run:
         return [json.loads(line) for line in lines.getvalue().splitlines()]
 
     def to_records(self) -> list[dict[str, JSON]]:
-        """One plain mapping per rollout: ids, reward, outcome, error, tokens, seconds, and each metric by its name."""
+        """One plain mapping per rollout: ids, reward, outcome, error, tokens, seconds, and each metric by name."""
         return [
             {
                 "task_id": each.task_id,
@@ -116,7 +116,7 @@ class Run:
         ]
 
     def to_frame(self) -> Any:
-        """`to_records` as a pandas DataFrame. Raises `ConfigError` without pandas."""
+        """The mappings of `to_records` as a pandas DataFrame. Raises `ConfigError` without pandas."""
         try:
             pandas: Any = import_module("pandas")
         except ImportError:
@@ -127,13 +127,13 @@ class Run:
 
 
 def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
-    """The run of a folder, a journal, an id or the beginning of one, or the `last` one below `root`. Raises
+    """The run given by a folder, a journal, an id or its beginning, or `last` for the latest one below `root`. Raises
     `ConfigError`."""
     return Run(journal_of(find_run(run, root=root)).parent)
 
 
 def _last_metrics(path: Path) -> dict[str, float]:
-    """The line of the whole run, if the run has ended: its names have no prefix."""
+    """The metrics of the whole run, from the last line; its names have no prefix. Empty before the run has ended."""
     try:
         lines = path.read_bytes().splitlines()
         last = msgspec.json.decode(lines[-1], type=dict[str, object]) if lines else {}

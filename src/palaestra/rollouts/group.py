@@ -1,10 +1,11 @@
 """One group: prepare the task's workspace once, then let `group_size` rollouts start from forks of it.
 
 If the environment has a recipe for its preparation, a workspace that another run has prepared is reused, and one that
-is prepared here is kept for others (`sandbox/snapshots/cache.py`); never one that was prepared with a network.
+is prepared here is kept for other runs (`sandbox/snapshots/cache.py`). A workspace that was prepared with a network is
+never kept.
 
-A preparation that fails ends the group with an error and without trajectories: nothing was rolled out, so nothing is
-scored. A prepared workspace that is lost with its backend is prepared again.
+A failed preparation ends the group with an error and without trajectories, so nothing is scored. A prepared workspace
+that is lost with its backend is prepared again.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
-"""Failures that a fresh attempt may not have. The engine's client has already retried its own."""
+"""Failures that may not happen again in a fresh attempt. The engine's client has already retried its own failures."""
 
 REPLACED = RETRIED | {Blame.ENGINE, Blame.TOOL}
 """Failures whose rollouts are replaced when groups must stay whole. A task's own failure would happen again."""
@@ -69,7 +70,7 @@ class GroupRun:
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
         self.begun = False
-        """Whether the journal has the group's start, which replaces its earlier events of the group."""
+        """Whether the journal has this start of the group, which replaces the group's earlier events."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._preparing = asyncio.Lock()
@@ -107,18 +108,18 @@ class GroupRun:
         return group
 
     def _seeded(self, *parts: object) -> Seeded:
-        """A generator for each purpose, derived from the run's seed and the item alone."""
+        """A random generator for each purpose, derived from the run's seed and the group's id alone."""
         return Seeded(":".join(map(str, (self.run_context.settings.seed, self.group.group_id, *parts))))
 
     def _take_finished(self) -> None:
-        """Keep the rollouts that an earlier part of this run finished. The journal has them."""
+        """Keep the rollouts that an earlier part of this run finished; they are already in the journal."""
         for _, trajectory in sorted(self.run_context.earlier.rollouts.get(self.group.group_id, {}).items()):
             self.group.trajectories.append(trajectory)
             self.run_context.events.announce(RolloutKept(trajectory))
 
     def _prompt_changed(self, task: Task) -> bool:
-        """Whether the task's prompt differs from that of the rollouts it has: a group has one prompt, so it gets no
-        more rollouts then."""
+        """Whether the task's prompt differs from that of the group's earlier rollouts. If so, the group gets no more
+        rollouts, because all of a group's rollouts share one prompt."""
         group, run = self.group, self.run_context
         group.asked, before = prompt_checksum(task), run.earlier.asked.get(group.group_id, "")
         changed = before not in ("", group.asked) and bool(run.earlier.rollouts.get(group.group_id))
@@ -144,18 +145,18 @@ class GroupRun:
 
     @property
     def _is_incomplete(self) -> bool:
-        """Whether rollouts are left. Only `collect` knows how many a group has that is collected in one go."""
+        """Whether the group lacks rollouts. If the environment collects the group, only `collect` knows its size."""
         done = {trajectory.index for trajectory in self.group.trajectories}
         return self.env.collects_groups or not done.issuperset(range(self.run_context.settings.group_size))
 
     def _write_start(self) -> None:
-        """Write the group without its rollouts, which have lines of their own."""
+        """Write the group to the journal without its rollouts, which have their own lines."""
         alone = msgspec.structs.replace(self.group, trajectories=[])
         self.run_context.events.emit(GroupStarted(at=time.time(), group=alone))
         self.begun = True
 
     async def _prepare(self) -> Snapshot | None:
-        """The group's snapshot; None if the bare image will do. Retried when the backend dies, as rollouts are."""
+        """The group's snapshot; None if the bare image is enough. Retried like a rollout when the backend dies."""
         for _ in range(self.run_context.settings.infra_retries):
             try:
                 return await self._prepare_once()
@@ -182,7 +183,7 @@ class GroupRun:
             return taken.snapshot
 
     def _recipe(self) -> tuple[bool, Recipe | None]:
-        """Whether the group is prepared, and what that is a function of; None if it must be done in every run."""
+        """Whether the group is prepared, and the recipe of its preparation; None if every run must prepare again."""
         if self.env.shared_setup(self.task) is None and not self.env.prepares(self.task):
             return False, None
         task, spec = self.task, self.env.slot_spec(self.task, Phase.PREPARE)
@@ -204,7 +205,7 @@ class GroupRun:
     async def _in_slot(
         self, stages: Stages, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
     ) -> Snapshot:
-        """Prepare something in a slot and seal it. A failure is the task's."""
+        """Run a preparation in a slot and seal the slot. A failure is blamed on the task."""
         workspaces, spec = self.run_context.workspaces, self.env.slot_spec(self.task, Phase.PREPARE)
         before = stages.seconds.get("acquire", 0.0)
         slot = await workspaces.lease(f"{self.group.group_id}:prepare", spec, base, stages)
@@ -230,9 +231,9 @@ class GroupRun:
         await self.env.prepare(task, slot)
 
     async def _restore(self) -> None:
-        """Before a retry: prepare the workspace again if its snapshot is lost. Once for all rollouts of the group.
+        """Before a retry, prepare the workspace again if its snapshot is lost, once for all rollouts of the group.
 
-        If it cannot be prepared any more, the next attempt finds that out and records it.
+        If the workspace cannot be prepared any more, the next attempt fails and records why.
         """
         async with self._preparing:
             if self._snapshot is None or await self.run_context.workspaces.pool.holds(self._snapshot):
@@ -248,7 +249,7 @@ class GroupRun:
         try:
             collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play)
             count = await self.env.collect(self.task, collection)
-        except (InfraError, TaskError) as error:  # what was played is recorded all the same
+        except (InfraError, TaskError) as error:  # rollouts that were played are recorded all the same
             failure, count = error, 0
             for rollout in self._played.values():
                 if rollout.score is not None:
@@ -305,7 +306,7 @@ class GroupRun:
         self.run_context.events.announce(event)
 
     async def _roll_out_one(self, index: int, *, recorded_later: bool = False) -> Rollout | None:
-        """Play one rollout, with its retries, until its record counts; or until it has ended, and return it."""
+        """Play one rollout with its retries and add its record; with `recorded_later` return it unrecorded instead."""
         assert self._kit is not None
         event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
@@ -361,12 +362,12 @@ class GroupRun:
         return branch.recorded(self.group.tools_hash)
 
     def _recorded(self, index: int) -> RecordedTurns | None:
-        """The turns of a rollout that an earlier part of the run had begun; None if it starts from its beginning."""
+        """The turns of a rollout that an earlier part of the run began; None if it starts from its beginning."""
         rollout_id = f"{self.group.group_id}/{index}"
         cut_off = self.run_context.earlier.cut_off.pop(rollout_id, None)
         if cut_off is None:
             return None
-        for tokens in cut_off.paid() if cut_off.ended is None else ():  # a record that exists counts already
+        for tokens in cut_off.paid() if cut_off.ended is None else ():  # an existing record was counted already
             self.run_context.events.announce(TokensSpent(rollout_id, *tokens))
         recorded = RecordedTurns(cut_off)
         if cut_off.tools_hash == self.group.tools_hash:
@@ -376,7 +377,7 @@ class GroupRun:
         return None
 
     def _start_again(self, index: int, recorded: RecordedTurns) -> None:
-        """Record why a rollout cannot continue where it was cut off, and its cost."""
+        """Record why a rollout cannot continue where it was cut off, and the cost of the lost attempt."""
         events, rollout_id, reason = self.run_context.events, f"{self.group.group_id}/{index}", str(recorded.failed)
         if recorded.cut_off.ended is None:
             lost = recorded.cut_off.record(rollout_id, self.group, index, self.env.agent.prices)
@@ -390,7 +391,7 @@ class GroupRun:
     def _write(
         self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout, trajectory: Trajectory
     ) -> RolloutEnded | AttemptDiscarded:
-        """Write how an attempt ended, without what its environment made that no record can hold."""
+        """Write the record of an attempt, without data of its environment that the journal refuses."""
         while True:
             try:
                 check = _check_own if rollout.has_own_record else None
@@ -401,8 +402,8 @@ class GroupRun:
                 trajectory = rollout.trajectory()
 
     def _retries(self, trajectory: Trajectory, tried: int) -> bool:
-        """Whether an attempt that ended so is retried: as one of the rollout's retries, or as one of the group's
-        replacements, of which there are as many as rollouts."""
+        """Whether the attempt is retried: as one of the rollout's retries, or as one of the group's replacements, of
+        which a whole group has as many as rollouts."""
         if trajectory.scored:
             return False
         if tried < self.run_context.settings.infra_retries and trajectory.blame in RETRIED:
@@ -418,7 +419,7 @@ def _check_own(event: RolloutEnded | AttemptDiscarded) -> None:
 
 
 def prompt_checksum(task: Task) -> str:
-    """A checksum of the task's prompt: the same in every part of a run."""
+    """A checksum of the task's prompt, the same in every part of a run."""
     return checksum(task.messages())
 
 
@@ -427,7 +428,7 @@ _MAY_BE_NONE = frozenset({"image", "setup", "recipe"})
 
 
 def _check(task: Task) -> None:
-    """Raises `TaskError` for a task that no rollout can start from, as a row of a data set may give it."""
+    """Raises `TaskError` for a task with invalid fields, such as one made from a bad row of a data set."""
     for name, kind in _KINDS.items():
         value = getattr(task, name)
         if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):

@@ -1,4 +1,4 @@
-"""How long each stage of a rollout may go without a sign of life. Not in the watchdog, so that settings load fast."""
+"""How long each stage of a rollout may go without a sign of life. A separate module, so that settings load fast."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ IDLE_LIMITS: Mapping[str, float] = {
     "seal": 600.0,
     "grade": 7200.0,
 }
-"""Seconds without a sign of life. Far above what each stage's own limits allow, so that only a hang reaches them."""
+"""Seconds without a sign of life. Each is far above the stage's own time limits, so that only a hang reaches it."""

@@ -1,4 +1,4 @@
-"""What ends a run early without losing anything: too many infrastructure failures, a cost that is reached, a signal.
+"""Ends a run early without losing anything: after too many infrastructure failures, at a cost limit or on a signal.
 
 After a limit is reached, no new group and no new rollout starts. Those in flight finish, unless the run is drained
 for too long or every further turn would exceed the cost. The run can be resumed. Single rollouts that hang are ended
@@ -18,7 +18,7 @@ from palaestra.rollouts.events import GroupFinished, Handlers, RolloutEnded, Rol
 from palaestra.rollouts.records import Trajectory
 
 WINDOW = 100
-"""The failure rate counts this many of the latest rollouts."""
+"""How many of the latest rollouts the failure rate covers."""
 
 PAUSED, INTERRUPTED_BY = "paused", "interrupted"
 
@@ -27,19 +27,19 @@ RolloutKey = tuple[str, float]
 
 
 class RunStopped(PalaestraError):
-    """An evaluation was stopped before it had all its rollouts, so its metrics would be those of a part."""
+    """An evaluation was stopped before it had all its rollouts, so its metrics would cover only a part of it."""
 
     exit_code = TOO_MANY_FAILURES
 
 
 class CutShort(PalaestraError):
-    """A rollout may not start, or not continue, because its run ends. Resuming the run continues the rollout."""
+    """A rollout may not start or continue because its run ends. Resuming the run continues the rollout."""
 
 
 class RunLimits:
     """Follows a run and stops it at a limit. `reason` and `message` are empty until then.
 
-    `counted` are the rollouts of an earlier part of the run, which cost `spent`: they are not counted again.
+    `counted` has the rollouts of an earlier part of the run, which cost `spent`. They are not counted again.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunLimits:
         self.message = ""
         self.exit_code = TOO_MANY_FAILURES
         self.slot_cost: Callable[[], float] = lambda: 0.0
-        """What the slots of this part of the run have cost so far."""
+        """The cost so far of the slots of this part of the run."""
         self._tokens_cost = spent
         self.note: Callable[[str], None] = lambda text: None
         """Called with one line when the run stops."""
@@ -70,7 +70,7 @@ class RunLimits:
 
     @property
     def spent(self) -> float:
-        """What the run has cost so far: tokens, and slots that have a price."""
+        """The cost of the run so far: tokens, and slots that have a price."""
         return self._tokens_cost + self.slot_cost()
 
     def handlers(self) -> Handlers:
@@ -87,7 +87,7 @@ class RunLimits:
         return not self.reason
 
     async def unless_stopped(self, other: Awaitable[bool]) -> bool:
-        """The answer of another gate, however long it waits; False, and it is cancelled, once the run stops."""
+        """Wait for another gate and return its answer; once the run stops, cancel the wait and return False."""
         asked, stopped = asyncio.ensure_future(other), asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait([asked, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -98,7 +98,7 @@ class RunLimits:
             await asyncio.gather(asked, stopped, return_exceptions=True)
 
     def check(self, *, begun: bool) -> None:
-        """Raises `CutShort` for a rollout that may not start or, if it has `begun`, not continue."""
+        """Raises `CutShort` for a rollout that may not start or, if it has `begun`, may not continue."""
         if self.reason and not begun:
             raise CutShort(f"the run was {self.reason} before this rollout started: {self.message}")
         if begun and self._max_cost is not None and self.spent >= self._max_cost:
@@ -141,7 +141,7 @@ class RunLimits:
             )
 
     def _stop(self, reason: str, message: str, exit_code: int = TOO_MANY_FAILURES) -> None:
-        """Record why the run stops: the first reason counts, unless its user interrupts it."""
+        """Record why the run stops. The first reason counts, but an interruption by the user replaces it."""
         if self.reason and exit_code != INTERRUPTED:
             return
         self.reason, self.message, self.exit_code = reason, message, exit_code
@@ -152,6 +152,6 @@ class RunLimits:
 
 
 def _failed_by(trajectory: Trajectory) -> Blame | None:
-    """Which part of the infrastructure ended a rollout; None if none did. A task that cannot work is not counted."""
+    """The part of the infrastructure that ended a rollout, or None. A task that cannot work is not counted."""
     lost = trajectory.reward is None and trajectory.outcome is not Outcome.CANCELLED
     return trajectory.blame if lost and trajectory.blame not in (Blame.TASK, Blame.MODEL) else None

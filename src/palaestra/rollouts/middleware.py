@@ -1,8 +1,8 @@
-"""Chat middleware: what changes a model call of a rollout on its way, as a list of functions.
+"""Chat middleware: a list of functions that can change a rollout's model calls.
 
-Each gets the call and the next step, and returns the reply; the first of the list is the outermost. Tool calls have the
-same (`tools/runtime/runtime.py`). Recorded answers, freezing and spans are middleware; whatever only follows a run
-subscribes to its events instead (`events.py`).
+Each function gets the call and the next step, and returns the reply; the first of the list is the outermost. Tool calls
+have the same kind of middleware (`tools/runtime/runtime.py`). Recorded answers, freezing and spans are middleware; code
+that only follows a run subscribes to its events instead (`events.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _before(middleware: ChatMiddleware, ask: Ask) -> Ask:
 
 
 class MiddlewareServer(ChatServer):
-    """The model server as one conversation of a rollout asks it: through the middleware."""
+    """The model server of one conversation of a rollout, wrapped in the middleware."""
 
     def __init__(self, server: object, middleware: Sequence[ChatMiddleware], branch: int = 0) -> None:
         self.server = chat_server(server)
@@ -83,8 +83,8 @@ class MiddlewareServer(ChatServer):
 def freezing(slot: Callable[[], Slot | None]) -> ChatMiddleware:
     """Freeze the slot that `slot` gives, if any, while the model thinks, so that its background processes use no CPU.
 
-    The next call to the slot lets it continue. A program that cannot be stopped continues; a slot that is lost is
-    noticed by the next call to it.
+    The next call to the slot resumes it. A program that cannot be stopped keeps running. If the slot is lost, the next
+    call to it fails.
     """
 
     async def freeze(call: ChatCall, ask: Ask) -> ChatCompletion:

@@ -1,17 +1,17 @@
-"""Plays rollouts with an agent that others wrote: the program runs in the rollout's slot and asks the run's model.
+"""Plays rollouts with a third-party agent program, which runs in the rollout's slot and calls the run's model.
 
-The slot reaches the recording endpoint over a forwarded port and nothing else. The rollout's limits hold: reaching one
-ends the program. Its workspace is sealed and graded as after any agent.
+The slot reaches only the recording endpoint, over a forwarded port. The rollout's limits apply, and reaching one ends
+the program. The workspace is sealed and graded as after any agent.
 
 The environment's own tools and those of MCP servers are offered to the program as one MCP server. Their calls run in
-the rollout's registry, are limited like those of the agent loop, and are in the record. The built-in tools are not
-offered: a program has its own.
+the rollout's registry, are limited like those of the agent loop, and are recorded. The built-in tools are not offered,
+since a program has its own.
 
-Whose failure it is: a failure of the engine ends the rollout, unscored (`engine`); so does a slot that is lost
-(`sandbox`). If the engine fails on a request (HTTP 500, no answer in time) and answers a plain one, the request is the
-cause: the program reads the error and continues. A tool's infrastructure failure ends the rollout with the tool's
-blame, as in the agent loop. A program that ends without having asked the model never acted, so
-that is not scored either (`tool`). Whatever else it does, with any exit status, is the agent's doing and is scored.
+Failure attribution: an engine failure (`engine`) or a lost slot (`sandbox`) ends the rollout without a score. If the
+engine fails on a request (HTTP 500, no answer in time) but answers a plain one, the request is the cause, and the
+program gets the error and continues. A tool's infrastructure failure ends the rollout with the tool's blame, as in the
+agent loop. A program that ends without an answer of the model never acted, so it is not scored either (`tool`).
+Everything else, with any exit status, is the agent's responsibility and is scored.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ from palaestra.tools.tool import ToolOutcome
 logger = logging.getLogger(__name__)
 
 LOG_BYTES = 4 << 20
-"""How much of a program's output is kept, head and tail together."""
+"""How much of a program's output is kept: its beginning and its end together."""
 
 END_S = 5.0
-"""How long a program may take to end when it is told to."""
+"""How long a program may take to end after it was asked to."""
 
 CHECK_S = 60.0
 """How long the model may take to answer a plain request after a failure."""
 
 CALLS_OF_A_TURN = 64
-"""How many calls of the environment's tools a program may make for one reply of the model. Each is recorded."""
+"""How many calls of the environment's tools a program may make per reply of the model. Each call is recorded."""
 
 AUXILIARY_SCHEMA = "palaestra.auxiliary/1"
 
 
 class ProgramAgent:
-    """The agent of a run that is a program. An async context manager, which installs it and opens the endpoint. `logs`
-    is a folder for the programs' output."""
+    """A program as the agent of a run. An async context manager, which installs the program and opens the endpoint.
+    `logs` is a folder for the programs' output."""
 
     def __init__(self, program: AgentProgram, engine: Engine, logs: Path | None = None) -> None:
         self.program = program
@@ -100,7 +100,7 @@ class ProgramAgent:
         return self.program.name
 
     async def play(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
-        """Let the program work on a task. The result is kept on the rollout even when the call is cancelled."""
+        """Let the program work on a task. The rollout keeps the result even when the call is cancelled."""
         if rollout.recorded is not None:
             raise rollout.recorded.fail(Mismatch.CONVERSATION, f"agent {self.name} cannot repeat its turns")
         rollout.record(None, messages)
@@ -112,7 +112,7 @@ class ProgramAgent:
             await asyncio.shield(self._keep(rollout.rollout_id, b"".join(play.log.parts()), play.auxiliary()))
 
     async def check_engine(self) -> None:
-        """Ask the model something plain, outside any rollout. Raises `EngineError`."""
+        """Send a plain request to the model, outside of any rollout. Raises `EngineError`."""
         session = self._engine.session(SessionContext())
         try:
             async with asyncio.timeout(CHECK_S):
@@ -123,11 +123,11 @@ class ProgramAgent:
     def open(
         self, conversations: Conversations, tools: ToolService | None
     ) -> contextlib.AbstractContextManager[RolloutAddress]:
-        """Serve the conversations and the tools of a rollout during a block."""
+        """A context manager that serves the conversations and the tools of a rollout."""
         return self._endpoint.open(conversations, tools)
 
     async def _keep(self, rollout_id: str, log: bytes, auxiliary: bytes) -> None:
-        """Keep the program's output and its calls that are not trained, in files named after the rollout."""
+        """Keep the program's output, and its model calls that are not trained on, in files named after the rollout."""
         if self._logs is None:
             return
         folder, name = self._logs, rollout_id.replace("/", "-")
@@ -144,7 +144,7 @@ class ProgramAgent:
 
 
 class _Play:
-    """One rollout's program, its calls, and its end."""
+    """Runs one rollout's program, answers its calls, and ends it."""
 
     def __init__(self, agent: ProgramAgent, rollout: Rollout, messages: list[Message]) -> None:
         self.log = Capture(LOG_BYTES)
@@ -169,7 +169,7 @@ class _Play:
         )
 
     async def run(self) -> AgentResult:
-        """Start the program and wait for its end, or a limit's."""
+        """Start the program and wait until it ends or reaches a limit."""
         rollout, agent = self._rollout, self._agent
         slot = await rollout.sandbox()
         self._wall.start()
@@ -193,7 +193,7 @@ class _Play:
         return self.result()
 
     async def _run_in(self, slot: Slot, address: RolloutAddress) -> int | None:
-        """The program's exit status; None if it was ended."""
+        """Run the program in the slot. Returns its exit status, or None if it had to be ended."""
         host, _, port = address.url.split("/")[2].rpartition(":")
         async with forwarded_port(slot, host, int(port)) as slot_port:
             here = address.at(f"http://127.0.0.1:{slot_port}")
@@ -211,8 +211,8 @@ class _Play:
                 self._conversations.end()
 
     async def _wait(self, process: Process) -> int | None:
-        """Follow the program to its end, until a limit is reached or the engine fails. What it has left behind may
-        call no more: only calls that a limit left under way are still answered."""
+        """Wait until the program ends, a limit is reached or the engine fails. Processes that it left running can make
+        no more calls; after a limit, only calls already under way are still answered."""
 
         async def follow() -> None:
             async for piece in process.output():
@@ -236,8 +236,8 @@ class _Play:
             await asyncio.gather(*ends, return_exceptions=True)
 
     def _admit(self, replies: int) -> None:
-        """Refuse a call that the rollout's limits forbid, and end the program. One that only exceeds them together with
-        those under way may come again. Requests that were refused count as calls: each is work for the run."""
+        """Refuse a call that exceeds the rollout's limits, and end the program. A call that would fit without the calls
+        under way can be retried. Refused requests count as calls, because each is work for the run."""
         rollout, settings = self._rollout, self._rollout.settings
         left = settings.max_turns - self._calls - self._conversations.refused
         if self._limit is None and left <= 0:
@@ -284,7 +284,7 @@ class _Play:
         return Outcome.NATURAL, error, None
 
     def result(self) -> AgentResult:
-        """The result as far as the rollout got."""
+        """The result of the rollout so far."""
         recorded = self._conversations.recorded()
         outcome, error, blame = self._end
         own = recorded.own
@@ -302,7 +302,7 @@ class _Play:
         return result
 
     def auxiliary(self) -> bytes:
-        """The conversations that are not trained, with their tokens, and the fields of requests without effect."""
+        """The conversations that are not trained on, with their tokens, and the request fields that had no effect."""
         recorded = self._conversations.recorded()
         ledger = recorded.auxiliary_ledger
         return msgspec.json.encode(
@@ -319,8 +319,8 @@ class _Play:
 
 
 class _OfferedTools:
-    """The tools of a rollout that its program may call, and the calls of them. `failure` is the failure of a tool that
-    ends the rollout; `failed` is called with it."""
+    """The tools of a rollout that its program may call, and their calls. `failure` is a tool failure that ends the
+    rollout; the function `failed` is called after it is set."""
 
     def __init__(self, rollout: Rollout, failed: Callable[[], None]) -> None:
         self.output_bytes = 0
@@ -333,12 +333,12 @@ class _OfferedTools:
         self._places = asyncio.Semaphore(MAX_PARALLEL_CALLS)
 
     def service(self) -> ToolService | None:
-        """What answers the program's MCP client; None without tools."""
+        """The service that answers the program's MCP client; None if there are no tools."""
         shown = [each for each in self._rollout.kit.definitions if each["function"]["name"] in self._names]
         return McpTools(shown, self._call) if shown else None
 
     def answered(self, conversation: RecordedConversation) -> None:
-        """Take note of a reply, after which calls may follow."""
+        """Register a reply of the model, after which the program may call tools."""
         self._calls_of_turn = 0
         if conversation.tools or not self._turn:
             self._turn = len(conversation.calls)
@@ -398,7 +398,7 @@ def _turn(number: int, call: AnsweredCall) -> Turn:
 
 
 def _prompt(messages: Sequence[Message]) -> str:
-    """The task as one text: programs take a prompt, and have a system prompt of their own."""
+    """The task as one text, because programs take one prompt and have their own system prompt."""
     if any(message.get("role") not in ("system", "user") for message in messages):
         raise TaskError("a program cannot start from a conversation with replies: use the agent loop for this task")
     return "\n\n".join(str(message["content"]) for message in messages)

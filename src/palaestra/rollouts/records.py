@@ -1,7 +1,7 @@
 """The records of rollouts: `Trajectory`, and `Group`, the trajectories of one task.
 
-The journal has them as they are; all other files are made from them. The same seed and the same answers reproduce all
-fields of a trajectory except `beside`, which has wall times, hosts and slot ids.
+The journal holds these records unchanged, and all other files are made from them. The same seed and the same answers
+reproduce all fields of a trajectory except `beside`, which has wall times, hosts and slot ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ToolErrorRecord(msgspec.Struct, kw_only=True):
-    """One call that failed: the request, and the error that the model read."""
+    """One failed call: the request, and the error that the model read."""
 
     turn: int
     tool: str
@@ -39,7 +39,7 @@ class ToolErrorRecord(msgspec.Struct, kw_only=True):
 
 
 class InnerCallRecord(msgspec.Struct, kw_only=True):
-    """One call that a program made in a turn (`execute_code`): JSON texts, cut in the middle if they are long."""
+    """One call that a program made in a turn (`execute_code`), as JSON texts that are cut in the middle if long."""
 
     turn: int
     tool: str
@@ -48,7 +48,7 @@ class InnerCallRecord(msgspec.Struct, kw_only=True):
 
 
 class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The conversation of a sub-agent (`delegate_task`), in the order of their start.
+    """The conversation of a sub-agent (`delegate_task`). Sub-agents are listed in the order of their start.
 
     `turn` is the turn of the agent that delegated the work. `segments` are the ledger's segments with its tokens.
     """
@@ -67,8 +67,8 @@ class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Data that differs between runs. Seconds are wall time. `stages` has setup, agent, tool, admit (the wait for a
-    place), acquire (creating a slot), seal and grade; they may nest, and concurrent calls add up."""
+    """Data that differs between equal runs. Seconds are wall time. `stages` has setup, agent, tool, admit (the wait for
+    a free slot), acquire (creating a slot), seal and grade; stages may nest, and concurrent calls add up."""
 
     started_at: float = 0.0
     duration_s: float = 0.0
@@ -78,7 +78,7 @@ class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Where a rollout that continues another one begins: after turn `turn` of the rollout `index` of its group."""
+    """The point at which a branch begins: after turn `turn` of the rollout `index` of its group."""
 
     index: int
     turn: int
@@ -87,15 +87,15 @@ class Fork(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
-    `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers worth averaging,
-    `detail` is evidence (test results, the agent's patch). `ledger` has the exact tokens if the engine gives them, and
-    `row` a token row that the environment made. `inner_calls` and `subagents` record the work inside tool calls; the
-    tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, their turns not in `turns`. `cost` is
-    in the currency of the run's prices.
+    `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers that can be
+    averaged, `detail` is evidence (test results, the agent's patch). `ledger` has the exact tokens if the engine gives
+    them, and `row` has a token row that the environment made. `inner_calls` and `subagents` record the work inside tool
+    calls; the tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, but their turns are not in
+    `turns`. `cost` is in the currency of the run's prices.
 
-    A rollout with a `parent` continues another one. It has the whole conversation in `messages` and `turns`, which its
-    counts of tool calls cover too; its tokens, cost and ledger are those of its own turns alone. `fork_points` are the
-    turns after which others could continue this one, if the run had asked for trees.
+    A rollout with a `parent` continues another one. Its `messages`, `turns` and counts of tool calls cover the whole
+    conversation; its tokens, cost and ledger only its own turns. `fork_points` are the turns after which other rollouts
+    could continue this one; they are only recorded in runs with trees.
     """
 
     schema: str = TRAJECTORY_SCHEMA
@@ -133,13 +133,13 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def unsaid(self) -> bool:
-        """Whether the agent was ended before the model had said anything, as by a prompt that is too long for it: there
-        may be a reward then, and there is nothing to train."""
+        """Whether the agent ended before the model had replied, for example because the prompt was too long. There may
+        be a reward then, but there is nothing to train on."""
         made = bool(self.row_sizes) and (self.row is None or self.row.source != "placeholder")
         return self.outcome is not Outcome.NATURAL and not self.turns and not made
 
     def every_subagent(self) -> Iterator[SubagentRecord]:
-        """All sub-agents, each before those that it started itself."""
+        """All sub-agents, each before the ones that it started."""
         waiting = list(reversed(self.subagents))
         while waiting:
             each = waiting.pop()
@@ -148,14 +148,14 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def of_subagents(self) -> set[int]:
-        """The segments of the ledger that are its sub-agents'."""
+        """The numbers of the ledger's segments that belong to sub-agents."""
         return {segment for each in self.every_subagent() for segment in each.segments}
 
     @property
     def rows(self) -> list[TokenRow]:
-        """The training rows: the environment's own if it made one, else one for each segment of the ledger.
+        """The training rows: the environment's own row if it made one, otherwise one for each segment of the ledger.
 
-        Unpacks all tokens: read it once, and `row_sizes` for the sizes alone.
+        Each access unpacks all tokens, so read it once; use `row_sizes` if only the sizes are needed.
         """
         if self.row is not None:
             return [self.row]
@@ -163,7 +163,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def row_sizes(self) -> list[tuple[int, int]]:
-        """How many tokens each of `rows` has, and how many of them are trained."""
+        """The number of tokens in each of `rows`, and the number of those that are trained."""
         if self.row is not None:
             return [(len(self.row.tokens), sum(mask != UNTRAINED for mask in self.row.masks))]
         return [] if self.ledger is None else row_sizes(self.ledger)
@@ -177,7 +177,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def have_same_scores(scored: Sequence[Trajectory]) -> bool:
-    """Whether there is exactly one score among them."""
+    """Whether the rollouts have exactly one distinct score."""
     return len({trajectory.reward for trajectory in scored}) == 1
 
 
@@ -186,9 +186,9 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `toolsets` were configured or drawn. `tools` are the schemas that the models saw, `tools_hash` identifies them, and
     `tools_missing` has the requested tools that are unavailable, with the reason. If preparing the task failed, there
-    are no trajectories, and `error` and `blame` have the cause. `prepare_s` is the time of preparing in seconds;
-    `from_store`: the workspace had been prepared before. `asked` is a checksum of the task's prompt, empty in groups of
-    earlier versions.
+    are no trajectories, and `error` and `blame` have the cause. `prepare_s` is the preparation time in seconds;
+    `from_store` is true if the workspace had been prepared before. `asked` is a checksum of the task's prompt, empty in
+    groups of earlier versions.
     """
 
     schema: str = GROUP_SCHEMA
@@ -208,7 +208,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def same_scores(self) -> bool:
-        """Whether all scores are the same and there is one at least: a policy gradient learns nothing from it."""
+        """Whether there is a score and all scores are equal, so that a policy gradient learns nothing here."""
         return have_same_scores(self.scored)
 
     @property

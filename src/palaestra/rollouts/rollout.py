@@ -1,8 +1,8 @@
-"""One rollout: set up, act, seal, grade, record. The only place where a failure becomes an outcome and a blame.
+"""One rollout: set up, act, seal, grade, record. Only this module turns a failure into an outcome and a blame.
 
 A rollout's slot is leased when something first needs it and given back exactly once. Whatever happens, cancellation
 included, `run` leaves a complete `trajectory` (invariant A3), and an infrastructure failure never becomes a reward
-(invariant R1). Environments' hooks get the rollout by the name `rollout`. `group.py` decides about retries.
+(invariant R1). Environments' hooks get the rollout as the argument `rollout`. `group.py` decides about retries.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from palaestra.tools.tool import ToolOutcome
 logger = logging.getLogger(__name__)
 
 CLEAN_UP_S = 30.0
-"""How long giving back a slot may take; after that the backend's own clean-up at the end of the run takes over."""
+"""How long releasing a slot may take; after that it is left to the backend's clean-up at the end of the run."""
 
 HIGHEST_REWARD = 1e100
-"""Rewards beyond it, on either side, are refused: sums of their squares overflow."""
+"""Rewards with a larger absolute value are refused, because sums of their squares overflow."""
 
 RolloutTool: TypeAlias = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
 """Runs one call, given the tool's name, its arguments and the rollout's id; returns the text that the model reads."""
 
 
 CURRENT: ContextVar[Rollout | None] = ContextVar("rollout", default=None)
-"""The rollout for which an environment's own code runs here: code that collects rollouts or runs the agent itself."""
+"""The rollout for which an environment's own code is running: code that collects rollouts or runs the agent itself."""
 
 
 class TurnWatcher(Protocol):
-    """Looks at a rollout after each turn. `trees.ForkPoints`, which imports this module, is one."""
+    """Called after each turn of a rollout. `trees.ForkPoints`, which imports this module, implements it."""
 
     turns: list[TurnTaken]
     points: dict[int, Snapshot | None]
@@ -92,9 +92,10 @@ class RolloutHooks(Protocol):
 
 
 class Rollout:
-    """One attempt at a rollout. `meta` is whatever the environment wants to carry from set-up to scoring.
+    """One attempt at a rollout. `meta` holds data that the environment carries from set-up to scoring.
 
-    `recorded` are the turns of a rollout that was cut off. `run` plays it once; `trajectory` is complete from then on.
+    `recorded` are the turns of a rollout that was cut off. `run` plays the rollout once; after that, `trajectory`
+    returns the complete record.
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class Rollout:
         self.recorded = recorded
         context = SessionContext(self.rollout_id, spec.task, spec.index, spec.seeded, tools=spec.kit.names)
         self.matches_observations = True
-        """Whether recorded observations are matched here; False for an agent that compares them as text itself."""
+        """Whether this object matches recorded observations; False for an agent that itself compares them as text."""
         self.closers: list[Callable[[], Awaitable[None]]] = []
-        """Called when the rollout ends, the latest first: what its grading holds."""
+        """Called when the rollout ends, the latest first, to release what its grading holds."""
         self._hooks = hooks
         self._slot_spec = hooks.slot_spec(spec.task, Phase.AGENT)
         if run.program is not None:
@@ -153,7 +154,7 @@ class Rollout:
         try:
             async with self.stages.watched():
                 await self._play()
-        except CutShort as error:  # as if it had been cancelled
+        except CutShort as error:  # handled like a cancellation
             self.error = str(error)
         except InfraError as error:
             self.fail(error, error.blame)
@@ -184,8 +185,8 @@ class Rollout:
         )
 
     async def regrade(self, result: AgentResult, sealed: Snapshot | None) -> Score:
-        """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run; its set-up
-        does, in a workspace that is thrown away. Raises what grading raises."""
+        """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run; the
+        environment's set-up does, in a workspace that is discarded. Raises the errors of grading."""
         self._has_turns = True
         try:
             async with self.stages.watched():
@@ -213,7 +214,7 @@ class Rollout:
         self.error = redacted(told(error))
 
     async def _give_back(self) -> None:
-        """Shielded, so that a cancelled rollout returns its slot, and bounded, so that it cannot hang the run."""
+        """Release everything. Shielded from cancellation, and with a time limit, so that it cannot hang the run."""
 
         async def close_all() -> None:
             try:
@@ -229,8 +230,8 @@ class Rollout:
             logger.warning("giving back the slot of %s failed: %s", self.rollout_id, error)
 
     def drop_unrecordable(self, reason: ValueError) -> bool:
-        """Drop environment-made data that the journal refused: first its row, then the agent's conversation. False if
-        there is none left."""
+        """Drop environment-made data that the journal refused: first its row, then the agent's conversation. Returns
+        False if nothing is left to drop."""
         if self.projection == Projection() and self.result is None:
             return False
         if self.projection == Projection():
@@ -246,7 +247,7 @@ class Rollout:
         return own_score or self._foreign_result or self.projection != Projection()
 
     def trajectory(self) -> Trajectory:
-        """The record."""
+        """The rollout's record so far."""
         result = self.result or AgentResult(messages=self.opening())
         prices, ledger, spec, parent = self.settings.prices, self.ledger, self.spec, self.parent
         prompt_tokens, completion_tokens = self._own_tokens(result)
@@ -290,11 +291,11 @@ class Rollout:
 
     @property
     def parent(self) -> Fork | None:
-        """Where this rollout continues another one; None if it has a beginning of its own."""
+        """The point at which this rollout continues another one; None if it starts from its own beginning."""
         return self.recorded.cut_off.parent if self.recorded is not None and self.recorded.failed is None else None
 
     def _own_tokens(self, result: AgentResult) -> tuple[int, int]:
-        """The tokens read and written, without those of the turns that another rollout has taken."""
+        """The tokens read and written, without those of the turns that it shares with the rollout it continues."""
         used = result.usage.prompt_tokens, result.usage.completion_tokens
         if self.parent is None:
             return used
@@ -304,24 +305,24 @@ class Rollout:
         return used[0] - read, used[1] - written
 
     def _points_taken(self, result: AgentResult) -> list[int]:
-        """The turns after which others can continue this rollout: not the last one, after which nothing was asked."""
+        """The turns after which other rollouts can continue this one; never the last, as no call follows it."""
         taken = self._fork_points.points if self._fork_points is not None else ()
         return [turn for turn in sorted(taken) if turn < len(result.turns)]
 
     def watch_turns(self, points: TurnWatcher) -> None:
-        """Have `points` look at the rollout after every turn, so that others can continue it."""
+        """Call `points` after every turn, so that other rollouts can continue this one."""
         self._fork_points, self._log.turns = points, points.turns
 
     @property
     def has_plain_tools(self) -> bool:
-        """Whether the state of the agent's tools is in its slot alone, and its calls can be answered from a record."""
+        """Whether the agent's tools keep all their state in the slot, and its calls can be answered from a record."""
         stateful = self._tools is not None and self._tools.has_state
         elsewhere = stateful or self._bound_tools or self._own_handler or self._world is not None
         return self.matches_observations and not elsewhere
 
     @property
     def server(self) -> ChatServer:
-        """The server that the agent asks. An environment may set another one before the agent starts."""
+        """The server that the agent calls. An environment may set another one before the agent starts."""
         return self._server
 
     @server.setter
@@ -346,22 +347,22 @@ class Rollout:
 
     @property
     def ledger(self) -> Ledger | None:
-        """The exact tokens so far, of the server that the agent really used; None if it gave none."""
+        """The exact tokens so far, from the server that the agent used; None if that server gave none."""
         state = (self.result.managed_state if self.result is not None else None) or {}
         ledger = state.get("ledger", self.server.ledger)
         return ledger if isinstance(ledger, Ledger) and ledger.turns else None
 
     def stage(self, name: str, shown: str = "") -> Stage:
-        """Time a part of the rollout as a block, and show it."""
+        """A context manager that times a part of the rollout and shows it as the current stage."""
         return self.stages.stage(name, shown)
 
     def check_start(self) -> None:
-        """Raises `CutShort` if the rollout has no turn yet and its run starts nothing any more."""
+        """Raises `CutShort` if the rollout has no turn yet and the run no longer starts rollouts."""
         if not self._has_turns:
             self.run_context.limits.check(begun=False)
 
     async def sandbox(self) -> Slot:
-        """The rollout's slot, leased at the first call: a fork of the group's prepared workspace."""
+        """The rollout's slot, a fork of the group's prepared workspace. The first call leases it."""
         async with self._leasing:
             if self._slot is None:
                 forked, self._forked = self._forked, None
@@ -375,7 +376,7 @@ class Rollout:
         return self._slot is not None
 
     async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
-        """A slot for this rollout: its own or one to grade it in. Raises `CutShort` if it may not start."""
+        """Lease a slot for this rollout or its grading. Raises `CutShort` if the rollout may not start."""
         return await self.run_context.workspaces.lease(name, spec, snapshot, self.stages, self.check_start)
 
     @property
@@ -419,7 +420,7 @@ class Rollout:
         recorded = self.recorded if self.matches_observations else None
         expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
         if recorded is not None and recorded.forked and expected is not None:
-            return ToolOutcome.of(expected)  # another rollout ran the call, and the slot has what it did
+            return ToolOutcome.of(expected)  # another rollout ran the call, and the slot has its effects
         self._calls_under_way += 1
         try:
             with self.stage("tool"):
@@ -431,13 +432,13 @@ class Rollout:
         return ToolOutcome.of(recorded.match_observation(expected, outcome.text))
 
     def continue_from(self, snapshot: Snapshot) -> None:
-        """Let the next slot be a fork of a snapshot, with new tools."""
+        """Make the next slot a fork of this snapshot, with new tools."""
         if self._tools is not None:
             self._bound_tools.append(self._tools)
         self.snapshot, self._tools = snapshot, None
 
     def opening(self) -> list[Message]:
-        """The messages the agent starts from: the system prompt, if there is one, and the task's."""
+        """The messages from which the agent starts: the system prompt, if there is one, and the task's messages."""
         messages = self.task.messages()
         if self.settings.system_prompt:
             messages.insert(0, {"role": "system", "content": self.settings.system_prompt})
@@ -453,7 +454,7 @@ class Rollout:
     ) -> AgentResult:
         """Run the one agent loop, or the run's program, over this rollout's conversation, or over `messages`.
 
-        `after` is the result of an earlier part of the conversation, which continues; limits are those of a new
+        `after` is the result of an earlier part of the conversation, which this call continues with the limits of a new
         rollout. `result` is kept even when the call is cancelled.
         """
         if self.run_context.program is not None:
@@ -504,7 +505,7 @@ class Rollout:
         return loop
 
     def conversation(self, server: object = None) -> MiddlewareServer:
-        """The server as the rollout's agent asks it: through the middleware."""
+        """The model server, wrapped in the middleware, for the rollout's agent."""
         asked = self._log.follow(self._asked if server is None else chat_server(server))
         middleware = [self._log.chat, *(make(self.rollout_id) for make in self.run_context.middleware.chat)]
         if self.settings.freeze:
@@ -512,8 +513,8 @@ class Rollout:
         return MiddlewareServer(asked, middleware)
 
     def attend(self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: ToolRuntime | None = None) -> None:
-        """Use this loop's clock for the rollout, and let its agent delegate work if it has the tool for it; `agent` if
-        that is not the loop itself."""
+        """Use this loop's clock for the rollout, and let its agent delegate work if it has the tool for it. `agent` is
+        the agent if it is not the loop itself."""
         self._wall = loop.wall
         bound = self.tools if tools is None else tools
         if bound.registry.get(DELEGATE_TASK.name) is not None:
@@ -538,7 +539,7 @@ class Rollout:
         return self._fork_points.take(turn.number, messages)
 
     async def _check_resumed(self, taken: TakenTurn) -> None:
-        """A recorded turn counts only if nothing keeps running next to the agent: that could not be as it was."""
+        """Accept a recorded turn only if no background process runs, since its state could not be reproduced."""
         recorded = self.recorded
         assert recorded is not None
         for process in await self._slot.processes() if self._slot is not None else ():
@@ -557,11 +558,11 @@ class Rollout:
             self.run_context.limits.check(begun=True)
 
     def ended(self, result: AgentResult) -> None:
-        """Take the result of a conversation of the agent, however it ended."""
+        """Keep the result of a conversation of the agent, however it ended."""
         self.result = result
         self._take_inner_calls(result.turns_used)
         for tools in self._every_tools():
-            tools.share(Delegation())  # the old one holds the loop, which holds the tools
+            tools.share(Delegation())  # the old one refers to the loop, which refers to the tools
 
     def _take_inner_calls(self, turn: int) -> None:
         for tools in self._every_tools():
@@ -572,9 +573,9 @@ class Rollout:
         return [*self._bound_tools, *(() if self._tools is None else (self._tools,))]
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
-        """End the agent's slot; its change becomes a layer. None if no slot was ever leased."""
+        """End the agent's slot and keep its changes as a layer. Returns None if no slot was ever leased."""
         await self._end_tools()
-        if self._forked is not None:  # the work of the other rollout is there, though this one added nothing
+        if self._forked is not None:  # the other rollout's work counts, even if this one added nothing
             await self.sandbox()
         slot, self._slot = self._slot, None
         if self._restored is not None:
@@ -614,9 +615,10 @@ def _first_user_text(messages: list[Message]) -> str:
 
 
 def _checked(score: object, doing: str) -> Score:
-    """The score with plain numbers. Metrics that are not finite are moved into the detail: they could not be averaged.
+    """The score with plain numbers. Metrics that are not finite are moved into the detail, because they cannot be
+    averaged.
 
-    Raises `GraderError` if it is not a score or has no usable reward.
+    Raises `GraderError` if the value is not a score or has no usable reward.
     """
     if not isinstance(score, Score) or not isinstance(score.metrics, Mapping) or not isinstance(score.detail, Mapping):
         raise GraderError(f"{doing} returned {score!r:.100}, not a Score")

@@ -1,8 +1,8 @@
-"""The runner: takes tasks from an environment, runs a bounded number of groups concurrently, and passes on each
-finished group once it is on disk.
+"""The runner takes tasks from an environment, runs a bounded number of groups concurrently, and passes on each finished
+group once it is on disk.
 
 It stops early if it is cancelled (finished groups are kept), if the environment fails to give its next task (groups in
-flight finish), or if the model server failed every rollout of several groups in a row.
+flight finish), or if the model server fails in every rollout of several groups in a row.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ GIVE_UP_AFTER = 3
 class Totals:
     """The totals of a run.
 
-    `tampered` are the rollouts whose work interfered with its check, `cut_off` those without reward whose processes
-    ended with the rollout.
+    `tampered` lists the rollouts whose work interfered with its check, `cut_off` the rollouts with reward 0 that still
+    had processes running at their end.
     """
 
     groups: int = 0
@@ -49,7 +49,7 @@ class Totals:
 
     @property
     def mean_reward(self) -> float | None:
-        """Over the scored rollouts; None without any."""
+        """The mean reward of the scored rollouts; None without any."""
         return self.reward_sum / self.scored if self.scored else None
 
     def add(self, group: Group) -> None:
@@ -70,12 +70,12 @@ class Totals:
 
 
 class Runner:
-    """Runs an environment's tasks, at most `limit`, numbered from `first`; slow ones first if `timings` are known
-    (seconds by task id). `on_group` gets every group when it is finished.
+    """Runs at most `limit` tasks of an environment, numbered from `first`, slow ones first if `timings` (seconds by
+    task id) are given. `on_group` gets every finished group.
 
-    Groups that an earlier part of the run finished are handed on first and not run again, except that groups which are
-    to be larger now get the rollouts they lack. `gate` is asked once before each task that is rolled out and may wait;
-    False ends the run.
+    Groups that an earlier part of the run finished are passed on first and not run again; if groups are larger now,
+    they get the rollouts they lack. `gate` is called once before each task that is rolled out and may wait; if it
+    returns False, the run ends.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class Runner:
         self._warned = False
 
     async def run(self) -> Totals:
-        """Run to the last task. Raises `EngineUnavailable` when the model server is gone for good."""
+        """Run all tasks. Raises `EngineUnavailable` if the model server keeps failing."""
         handed_on: set[int] = set()
         try:
             for number, group in sorted(self._finished_before.items()):
                 if self._is_whole(group):
                     handed_on.add(number)
                     self._hand_on(group, kept=True)
-                    await asyncio.sleep(0)  # each is a line on the disk, and there may be thousands
+                    await asyncio.sleep(0)  # each group is written to the disk, and there may be thousands
             async with asyncio.TaskGroup() as workers:
                 for number in range(self.concurrency):
                     workers.create_task(self._work(), name=f"groups-{number}")
@@ -121,14 +121,14 @@ class Runner:
             raise first_failure(failures) from None
         finally:
             for number, group in sorted(self._finished_before.items()):
-                if number not in handed_on:  # this part of the run has no such task, or has not come to it
+                if number not in handed_on:  # this part of the run lacks the task or did not reach it
                     self._hand_on(group, kept=True)
         if self._no_task is not None:
             raise self._no_task
         return self.totals
 
     def _planned(self, total: int) -> None:
-        """Announce the number of tasks, which only a source that was read to its end knows."""
+        """Announce the number of tasks, which is known only once the source has been read to its end."""
         self.run_context.events.announce(GroupsPlanned(total, self.run_context.settings.group_size))
 
     async def _work(self) -> None:
@@ -136,8 +136,8 @@ class Runner:
             await self.roll_out(*taken)
 
     async def roll_out(self, number: int, task: Task, settings: RunSettings | None = None) -> Group:
-        """Roll out one task and hand its group on. `settings` replace those of the run. Raises `EngineUnavailable` when
-        the model server is gone for good."""
+        """Roll out one task and pass its group on. `settings` replace those of the run. Raises `EngineUnavailable` if
+        the model server keeps failing."""
         context = self.run_context
         if settings is not None:
             context = replace(context, settings=settings)
@@ -152,7 +152,7 @@ class Runner:
         return group
 
     def hand_on_finished(self, before: int) -> None:
-        """Hand on the groups with numbers below `before` that an earlier part of the run finished."""
+        """Pass on the groups with numbers below `before` that an earlier part of the run finished."""
         for number in sorted(each for each in self._finished_before if each < before):
             self._hand_on(self._finished_before.pop(number), kept=True)
 
@@ -173,13 +173,13 @@ class Runner:
     async def _next(self) -> Numbered | None:
         try:
             taken = await anext(self._tasks, None)
-        except PalaestraError as error:  # there are no more; the groups in flight finish
+        except PalaestraError as error:  # no more tasks follow; the groups in flight finish
             taken, self._no_task = None, error
         self._all_taken = taken is None
         return taken
 
     def _is_finished(self, number: int, task: Task) -> bool:
-        """Whether an earlier part of the run did all of the task. Raises `ConfigError` if it had another one there."""
+        """Whether an earlier part of the run finished the task. Raises `ConfigError` if another task had its number."""
         was = self.run_context.earlier.tasks.get(number, task.id)
         if was != task.id:
             raise ConfigError(
@@ -199,7 +199,7 @@ class Runner:
         return True
 
     def _is_whole(self, group: Group) -> bool:
-        """Whether a finished group lacks nothing: groups may be larger now."""
+        """Whether a finished group has enough rollouts, since groups may be larger now."""
         enough = len(group.trajectories) >= self.run_context.settings.group_size
         return enough or bool(group.error) or self.env.collects_groups
 

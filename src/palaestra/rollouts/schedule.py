@@ -1,7 +1,7 @@
-"""Which task starts next: in the order of the data set, or slow ones first if earlier timings are known.
+"""The order in which tasks start: that of the data set, or slow ones first if earlier timings are known.
 
-A run whose longest task starts last waits for it with everything else idle. A task keeps its number, and with it its
-ids, its random choices and its place in every file. The order follows from the tasks and the timings alone.
+If the longest task starts last, the run waits for it while everything else is idle. A task keeps its number, and so its
+ids, its random choices and its place in every file. The order depends only on the tasks and the timings.
 
 Source of the rule: R. L. Graham (1969), longest processing time first.
 """
@@ -20,8 +20,8 @@ from palaestra.core.types import Task
 from palaestra.rollouts.journal.reader import journal_of
 
 WINDOW = 1024
-"""How many tasks are read ahead and ordered. Bounded, because each is in memory, and because the output of later tasks
-waits for that of earlier ones."""
+"""How many tasks are read ahead and ordered. Bounded because all of them are in memory, and because the output of later
+tasks waits for that of earlier ones."""
 
 COUNT_S = 0.3
 """How long a run may wait for the number of its tasks before it begins."""
@@ -44,8 +44,8 @@ async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) ->
 async def counted(
     tasks: AsyncIterator[Numbered], found: Callable[[int], None], window: int = WINDOW, seconds: float = COUNT_S
 ) -> AsyncIterator[Numbered]:
-    """The same tasks. Those that come within `seconds`, `window` at most, are read ahead; if they are all, `found` gets
-    their number before the first. An error is raised in its place."""
+    """The same tasks. Those that come within `seconds`, at most `window`, are read ahead. If these are all tasks,
+    `found` gets their number before the first is yielded. An error is raised at its place in the order."""
     ahead: list[Numbered] = []
     following = asyncio.ensure_future(anext(tasks))
     deadline = time.monotonic() + seconds
@@ -73,9 +73,9 @@ async def counted(
 async def slowest_first(
     tasks: AsyncIterator[Numbered], seconds: Mapping[str, float], window: int = WINDOW
 ) -> AsyncIterator[Numbered]:
-    """The same tasks, each window of them ordered by the `seconds` that their ids took, longest first.
+    """The same tasks, ordered within each window by the `seconds` that their ids took, longest first.
 
-    A task without a timing counts as the median; ties keep their order. Without timings nothing is read ahead.
+    A task without a timing gets the median; ties keep their order. Without timings, no task is read ahead.
     """
     if not seconds:
         async for each in tasks:
@@ -102,7 +102,7 @@ class _TimedBeside(msgspec.Struct):
 
 
 class _TimedPart(msgspec.Struct):
-    """The fields of a group or a rollout that are read."""
+    """The fields of a group or a rollout that timings need."""
 
     group_id: str = ""
     task_id: str = ""
@@ -120,7 +120,7 @@ _lines = msgspec.json.Decoder(_TimedLine)
 
 
 def read_timings(run: Path) -> dict[str, float]:
-    """Seconds by task id, from a run's folder or journal: preparation and slowest rollout of a task's slowest group.
+    """Seconds by task id, from a run's folder or journal: preparation plus slowest rollout, in the slowest group.
 
     Discarded attempts count; unreadable lines do not. Raises `ConfigError` for a missing run.
     """

@@ -1,4 +1,4 @@
-"""What rollouts are made from: the values that are decided before one starts."""
+"""The values that are decided before a rollout starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from palaestra.tools.runtime.runtime import ToolMiddleware
 
 
 class Seeded:
-    """One random generator, made when first used: it takes 2.5 KB, and most rollouts never use it."""
+    """A random generator that is created on first use: it takes 2.5 KB, and most rollouts never use it."""
 
     __slots__ = ("_generator", "_seed")
 
@@ -44,7 +44,7 @@ class Seeded:
 
 
 class Phase(StrEnum):
-    """The three times at which a task has a slot; each has its own network policy."""
+    """The three phases in which a task has a slot; each has its own network policy."""
 
     PREPARE = "prepare"
     AGENT = "agent"
@@ -59,8 +59,9 @@ def network_of(task: Task, phase: Phase) -> Network | AllowList:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings that all groups of a run share. `whole_groups` replaces rollouts that infrastructure failures ended.
-    `branches` of each group's rollouts continue others from steps that `branch_at` chooses (`trees.py`)."""
+    """Settings that all groups of a run share. With `whole_groups`, rollouts that infrastructure failures ended are
+    replaced. In each group, `branches` of the rollouts continue others from turns that `branch_at` chooses
+    (`trees.py`)."""
 
     seed: int = 0
     group_size: int = 1
@@ -75,9 +76,9 @@ class RunSettings:
 class AgentSettings:
     """How the agent of a rollout is run. `max_tokens` is per reply; `tool_timeout_s` is a command's default limit.
 
-    `memory` and `sessions` are folders for the tools `memory` and `session_search`. None refuses them: with a folder,
-    what one rollout writes the next one knows, so rollouts cannot be compared. With `freeze`, slots are frozen while
-    the model thinks.
+    `memory` and `sessions` are folders for the tools `memory` and `session_search`. None refuses these tools; with a
+    folder, each rollout can read notes of earlier ones, so rollouts cannot be compared. With `freeze`, slots are frozen
+    while the model thinks.
     """
 
     max_turns: int = 30
@@ -95,15 +96,15 @@ class AgentSettings:
 
     @property
     def beyond(self) -> frozenset[str]:
-        """The tools that reach beyond a rollout and have the folder they need."""
+        """Which of the tools `memory` and `session_search` have a folder."""
         folders = {"memory": self.memory, "session_search": self.sessions}
         return frozenset(name for name, folder in folders.items() if folder is not None)
 
 
 @dataclass(frozen=True)
 class Kit:
-    """The tools of one group: resolved once, the same for each of its rollouts. `offered` are the definitions that
-    models see, if an environment chose others than the registry's."""
+    """The tools of one group, resolved once and the same for each of its rollouts. `offered` has the definitions that
+    models see, if the environment replaced those of the registry."""
 
     registry: ToolRegistry
     toolsets: tuple[str, ...] = ()
@@ -111,7 +112,7 @@ class Kit:
 
     @property
     def definitions(self) -> list[dict[str, JSON]]:
-        """The tools as models see them. Rollouts and records share the list: do not change it."""
+        """The tool definitions that models see. Rollouts and records share this list, so do not change it."""
         return self.registry.shown()[0] if self.offered is None else list(self.offered)
 
     @property
@@ -123,7 +124,7 @@ class Kit:
 
     @property
     def tools_hash(self) -> str:
-        """Identifies the definitions in records: `schema_hash`."""
+        """The `schema_hash` of the definitions, which identifies them in records."""
         return self.registry.shown()[1] if self.offered is None else schema_hash(self.offered)
 
 
@@ -145,16 +146,16 @@ class RolloutSpec:
 
 @dataclass(frozen=True, slots=True)
 class Middleware:
-    """A run's chat and tool middleware, the outermost first, as functions that create it for a rollout."""
+    """A run's chat and tool middleware, as functions that create it for a rollout; the outermost comes first."""
 
     chat: tuple[Callable[[str], ChatMiddleware], ...] = ()
-    """Given the rollout's id."""
+    """Each function gets the rollout's id."""
     tool: tuple[Callable[[str], ToolMiddleware], ...] = ()
-    """Given the rollout's id."""
+    """Each function gets the rollout's id."""
 
 
 class RecordedTools:
-    """The recorded replies of a run's tools, opened by the first call of a tool that touches the world.
+    """The recorded replies of a run's tools. The first call of a tool that touches the world opens them.
 
     Implements `ToolRecordings`.
     """
@@ -178,7 +179,7 @@ class RecordedTools:
         return self.opened().replayed
 
     def rollout(self, rollout_id: str, repeats: Callable[[], bool] = lambda: False) -> RolloutWorld:
-        """The recorded replies of a rollout that starts now; see `RunWorld.rollout`."""
+        """The recorded replies for a rollout that starts now; see `RunWorld.rollout`."""
         return self.opened().rollout(rollout_id, repeats)
 
     def remember(self, path: Path) -> None:
@@ -193,7 +194,7 @@ class RecordedTools:
             self._world.keep(path)
 
     async def commit(self) -> None:
-        """Return once all that was recorded is on the disk."""
+        """Return once all recorded replies are on the disk."""
         if self._world is not None:
             await self._world.commit()
 
@@ -204,7 +205,7 @@ class RecordedTools:
 
 
 class ForeignAgent(Protocol):
-    """Plays rollouts in place of the agent loop (`program_agent.py`). Slots get its `mounts`."""
+    """Plays rollouts in place of the agent loop (`program_agent.py`). Its `mounts` are mounted in the slots."""
 
     @property
     def name(self) -> str: ...
@@ -217,7 +218,7 @@ class ForeignAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all groups of a run share."""
+    """The objects that all groups of a run share."""
 
     engine: Engine
     workspaces: Workspaces
@@ -228,12 +229,12 @@ class RunContext:
     middleware: Middleware = field(default_factory=Middleware)
     earlier: EarlierWork = field(default_factory=EarlierWork)
     program: ForeignAgent | None = None
-    """The agent, if it is a program in the slot and not the agent loop."""
+    """The agent if it is a program in the slot; None for the agent loop."""
 
 
 @dataclass(slots=True)
 class Projection:
-    """An environment's additions to a trajectory: a token row and keys of its own."""
+    """An environment's additions to a trajectory: a token row and the environment's own keys."""
 
     row: TokenRow | None = None
     extra: dict[str, JSON] = field(default_factory=dict)

@@ -1,14 +1,15 @@
-"""Tree rollouts: some rollouts of a group continue others of it after one of their turns.
+"""Tree rollouts: some rollouts of a group continue other rollouts of the group after one of their turns.
 
-The first rollouts of a group, its roots, are rolled out as in any group, and after each turn the state of their slot is
-kept. When all roots have ended, `choose` selects the turns from which the other rollouts, the branches, continue. A
-branch starts from a copy of the slot and from the recorded conversation up to there, through the same loop as any
-rollout: its tools answer from the record until the conversation is new.
+The first rollouts of a group, its roots, are rolled out as usual, and the state of their slot is kept after each turn.
+When all roots have ended, `choose` selects the turns from which the other rollouts, the branches, continue. A branch
+starts from a copy of the slot and from the recorded conversation up to there, through the same loop as any rollout: its
+tools answer from the record until the conversation is new.
 
-Invariants: a turn that several rollouts share was sampled, executed, paid for and trained once, by the root; a branch
-is sealed and graded like any rollout, and its change is that since the prepared workspace. A turn is no fork point if a
-tool, a process, `/tmp` or `/dev/shm` holds state that a copy of the slot's files would lack. Where the backend or the
-isolation level cannot copy a slot, and in a resumed run, a branch runs the commands of the shared turns again.
+Invariants: a turn that several rollouts share is sampled, executed, charged and trained only once, by the root. A
+branch is sealed and graded like any rollout, and its changes are those since the prepared workspace. A turn is not a
+fork point if a tool, a process, `/tmp` or `/dev/shm` holds state that a copy of the slot's files would lack. Where the
+backend or the isolation level cannot copy a slot, and in a resumed run, a branch runs the commands of the shared turns
+again.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ UNCERTAIN = "uncertain"
 
 
 class ForkPoints:
-    """The points of one rollout from which others can continue it: taken while it runs, dropped by `aclose`."""
+    """The points of one rollout from which others can continue it, taken while it runs and dropped by `aclose`."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.turns: list[TurnTaken] = []
         self.points: dict[int, Snapshot | None] = {}
-        """The copy of the slot after each turn; None if the slot was untouched, or cannot be copied here."""
+        """The copy of the slot after each turn; None if the slot was untouched or cannot be copied here."""
         self.copied = True
         """Whether slots can be copied here, so that a branch need not run any call again."""
         self._rollout = rollout
@@ -51,19 +52,19 @@ class ForkPoints:
         rollout.watch_turns(self)
 
     def begin(self) -> None:
-        """The agent begins or continues its conversation. After set-up in the slot, which a branch would do again, and
-        in a continued conversation there are no points."""
+        """Called when the agent begins or continues its conversation. No points are taken in a continued conversation,
+        nor if set-up used the slot, since a branch would repeat that set-up."""
         self._open = self._open is None and not self._rollout.has_slot
 
     async def take(self, turn: int, messages: Sequence[Message]) -> None:
-        """Look at the rollout after a turn, which added these messages."""
+        """Take a point after a turn, which added these messages, if the rollout can be continued there."""
         rollout = self._rollout
         asked = bool(messages) and messages[-1].get("role") != "assistant"
         if not self._open or not asked or turn >= rollout.settings.max_turns or not rollout.has_plain_tools:
             return
         ledger = rollout.server.ledger
         if ledger is not None and len(ledger.turns) != turn:
-            self._open = False  # sub-agents, or calls of the environment's own
+            self._open = False  # calls of sub-agents or of the environment
             return
         with uncharged(), rollout.stage("fork"):
             if not rollout.has_slot:
@@ -94,7 +95,7 @@ class ForkPoints:
 
 async def _is_all_files(slot: Slot) -> bool:
     """Whether a copy of the slot's files is all of its state."""
-    if await slot.freeze():  # the next call lets its processes continue
+    if await slot.freeze():  # the next call resumes the slot's processes
         return False
     try:
         return not any([await slot.list_dir(place) for place in SCRATCH])
@@ -106,8 +107,8 @@ async def _is_all_files(slot: Slot) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A point that a branch continues. `snapshot` is None for an untouched slot; `copied` is False if the calls of the
-    shared turns are run again."""
+    """The point from which a branch continues. `snapshot` is None for an untouched slot; `copied` is False if the calls
+    of the shared turns must be run again."""
 
     parent: Fork
     turns: list[TurnTaken]
@@ -142,8 +143,8 @@ class RolloutTree:
     async def choose(
         self, roots: Sequence[Trajectory], branches: Sequence[int], branch_at: str, rng: random.Random
     ) -> None:
-        """Choose a fork point for each of the branches, and drop the copies of the others. Branches for which there is
-        none, or the beginning was chosen, are independent rollouts."""
+        """Choose a fork point for each branch, and drop the copies of the other points. A branch without a point, or
+        whose point is the beginning, is an independent rollout."""
         usable = [each for each in roots if each.scored and (each.index in self._points or each.index in self._known)]
         chosen = choose(usable, len(branches), branch_at, rng)
         for branch, fork in zip(branches, chosen, strict=False):
@@ -161,7 +162,7 @@ class RolloutTree:
                 await self._pool.forget(snapshot)
 
     async def branch(self, index: int) -> Branch | None:
-        """The point that a branch continues, or None."""
+        """The point from which a branch continues, or None."""
         branch = self._chosen.get(index)
         if branch is None or branch.snapshot is None or await self._pool.holds(branch.snapshot):
             return branch
@@ -175,7 +176,8 @@ class RolloutTree:
 
 def choose(roots: Sequence[Trajectory], branches: int, branch_at: str, rng: random.Random) -> list[Fork]:
     """At most one fork for each branch: `uncertain` takes the points before the turns whose tokens were least likely,
-    `random` any. A point is used again only when all have been used. Depends on the records and `rng` alone.
+    `random` takes any points. A point is reused only when all have been used. The result depends only on the records
+    and `rng`.
 
     The beginning of each root is a point too, with turn 0: otherwise the first turns would get few samples.
     """
@@ -204,9 +206,9 @@ def credit(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[int, floa
     """The value of each turn of the scored rollouts that others continue: the mean reward of all rollouts that share
     the turn.
 
-    By index: pairs of a last turn and the value of the turns up to it, after those of the pair before. Rollouts that
-    nothing continues are not in it: their turns have their own reward. (Credit from the leaves below a step, as in
-    TreeRL, arXiv 2506.11902.)
+    The result has, for each rollout index, pairs of a last turn and a value. The value is that of the turns up to the
+    last turn that no earlier pair covers. Rollouts without branches are left out, since their turns have their own
+    reward. (Credit from the leaves below a step, as in TreeRL, arXiv 2506.11902.)
     """
     scored = {each.index: each for each in trajectories if each.scored}
     children: dict[int, list[tuple[int, int]]] = {}

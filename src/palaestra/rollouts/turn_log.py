@@ -1,8 +1,9 @@
-"""Writes the turns of one rollout into the journal, and answers from those that an earlier part of the run recorded.
+"""Writes the turns of one rollout to the journal, and answers from turns that an earlier part of the run recorded.
 
-A turn is written when it ends. A turn that delegates work is long and holds many replies, so each of those is written
-when it arrives: the sub-agents', and the rollout's own reply that they work for. So a rollout that was cut off repeats
-no model call. A turn is in the journal once for each attempt that took it, so a rollout can be resumed repeatedly.
+A turn is written when it ends. A turn that delegates work is long and has many replies, so each of its replies is
+written when it arrives: those of the sub-agents, and the rollout's own reply that started them. So a rollout that was
+cut off repeats no model call. The journal has a turn once for each attempt that took it, so a rollout can be resumed
+repeatedly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from palaestra.rollouts.resume.recorded_turns import RecordedTurns
 
 @dataclass(slots=True)
 class _Reply:
-    """A reply and the conversation that it answers: the first `count` messages, since a history grows afterwards."""
+    """A reply and the conversation that it answers: the first `count` messages of a list that grows later."""
 
     messages: Sequence[Message]
     count: int
@@ -37,7 +38,7 @@ class _Reply:
 
 
 class TurnLog:
-    """The turns of one attempt at a rollout. `recorded` answers for the model as far as its answers are known."""
+    """The turns of one attempt at a rollout. `recorded` answers while it has replies left."""
 
     def __init__(
         self, rollout_id: str, events: EventStream, prices: Prices | None, recorded: RecordedTurns | None
@@ -53,7 +54,7 @@ class TurnLog:
         self._turns_kept = self._turns_noted = 0
 
     def follow(self, server: ChatServer) -> ChatServer:
-        """The server that the agent asks from now on, which answers from the recorded turns first."""
+        """The server that the agent calls from now on, which first answers from the recorded turns."""
         self._server = server
         if self.recorded is None:
             return server
@@ -63,7 +64,7 @@ class TurnLog:
         return MiddlewareServer(server, [self.recorded.answer])
 
     async def chat(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Chat middleware. Raises `CannotResume`, and `EngineReplyError` for a sub-agent's reply that is not one."""
+        """Chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply to a sub-agent."""
         if call.branch and self._own is not None and not self._own.noted:
             self._note(0, self._own)
         count, recorded = len(call.messages), self.recorded
@@ -113,7 +114,7 @@ class TurnLog:
         if self.turns is not None:
             self.turns.append(
                 msgspec.structs.replace(event, messages=list(event.messages))
-            )  # the loop's own list grows
+            )  # the agent loop's own list grows
         if not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._rollout_id, turn.prompt_tokens, turn.completion_tokens))
         elif taken.known and recorded is not None and recorded.caught_up and not recorded.forked:
@@ -125,7 +126,7 @@ class TurnLog:
             self._events.emit(resumed)
 
     def _note(self, branch: int, reply: _Reply) -> None:
-        """Write one reply of a turn that delegates work. The rollout's own counts when its turn ends."""
+        """Write one reply of a turn that delegates work. The rollout's own reply is counted when its turn ends."""
         reply.noted = True
         recorded, sampled = self.recorded, self._sampled_since_note()
         if sampled and recorded is not None:
@@ -174,7 +175,7 @@ class TurnLog:
 
 @dataclass(slots=True)
 class TakenTurn:
-    """One turn and its samples. `known`: the whole turn is in the journal; `recalled`: only its reply is."""
+    """One turn and its samples. The journal has the whole turn if it is `known`, only its reply if `recalled`."""
 
     turn: Turn
     messages: list[Message]

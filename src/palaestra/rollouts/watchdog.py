@@ -1,8 +1,8 @@
-"""The stages of a rollout: how long each took, and the limit that ends a rollout which shows no sign of life.
+"""The stages of a rollout: the time each takes, and the limit that ends a rollout which shows no sign of life.
 
-The time limits of commands and requests belong to the tool and to the client; a limit here is for what those miss.
-Every change of stage and every turn is a sign of life. A rollout without one for longer than its stage allows ends
-with an error that names the stage.
+Tools and clients have their own time limits for commands and requests; a limit here catches hangs that those miss.
+Every change of stage and every turn is a sign of life. A rollout without one for longer than its stage allows ends with
+an error that names the stage.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ WAITING_FOR: Mapping[str, type[InfraError]] = {
     "seal": SandboxError,
     "grade": GraderError,
 }
-"""The stages that may have a limit, and the error when it is reached. `admit`, the wait for a free slot, has none: a
-queue may be long."""
+"""The stages that may have a limit, and the error that is raised at the limit. `admit`, the wait for a free slot, has
+no limit, because a queue may be long."""
 
 
 class Stages:
-    """The stages of one rollout, or of one group's preparation. `seconds` adds up by name; stages may nest."""
+    """The stages of one rollout, or of one group's preparation. `seconds` adds up by stage name; stages may nest."""
 
     def __init__(self, name: str, emit: Callable[[Alive], None], limits: Mapping[str, float]) -> None:
         self.name = name
@@ -52,7 +52,7 @@ class Stages:
         self._waiting = ""
 
     def stage(self, name: str, shown: str = "") -> Stage:
-        """A block at this stage. `shown` is the stage as the display and the limits name it, if that differs."""
+        """A context manager for this stage. `shown` is the name in the display and the limits, if different."""
         return Stage(self, name, shown or name)
 
     def sign_of_life(self) -> None:
@@ -74,7 +74,7 @@ class Stages:
         self._timer = loop.call_at(at, self._look)
 
     def _look(self) -> None:
-        """End the block if its stage is over its limit. A sign of life only notes the time: there are many."""
+        """End the block if its stage is over its limit. Signs of life are frequent, so each only stores the time."""
         loop, deadline, self._timer = self._loop, self._deadline, None
         limit = self._limits.get(self._at[-1], 0.0) if self._at else 0.0
         if loop is None or deadline is None or limit <= 0:
@@ -83,12 +83,12 @@ class Stages:
             self._set_timer(loop, self._alive_at + limit)
         else:
             self._waiting = self._at[-1]
-            self._loop = None  # code that the deadline ends still leaves its stages
+            self._loop = None  # code that the deadline ends still exits its stages
             deadline.reschedule(loop.time())
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """End the block when a stage reaches its limit: raises the error that `WAITING_FOR` names."""
+        """End the block when a stage reaches its limit, with the stage's error in `WAITING_FOR`."""
         try:
             async with asyncio.timeout(None) as deadline:
                 self._deadline, self._loop = deadline, asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class Stages:
 
 
 class Stage:
-    """One visit of a stage, as a block."""
+    """A context manager for one pass through a stage."""
 
     __slots__ = ("_name", "_shown", "_stages", "_started")
 
@@ -136,7 +136,7 @@ class Stage:
     ) -> None:
         stages, name = self._stages, self._name
         stages.seconds[name] = stages.seconds.get(name, 0.0) + time.perf_counter() - self._started
-        stages._at.remove(self._shown)  # calls that run together end in any order
+        stages._at.remove(self._shown)  # concurrent calls end in any order
         at = stages._at[-1] if stages._at else ""
         stages._sign(Alive(stages.name, at, left=name, error=kind.__name__ if kind is not None else ""))
 

@@ -1,9 +1,9 @@
 """The slots and prepared workspaces of one run: leases, and preparation that several tasks share.
 
 The environment names shared preparation, such as a repository with its dependencies installed, by a key. The first
-group that needs it prepares it in a slot of its own; the others wait, and all start their own preparation from the same
-snapshot. If shared preparation fails, every task that needs it fails with the same error, and it is not retried. A
-sandbox failure says nothing about it: the next group tries again, as it does when a snapshot was lost with its backend.
+group that needs it prepares it in its own slot; the others wait, and all start their own preparation from the same
+snapshot. If shared preparation fails, every task that needs it fails with the same error, and it is not retried. After
+a sandbox failure, or when a snapshot was lost with its backend, the next group tries again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from palaestra.sandbox.slot import Slot, SlotSource, SlotSpec, Snapshot
 from palaestra.sandbox.snapshots.cache import Prepared
 
 UNTOUCHED = "-untouched"
-"""Ends the name of a kept workspace that the agent never had."""
+"""The ending of the name of a kept workspace that the agent never used."""
 
 
 def _nothing() -> None:
@@ -31,7 +31,8 @@ def _nothing() -> None:
 
 
 class Workspaces:
-    """Of one run. `prepared` keeps workspaces for other runs; None keeps none. `aclose` drops the shared snapshots.
+    """The workspaces of one run. `prepared` keeps workspaces for other runs; None keeps none. `aclose` drops the shared
+    snapshots.
 
     `kept` is a folder for the sealed work of every rollout, which can be graded again from there; None keeps none.
     """
@@ -50,10 +51,11 @@ class Workspaces:
         stages: Stages,
         check: Callable[[], None] = _nothing,
     ) -> Slot:
-        """A slot. Queueing for a place and making the slot are timed apart, and neither is the agent's time.
+        """Lease a slot. Waiting for a place and creating the slot are timed separately, and neither counts as the
+        agent's time.
 
-        `check` is called when there is a place; if it raises, the place is given back. Raises `TaskError` if the task
-        asks for a slot that cannot be made: its image, its list of hosts.
+        `check` is called when there is a place; if it raises, the place is released. Raises `TaskError` if the task
+        needs a slot that cannot be created, for example because of its image or its list of hosts.
         """
         with uncharged(), stages.stage("admit") as stage:
 
@@ -69,8 +71,8 @@ class Workspaces:
                 raise TaskError(f"no slot can be made for {name}: {error}") from error
 
     async def keep(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
-        """Copy a rollout's sealed work, or (not `sealed`) the workspace that it never touched, into `kept`. Returns
-        its folder, which is empty for the bare image."""
+        """Copy a rollout's sealed work, or (not `sealed`) the workspace that it never touched, into `kept`. Returns the
+        folder, which is empty for the bare image, or None without `kept`."""
         if self.kept is None:
             return None
         folder = self.kept / quote(group_id, safe="") / (str(index) if sealed else f"{index}{UNTOUCHED}")
@@ -80,7 +82,7 @@ class Workspaces:
         return folder
 
     async def shared(self, key: str, prepare: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
-        """The shared snapshot of this key, prepared now if it is missing. Raises what preparing it raised."""
+        """The shared snapshot of this key, prepared now if it is missing. Raises the error of the preparation."""
         while True:
             known = self._shared.get(key)
             if known is None:
@@ -91,7 +93,7 @@ class Workspaces:
                 task = asyncio.current_task()
                 if not known.cancelled() or (task is not None and task.cancelling()):
                     raise
-                # The group that prepared it did not finish, and we are not cancelled: prepare it ourselves.
+                # The group that prepared it did not finish, and this call was not cancelled, so prepare it here.
 
     async def _prepare_shared(self, key: str, prepare: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
         future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
@@ -104,7 +106,7 @@ class Workspaces:
             raise
         except BaseException as error:
             future.set_exception(error)
-            future.exception()  # marks it as seen: no other group may be waiting
+            future.exception()  # marks the error as seen, since no other group may be waiting
             raise
         future.set_result(snapshot)
         return snapshot
@@ -125,14 +127,14 @@ class Workspaces:
 
 
 def _emptied(folder: Path) -> None:
-    """Make a new folder in place of one that an earlier attempt left."""
+    """Create the folder empty, in place of one that an earlier attempt left."""
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
 
 def _result(future: asyncio.Future[Snapshot] | None) -> Snapshot | None:
-    """The snapshot if it is finished, else None."""
+    """The snapshot if its preparation has succeeded, otherwise None."""
     if future is None or not future.done() or future.cancelled() or future.exception() is not None:
         return None
     return future.result()

@@ -1,12 +1,12 @@
 """The format `atif`: one ATIF-v1.7 document per line, for programs that read agent trajectories.
 
-A message becomes a step, and a tool's result part of the step that called it. Steps of the model's own turns have
-`metrics`, with the sampled token ids if the engine gave them; earlier replies, which were part of the prompt, are
-marked as copied context, so that they are not trained on.
+A message becomes a step, and a tool's result becomes part of the step that called the tool. Steps of the model's own
+turns have `metrics`, with the sampled token ids if the engine gave them; earlier replies, which were part of the
+prompt, are marked as copied context, so that they are not trained on.
 
 Source: the Agent Trajectory Interchange Format, RFC 0001 of the Harbor project and its published models (0.25).
 
-Invariants: our own values are under the key `palaestra` of an `extra` and nowhere else; with them the messages can be
+Invariants: Palaestra's own values are only under the key `palaestra` of an `extra`. With them the messages can be
 restored as recorded (None content as empty text, thinking as `reasoning_content`).
 """
 
@@ -45,11 +45,11 @@ Extra = dict[str, JSON]
 
 
 class _Record(msgspec.Struct, omit_defaults=True):
-    """A part of a document, with the fields of the format that this program uses; fields not set are not written."""
+    """A part of a document, with the fields of the format that Palaestra uses. Unset fields are not written."""
 
 
 class AtifSource(_Record):
-    """Where an image is."""
+    """The location of an image."""
 
     media_type: str
     path: str
@@ -84,8 +84,8 @@ class Observation(_Record):
 
 
 class Metrics(_Record):
-    """Of one step. `completion_token_ids[T]` and `logprobs[T]` are the sampled ones; `sequences` in our `extra` names
-    the sampled sequences that they are from, as [id, offset, length]."""
+    """The metrics of one step. `completion_token_ids[T]` and `logprobs[T]` are those of the sampled tokens; `sequences`
+    in our `extra` names the sampled sequences that they come from, as [id, offset, length]."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -133,20 +133,20 @@ class Document(_Record):
 
 
 OURS = "palaestra"
-"""The key, in any `extra`, of this program's values."""
+"""The key of Palaestra's values in any `extra`."""
 
 ATIF_EXTRA_SCHEMA = "palaestra.atif/1"
 
 
 class AtifExporter:
-    """One document per line; `jq -s '.[0]'` takes one out for a tool that wants a file of its own."""
+    """One document per line; `jq -s '.[0]'` extracts one for a tool that needs one document per file."""
 
     name = "atif"
     ending = ".jsonl"
     everything = True
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
-        """Write the lines. A rollout without messages would be a document without steps: it is left out."""
+        """Write the lines. A rollout without messages is left out, since its document would have no steps."""
         report = ExportReport()
         for group in groups:
             for trajectory in report.chosen(group, meta):
@@ -162,7 +162,7 @@ class AtifExporter:
 def atif_document(
     trajectory: Trajectory, tools: Sequence[Mapping[str, JSON]], meta: ExportMeta
 ) -> tuple[Document, set[str]]:
-    """The document of one rollout, and remarks on the parts that it cannot express."""
+    """The document of one rollout, and remarks on the parts that the format cannot express."""
     conversation = chat_messages(trajectory.messages)
     steps = _Steps(trajectory)
     for message, turn in zip(conversation, own_turns(conversation, len(trajectory.turns)), strict=True):
@@ -189,7 +189,7 @@ def atif_document(
 
 
 def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """The parts of our record without a field in the format."""
+    """The parts of our record for which the format has no field."""
     return {
         "schema": ATIF_EXTRA_SCHEMA,
         "run_id": meta.run_id,
@@ -213,7 +213,7 @@ class _Steps:
             self.remarks.add("without the token ids of some turns")
 
     def take(self, message: ChatMessage, turn: int | None) -> None:
-        """Add one message; `turn` is the model's own turn (from 1) in which it was written."""
+        """Add one message. `turn` is the number (from 1) of the model's turn that wrote it."""
         if message.role == "tool":
             self._result(message)
         elif message.role == "assistant":
@@ -291,7 +291,7 @@ class _Steps:
 
 
 def _tool_call(call: MessageCall) -> AtifToolCall:
-    """The call; with the text of its arguments if the object does not say it all."""
+    """The call, with the text of its arguments if that text cannot be restored from the object."""
     parsed = call.parsed()
     exact = parsed is not None and arguments_text(parsed) == call.arguments
     kept: Extra = {} if exact else {"arguments": call.arguments}
@@ -299,7 +299,7 @@ def _tool_call(call: MessageCall) -> AtifToolCall:
 
 
 def _image(part: JSON) -> AtifSource | None:
-    """Where an image is, if its address shows its type."""
+    """The location of an image, if its address shows its type."""
     link = part.get("image_url") if isinstance(part, Mapping) else None
     url = link.get("url") if isinstance(link, Mapping) else link
     if not isinstance(url, str) or (isinstance(link, Mapping) and set(link) - {"url"}):
@@ -309,8 +309,8 @@ def _image(part: JSON) -> AtifSource | None:
 
 
 def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
-    """The sampled ids[T] and logprobs[T] of each turn, and where they come from. Sub-agents have segments of the ledger
-    to themselves; nothing if the rest has other calls than the agent's turns."""
+    """The sampled ids[T] and logprobs[T] of each turn, and the sequences that they come from. Segments of sub-agents
+    are ignored; if the others have more or fewer calls than the agent has turns, the result is empty."""
     ledger = trajectory.ledger
     if ledger is None:
         return {}
@@ -326,7 +326,7 @@ def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], 
                 continue
             ids, logprobs, sequences = sampled[number]
             of_turn = list(spans)
-            for span in of_turn[1:]:  # after the prompt's
+            for span in of_turn[1:]:  # the first span is the prompt
                 ids += row.tokens[span.start : span.stop]
                 logprobs += row.logprobs[span.start : span.stop]
             sequences += [each for each in sequence_spans(of_turn, trajectory.rollout_id) if each.kind == "sampled"]
@@ -339,7 +339,7 @@ def _ours(values: Extra) -> Extra | None:
 
 
 def arguments_text(arguments: Mapping[str, JSON]) -> str:
-    """The text of arguments of which only the object is known, as read back from a document."""
+    """The JSON text of arguments for which only the object is known, such as in a document read back."""
     try:
         stored: JSON = msgspec.json.decode(msgspec.json.encode(arguments))
     except UnicodeEncodeError:

@@ -1,12 +1,12 @@
-"""Groups as JSON lines in the Atropos group shape, for trainers and `jq`: the growing file of a run, and the format
-`atropos`, which makes the same lines from the journal.
+"""Groups as JSON lines in the Atropos group shape, for trainers and `jq`. A run writes them to its groups file as it
+goes, and the format `atropos` makes the same lines from the journal.
 
-One line per group holds the scored trajectories, in index order. A rollout without a reward trains nothing, so it is
-only in our own key `rollouts`, with its outcome and its blame. The file is a projection; the journal is the record.
+One line per group holds the scored trajectories, in index order. A rollout without a reward cannot be trained on, so it
+is only in our own key `rollouts`, with its outcome and its blame. The file is a projection; the journal is the record.
 
-Invariants: lines are in item order; `add` returns once its line is on disk, if its turn has come; an existing file is
-never written to. Wire source: `ScoredData` of atroposlib 0.4, where every message has `role` and `content` and absent
-lists are empty.
+Invariants: lines are in item order; `add` returns once its line is on disk, unless the line waits for an earlier group;
+an existing file is never written to. Wire source: `ScoredData` of atroposlib 0.4, where every message has `role` and
+`content` and absent lists are empty.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _DISTILLED = ("distill_token_ids", "distill_logprobs")
 
 
 def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> dict[str, JSON] | None:
-    """The group as one JSON object, or None if nothing in it was scored.
+    """The group as one JSON object, or None if none of its rollouts was scored.
 
-    `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`; `inference_logprobs[G][T]` only if every
-    row has them; `spans[G]` are the `SequenceSpan`s of each row; `messages` False leaves that list empty. A rollout
-    whose history was rewritten has several rows, each with its score and messages; `rows` in `rollouts` counts them.
-    Raises `ValueError` if the lengths of a row differ, a score is not finite or a message has no role.
+    It has `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`, `inference_logprobs[G][T]` if every
+    row has them, and `spans[G]`, the `SequenceSpan`s of each row. With `messages` False the list `messages` is empty. A
+    rollout whose history was rewritten has several rows, each with its score and messages; `rows` in `rollouts` counts
+    them. Raises `ValueError` if the lengths of a row differ, a score is not finite or a message has no role.
     """
     trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
     scored = [trajectory for trajectory in trajectories if trajectory.scored]
@@ -83,7 +83,7 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
 
 
 def check_own(trajectory: Trajectory) -> None:
-    """Raises ValueError if a line cannot hold the values that an environment put into a trajectory."""
+    """Raises `ValueError` if a line cannot hold the values that an environment put into a trajectory."""
     if trajectory.row is not None:
         _check_row(trajectory.row, trajectory)
     _messages(trajectory)
@@ -121,14 +121,14 @@ def _messages(trajectory: Trajectory) -> list[Message]:
 
 
 def _message(message: Message, trajectory: Trajectory) -> Message:
-    """The message with the two keys that the API server requires; some clients leave `content` out of a tool call."""
+    """The message with both keys that the API server requires; some clients omit `content` next to tool calls."""
     if not message.get("role"):
         raise ValueError(f"rollout {trajectory.rollout_id}: a message has no role: {str(message)[:200]}")
     return message if "content" in message else {**message, "content": None}
 
 
 def _from_extra(scored: list[Trajectory], key: str) -> list[JSON]:
-    """One value per row, or the empty list unless every row has one: a gap would shift the rows against each other."""
+    """One value per row, or the empty list if a row has none, since a gap would misalign the rows."""
     values = [trajectory.extra.get(key) for trajectory in scored]
     return [] if any(value is None for value in values) else values
 
@@ -152,7 +152,7 @@ def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
 
 
 def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
-    """How a rollout ended, under the names of our record."""
+    """The fields of our record that report how a rollout ended."""
     return {
         "outcome": trajectory.outcome.value,
         "reward": trajectory.reward,
@@ -172,9 +172,10 @@ def encode_line(line: dict[str, JSON]) -> bytes:
 
 
 def claim_path(path: Path) -> Path:
-    """Create `path`, or the first free one of `path_1`, `path_2`, …, empty and for the caller alone.
+    """Create an empty file at `path`, or at the first free one of `path_1`, `path_2`, …, for the caller alone.
 
-    Two concurrent processes get two files. Parent directories are made. Raises `OSError`, also for a directory.
+    Two concurrent processes get two files. Parent directories are created. Raises `OSError`, also if `path` is a
+    directory.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a directory, so name a file in it", str(path))
@@ -192,10 +193,10 @@ def claim_path(path: Path) -> Path:
 class GroupsFile:
     """The growing JSONL file of a run. Groups arrive as they finish and are written in item order.
 
-    `path` is the claimed file; with `again` it is the given one, and the first group replaces its content, so that a
-    resumed run without a group leaves the file as it was. `add` and `skip` block for the write and its fsync, may be
-    called from worker threads, and raise `DiskError`. A line that waits for an earlier group is in a nameless file next
-    to the other, so that one long task costs no memory.
+    `path` is the claimed file. With `again` it is the given file, whose content is replaced when the first group comes,
+    so that a resumed run without a group leaves the file as it was. `add` and `skip` block for the write and its fsync,
+    may be called from worker threads, and raise `DiskError`. A line that waits for an earlier group is kept in an
+    unnamed temporary file in the same folder, so that one long task costs no memory.
     """
 
     def __init__(
@@ -221,12 +222,12 @@ class GroupsFile:
         self.close()
 
     def add(self, group: Group) -> None:
-        """Take a finished group; a group without any score takes its turn but leaves no line."""
+        """Add a finished group. A group without any score counts for the order but has no line."""
         line = group_line(group, env=self._env, model=self._model, messages=self._messages)
         self._take(group.number, b"" if line is None else encode_line(line))
 
     def skip(self, number: int) -> None:
-        """Do not wait for a group with this number."""
+        """Stop waiting for the group with this number."""
         self._take(number, b"")
 
     def close(self) -> None:
@@ -244,7 +245,7 @@ class GroupsFile:
                 self._waiting.clear()
                 self._aside.close()
                 file, self._file = self._file, None
-                with writing(self.path):  # what could not be written is still in its buffer
+                with writing(self.path):  # unwritten data is still in its buffer
                     file.close()
 
     def _take(self, number: int, line: bytes) -> None:
@@ -267,7 +268,7 @@ class GroupsFile:
                 self._aside.truncate(0)
 
     def _replace(self) -> None:
-        """Before the first group: empty the file of an earlier part of the run."""
+        """Before the first group, empty the file that an earlier part of the run wrote."""
         assert self._file is not None
         if not self._replaced and os.fstat(self._file.fileno()).st_size:
             with writing(self.path):
@@ -296,10 +297,10 @@ class GroupsFile:
 
 
 class AtroposExporter:
-    """One line per group. Unscored rollouts are only in its key `rollouts`, whatever the options.
+    """One line per group. Unscored rollouts are only in the line's key `rollouts`, whatever the options.
 
-    The run's own settings apply: whether lines have messages, and whether groups of equal scores, which teach a policy
-    gradient nothing, are left out.
+    The run's own settings decide whether lines have messages, and whether groups of equal scores, from which a policy
+    gradient learns nothing, are left out.
     """
 
     name = "atropos"
@@ -308,7 +309,7 @@ class AtroposExporter:
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
         """Write the lines."""
-        from palaestra.rollouts.export.exporter import UNSCORED, ExportReport  # a run that exports nothing skips it
+        from palaestra.rollouts.export.exporter import UNSCORED, ExportReport  # not for runs without exports
 
         report = ExportReport()
         settings = meta.config.get("env")

@@ -1,8 +1,9 @@
 """The format `batch`: the rows of hermes-agent's batch runner, which data pipelines of that project read.
 
 A line has `prompt_index, conversations, metadata, completed, partial, api_calls, toolsets_used, tool_stats,
-tool_error_counts, reasoning_stats`. `tool_stats` and `tool_error_counts` have the same keys in every line, all tools of
-this version and those of the run, so that the lines load as one table. Discarded samples (score 0) are left out.
+tool_error_counts, reasoning_stats`. `tool_stats` and `tool_error_counts` have the same keys in every line, namely all
+tools of this version and those of the run, so that the lines load as one table. Discarded samples (score 0) are left
+out.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BatchExporter:
     everything = False
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
-        """Write the lines. A discarded sample, and one whose conversation cannot be written, is counted."""
+        """Write the lines. Discarded samples, and those whose conversations cannot be written, are counted."""
         report = ExportReport()
         for group, trajectory, names in samples(groups, meta, report):
             if why := discarded(trajectory):
@@ -68,7 +69,7 @@ def samples(
 
 
 def discarded(trajectory: Trajectory) -> list[str]:
-    """Why the sample was discarded; empty if it was kept."""
+    """The reason why the sample was discarded; empty if it was kept."""
     return list(trajectory.detail.get(DISCARDED) or ())
 
 
@@ -100,14 +101,14 @@ def batch_line(
 
 
 def _without(messages: Sequence[Message], ephemeral: str | None) -> Sequence[Message]:
-    """The messages without the system message that is not to be written."""
+    """The messages without the system message `ephemeral`, which the file leaves out."""
     first = messages[0] if messages else {}
     hidden = ephemeral and first.get("role") == "system" and first.get("content") == ephemeral
     return messages[1:] if hidden else messages
 
 
 def tool_stats(trajectory: Trajectory, names: Sequence[str]) -> tuple[dict[str, JSON], dict[str, int]]:
-    """Calls, successes and failures by tool, and the failures alone. Calls of tools that do not exist are left out."""
+    """The calls, successes and failures of each tool, and the failures alone, without calls of unknown tools."""
     calls = Counter(name for turn in trajectory.turns for name in turn.tools)
     failed = Counter(error.tool for error in trajectory.tool_errors)
     stats: dict[str, JSON] = {}

@@ -1,11 +1,11 @@
-"""Exporters: they write the groups of a run in the format of another program. The formats by name.
+"""Exporters, which write the groups of a run in the formats of other programs, and the table of formats by name.
 
-Exports are projections of the journal, made afterwards and as often as wanted; none of them is a record to keep.
-Invariant: nothing is lost silently. A rollout that is missing in the file is counted in `ExportReport.left_out`; one
-that is incomplete or changed in it is counted in `ExportReport.remarks`.
+Exports are projections that can be made from the journal at any time; none of them is a record. Invariant: nothing is
+lost silently. A rollout that is missing in the file is counted in `ExportReport.left_out`; a rollout that is incomplete
+or changed there is counted in `ExportReport.remarks`.
 
-A new format is a file with a class of the `Exporter` shape, and its line in `FORMATS`; `--to package.module:Class`
-takes any other class. Nothing is imported before it is used.
+To add a format, write a module with a class of the `Exporter` shape and add a line to `FORMATS`; `--to
+package.module:Class` takes any other class. Nothing is imported before it is used.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.records import Group, Trajectory
 
 UNSCORED = "unscored"
-"""The most frequent reason to leave a rollout out: there is no reward to learn from."""
+"""The most frequent reason for leaving a rollout out: it has no reward to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportMeta:
-    """The run, as its journal begins, and the options of the export.
+    """The run's data from the start of its journal, and the options of the export.
 
     `started_at` is in seconds since the epoch. `everything` includes unscored rollouts; `placeholders` includes token
     rows that no engine sampled.
@@ -45,7 +45,7 @@ class ExportMeta:
 
 @dataclass(slots=True)
 class ExportReport:
-    """The result of an export. `left_out` and `remarks` count rollouts by reason, in words for a reader."""
+    """The result of an export. `left_out` and `remarks` count rollouts by reason, a text for the user."""
 
     records: int = 0
     rollouts: int = 0
@@ -53,13 +53,13 @@ class ExportReport:
     remarks: Counter[str] = field(default_factory=Counter)
 
     def wrote(self, remarks: Iterable[str] = (), *, records: int = 1) -> None:
-        """Count one rollout in the file, with its number of lines or rows."""
+        """Count one written rollout and its number of lines or rows."""
         self.rollouts += 1
         self.records += records
         self.remarks.update(set(remarks))
 
     def to_dict(self) -> dict[str, JSON]:
-        """The report as plain data, without reasons that no rollout has."""
+        """The report as plain data, without reasons whose count is zero."""
         return {
             "records": self.records,
             "rollouts": self.rollouts,
@@ -77,7 +77,7 @@ class ExportReport:
 
 
 class Exporter(Protocol):
-    """One format. `ending` is that of its files; `everything`: unscored rollouts are included by default."""
+    """One format. `ending` is its file name ending; `everything`: whether unscored rollouts are included by default."""
 
     name: ClassVar[str]
     ending: ClassVar[str]
@@ -92,7 +92,7 @@ class Exporter(Protocol):
 
 
 def omissions(trajectory: Trajectory) -> list[str]:
-    """The parts that a format of conversations leaves out: everything inside tool calls."""
+    """Remarks on the work inside tool calls, which formats of conversations leave out."""
     remarks = []
     if trajectory.subagents:
         remarks.append("without the conversations of its sub-agents")

@@ -1,9 +1,9 @@
-"""The report: one HTML file with every rollout of a run, to open from disk, search, print and send on.
+"""The report: one HTML file with every rollout of a run, to open from disk, search, print and share.
 
-`write_report` writes the whole page again. A rollout's messages are shown as turns, reasoning, and each tool call with
-its result, as well as possible for any shape. Invariants: nothing that a model, a tool or a task wrote can act in the
+`write_report` always writes the whole page. A rollout's messages are shown as turns, reasoning, and each tool call with
+its result, as well as possible for any shape. Invariants: nothing that a model, a tool or a task wrote can run in the
 page (everything is escaped and printable, and the page's own policy lets no other script or style run); every text is
-bounded, and a cut is marked; the page loads nothing; a reader sees the old page or the new one, never half.
+bounded, and cuts are marked; the page loads nothing; a reader sees the old page or the new one, never a part of one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.records import Beside, Group, InnerCallRecord, Trajectory
 
 BLOCK_CHARS = 100_000
-"""How much of one text a page shows: more than anyone scrolls through, little enough for a browser."""
+"""How much of one text a page shows: more than anyone scrolls through, and little enough for a browser."""
 
 PAGE_CHARS = 40_000_000
-"""How much text a page holds before everything after it is cut short; browsers get slow somewhat above."""
+"""How much text a page holds before all further texts are cut short. Browsers get slow somewhat above this size."""
 
 _SHORT_CHARS = 1_000
 _LONG_LINES = 24
@@ -51,7 +51,7 @@ _REASONING_KEYS = ("reasoning_content", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A text of its own. `long` ones are folded; `lines` is their number before any cut."""
+    """A text in its own box. A `long` text is folded; `lines` is its number of lines before any cut."""
 
     spans: tuple[StyledText, ...]
     lines: int
@@ -60,7 +60,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object's entries: short ones as text next to their names, the others as blocks."""
+    """An object's entries: short values as text next to their names, the others as blocks."""
 
     inline: tuple[tuple[str, str], ...] = ()
     blocks: tuple[tuple[str, Block], ...] = ()
@@ -68,7 +68,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class ShownResult:
-    """A tool's answer. `exit_code` and `error` are taken out of the reply, if present."""
+    """A tool's answer. `exit_code` and `error` come from the reply, if it has them."""
 
     fields: Fields
     exit_code: int | None = None
@@ -87,8 +87,7 @@ class ShownCall:
 
 @dataclass(slots=True)
 class ShownMessage:
-    """One message with the results of its calls. `turn` counts the model's own turns from 0; None for other
-    messages."""
+    """One message with the results of its calls. `turn` counts the model's turns from 0; None for other messages."""
 
     role: str
     content: Block | None = None
@@ -100,14 +99,14 @@ class ShownMessage:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves over the steps of a training: each with a label and its points (step, value), ascending."""
+    """Curves over training steps, each with a label and its points (step, value) in ascending order."""
 
     title: str
     curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
 
 
 class PageBudget:
-    """How much text still fits. Texts are cut in the middle; once the page is full only the ends of each are shown."""
+    """Counts how much text still fits. Texts are cut in the middle; on a full page only their ends are shown."""
 
     def __init__(self, block_chars: int = BLOCK_CHARS, page_chars: int = PAGE_CHARS) -> None:
         self._block_chars = block_chars
@@ -119,7 +118,7 @@ class PageBudget:
         return self._left <= 0
 
     def block(self, text: str, *, diff: bool = False, markdown: bool = False) -> Block:
-        """The text, bounded, coloured by its escape sequences, or as a diff, or with its Markdown styled."""
+        """The bounded text, coloured by its escape sequences, shown as a diff, or with styled Markdown."""
         lines = text.count("\n") + 1
         shown = self._bounded(text.strip("\n"))
         long = lines > _LONG_LINES or len(shown) > _LONG_CHARS
@@ -151,9 +150,9 @@ class PageBudget:
 
 
 def conversation(messages: Sequence[Message], page: PageBudget, turns: int) -> list[ShownMessage]:
-    """The messages in order; a tool's answer is with its call, or alone if there is none.
+    """The messages in order. A tool's answer is shown with its call, or alone if it has none.
 
-    The last `turns` assistant messages are the model's own; earlier ones were part of the prompt.
+    The last `turns` assistant messages are the model's own; earlier assistant messages were part of the prompt.
     """
     entries: list[ShownMessage] = []
     waiting: dict[str, ShownCall] = {}
@@ -180,7 +179,7 @@ def conversation(messages: Sequence[Message], page: PageBudget, turns: int) -> l
 
 
 def inside(trajectory: Trajectory, page: PageBudget) -> list[ShownMessage]:
-    """The work inside the tool calls of a rollout: the calls of its programs, its sub-agents' conversations."""
+    """The work inside the tool calls of a rollout: calls by its programs, and its sub-agents' conversations."""
     entries = [_program(trajectory.inner_calls, page)] if trajectory.inner_calls else []
     for each in trajectory.every_subagent():
         head = f"{each.goal}\n({each.outcome.value}{': ' if each.error else ''}{each.error})"
@@ -302,7 +301,7 @@ def _parsed(text: JSON) -> dict[str, JSON] | None:
 
 
 def as_json(value: JSON, indent: int | None = None) -> str:
-    """The value as JSON text for a reader; other values are shown as in Python."""
+    """The value as JSON text for a reader; values that JSON cannot hold are shown as in Python."""
     try:
         return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
     except RecursionError:
@@ -310,7 +309,7 @@ def as_json(value: JSON, indent: int | None = None) -> str:
 
 
 _STAGES = ("admit", "acquire", "setup", "agent", "model", "tool", "seal", "grade")
-"""The stages of a rollout in their order, each with a colour of its own."""
+"""The stages of a rollout in order, each with its own colour."""
 
 
 def write_report(
@@ -325,12 +324,12 @@ def write_report(
     config: Mapping[str, JSON] | None = None,
     charts: Sequence[Chart] = (),
 ) -> None:
-    """Write the page to `path`, atomically. Blocks: call it from a thread during a run.
+    """Write the page to `path` atomically. Blocks, so call it from a thread during a run.
 
-    `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, for the top.
-    `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own,
-    any other entry is listed. `page` is how much text fits. `own` are the environment's own metrics, `causes` those of
-    the failures, `config` the run's recorded settings, and `charts` are drawn at the top.
+    `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, shown at the top.
+    `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own, any
+    other entry is listed. `page` is how much text fits. `own` has the environment's own metrics, `causes` the causes of
+    failures, `config` the run's recorded settings; `charts` are drawn at the top.
     """
     page = page or PageBudget()
     style, script = _own("report.css"), _own("report.js")
@@ -383,7 +382,7 @@ def _chart_view(chart: Chart) -> dict[str, Any] | None:
 
 
 def _score_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
-    """The heads and rows of the scores, over all tasks and by category."""
+    """The column heads and rows of the table of scores, over all tasks and by category."""
     found = list(figures.scores())
     metrics = [name for name in ("mean_reward", "pass_rate", *found[0][1]) if f"{name}/low" in found[0][1]]
     metrics = list(dict.fromkeys(metrics))
@@ -402,14 +401,14 @@ def _score_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
 
 
 def _own_figures(own: Mapping[str, float]) -> Mapping[str, float]:
-    """The environment's own metrics, without those of an evaluation that the table of scores has."""
+    """The environment's own metrics, without the evaluation metrics that the table of scores shows."""
     if "eval/planned" not in own:
         return own
     return {name: value for name, value in own.items() if not _IN_TABLE.search(name)}
 
 
 def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
-    """The settings that somebody set, with their sources, and the versions."""
+    """The settings that were set explicitly, with their sources, and the versions."""
     env, servers = config.get("env") or {}, config.get("openai") or [{}]
     shown: dict[str, JSON] = {}
     for name, source in (config.get("sources") or {}).items():
@@ -423,7 +422,7 @@ def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
 
 
 def _group_view(group: Group, page: PageBudget) -> dict[str, Any]:
-    """One task with its rollouts, for the template. `cut_short`: the page was full before it."""
+    """One task with its rollouts, for the template. `cut_short` is true if the page was full before this task."""
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     return {
         "record": group,
@@ -469,8 +468,8 @@ def _turn_notes(trajectory: Trajectory) -> list[str]:
 
 
 def _strip(beside: Beside) -> list[tuple[str, float, float, float, int]]:
-    """(stage, seconds, left, width, colour) of each stage, left and width in percent. `agent` is the time of the agent
-    apart from its model calls and tools."""
+    """(stage, seconds, left, width, colour) of each stage, with left and width in percent. `agent` is the agent's time
+    without its model calls and tools."""
     stages = dict(beside.stages)
     if beside.turn_s:
         stages["model"] = sum(model_s for model_s, _ in beside.turn_s)
@@ -526,7 +525,7 @@ def _when(started_at: JSON) -> str:
 
 
 def _verdict(reward: float | None) -> str:
-    """The word by which rewards are coloured and filtered."""
+    """The keyword by which the page colours and filters rewards."""
     if reward is None:
         return "unscored"
     return "full" if reward >= 1 else "partial" if reward > 0 else "zero"

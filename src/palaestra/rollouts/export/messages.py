@@ -1,8 +1,7 @@
-"""Messages in the OpenAI shape, read once for every format that is made from conversations.
+"""Reads messages in the OpenAI shape for every format that is made from conversations.
 
-Any shape that a model, a tool or a data set produced is read as well as possible; nothing is checked. Invariant: the
-text of arguments, replies and results is as recorded, and a field of a message without a place in `ChatMessage` is in
-its `rest`.
+Any shape that a model, a tool or a data set produced is read as well as possible, without validation. Invariant: the
+text of arguments, replies and results is as recorded, and message fields that `ChatMessage` lacks are in its `rest`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class ChatMessage:
 
     @property
     def text(self) -> str:
-        """The text of the content; another part is its kind in brackets."""
+        """The text of the content; a part that is not text appears as its kind in brackets."""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part_text(part) or f"[{part_kind(part)}]" for part in self.content)
@@ -93,7 +92,7 @@ def parsed_object(text: str) -> dict[str, JSON] | None:
 
 
 def part_text(part: JSON) -> str | None:
-    """The text of a part of a content; None for another part."""
+    """The text of one part of a content; None if the part is not text."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
     return text if isinstance(text, str) else None
 
@@ -104,14 +103,13 @@ def part_kind(part: JSON) -> str:
 
 
 def calls_in_text(messages: Sequence[ChatMessage]) -> bool:
-    """Whether the prompt lists the tools and the agent wrote its calls as text: then the tools need not be listed
-    again."""
+    """Whether the prompt lists the tools and calls are written as text, so that an export need not list the tools."""
     told = any("<tools>" in message.text for message in messages if message.role == "system")
     return told and not any(message.calls for message in messages)
 
 
 def own_turns(messages: Sequence[ChatMessage], turns: int) -> list[int | None]:
-    """For each message the number of the turn (from 1) in which the model wrote it; None for all others.
+    """For each message that the model wrote, the number (from 1) of its turn; None for the other messages.
 
     The last `turns` assistant messages are the model's own; earlier ones were part of the prompt.
     """
@@ -125,7 +123,7 @@ def own_turns(messages: Sequence[ChatMessage], turns: int) -> list[int | None]:
 
 
 def unanswered(messages: Sequence[ChatMessage]) -> bool:
-    """Whether a call has no result before the model's next message, or at all."""
+    """Whether some call has no result before the model's next message, or no result at all."""
     open_ids: set[str] = set()
     for message in messages:
         if message.role == "tool":
@@ -143,7 +141,7 @@ def _content(content: JSON) -> str | list[JSON]:
 
 
 def _call(call: JSON) -> MessageCall:
-    """A call of any shape; arguments that are an object become its text."""
+    """Read a call of any shape. Arguments that are an object become JSON text."""
     call = call if isinstance(call, Mapping) else {}
     function = call.get("function")
     function = function if isinstance(function, Mapping) else call
@@ -158,7 +156,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _finite(text: str) -> float:
-    """A number that JSON can write again."""
+    """Parse a finite number, which JSON can write again."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"{text} is too large a number")

@@ -1,9 +1,9 @@
 """The format `openai`: one line per rollout with `messages` and `tools`, for chat trainers and tuning services.
 
-Source: the chat completions API for messages, the tools data sets of the Hugging Face trainers for the line. There are
-no tokens: the trainer's template makes them (`rows` has the sampled ones).
+Sources: the chat completions API for the messages, the tools data sets of the Hugging Face trainers for the line. Lines
+have no tokens, since the trainer's template makes them (the format `rows` has the sampled tokens).
 
-Invariant: the texts are as recorded, and `tools` are empty if they are in the prompt. `arguments` stay JSON text,
+Invariant: the texts are as recorded, and `tools` is empty if the prompt lists the tools. `arguments` stay JSON text,
 because a column of objects gets the keys of all its rows when it is loaded as a table; empty text, which means no
 arguments, becomes `{}`, and malformed text is kept with a remark.
 """
@@ -45,7 +45,7 @@ class OpenAIExporter:
 
 
 def openai_message(message: ChatMessage) -> Message:
-    """The message with the fields of the shape, in its order, and no others; thinking as `reasoning_content`."""
+    """The message with the fields of the API only, in the API's order; thinking becomes `reasoning_content`."""
     content: JSON = message.content
     line: Message = {"role": message.rest.get("role", message.role)}
     if message.calls:
@@ -66,7 +66,7 @@ def openai_message(message: ChatMessage) -> Message:
 
 
 def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """The facts about a line's rollout: flat, so that a table can be filtered by them. `reward` is null if unscored."""
+    """The flat fields about a line's rollout, by which a table can be filtered. `reward` is null if unscored."""
     return {
         "id": trajectory.rollout_id,
         "task_id": trajectory.task_id,
@@ -78,7 +78,7 @@ def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
 
 
 def remarks_on(conversation: Sequence[ChatMessage]) -> list[str]:
-    """Problems for a trainer, although nothing is lost."""
+    """Remarks on parts that are complete but may cause problems in a trainer."""
     remarks = []
     if any(call.parsed() is None for message in conversation for call in message.calls):
         remarks.append(MALFORMED)

@@ -1,11 +1,11 @@
 """The format `sharegpt`: turns of `from` and `value`, with tools, calls and results as tagged text, in Hermes form.
 
 Source: the function-calling data sets of the Hermes models. Turns alternate strictly: at most one `system`, then
-`human`, `gpt`, and after a `gpt` with calls one `tool` turn with all its results, up to a last `gpt`. Bodies of tags
-are JSON (some published rows have Python literals, which readers of tool calls do not accept).
+`human` and `gpt`. After a `gpt` turn with calls comes one `tool` turn with all the results. The last turn is `gpt`. The
+contents of tags are JSON (some published rows have Python literals, which readers of tool calls do not accept).
 
-Invariant: a conversation is written so that it can be read back, and anything without a place in this form is in the
-report. Ids of calls are not part of it: results are in the order of their calls.
+Invariant: a conversation can be read back from the file, and everything that the form cannot hold is in the report. Ids
+of calls are not written; results are in the order of their calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NOT_TEXT = "without message parts that are not text"
 
 
 class Unfit(ValueError):
-    """The conversation cannot be written in alternating turns; the message is the reason."""
+    """The conversation cannot be written in alternating turns. The error's message gives the reason."""
 
 
 class ShareGPTExporter:
@@ -80,7 +80,7 @@ def alternating(
 class _Turns:
     """The turns so far. `_open` are the calls of the last turn, `_results` their results by call id.
 
-    `in_text`: the messages have this form already, but a user brings the results.
+    With `in_text` the messages already have this form, except that results come in user messages.
     """
 
     def __init__(self, in_text: bool) -> None:
@@ -112,7 +112,7 @@ class _Turns:
             raise Unfit(f"has a message of the role {message.role!r}")
 
     def end(self) -> None:
-        """Close the last turn. Turns after the last reply teach nothing, and readers count turns in pairs."""
+        """Close the last turn. Turns after the last reply are removed, because readers count turns in pairs."""
         self._answer()
         while self.turns and self.turns[-1]["from"] != "gpt":
             self.turns.pop()
@@ -163,7 +163,7 @@ class _Turns:
 
 
 def _spoken(message: ChatMessage) -> str:
-    """A reply as the model would have written it: thinking, text, calls."""
+    """A reply in the form in which the model would have written it: thinking, text, calls."""
     parts = [f"<think>\n{message.reasoning}\n</think>"] if message.reasoning else []
     parts += [message.text] if message.text else []
     parts += [_tagged("tool_call", {"name": call.name, "arguments": _arguments(call)}) for call in message.calls]
@@ -171,7 +171,7 @@ def _spoken(message: ChatMessage) -> str:
 
 
 def _arguments(call: MessageCall) -> JSON:
-    """The arguments as an object; other text stays text, so that it does not look well-formed."""
+    """The arguments as an object. Malformed text stays text, so that it does not look well-formed."""
     parsed = call.parsed()
     return call.arguments if parsed is None else parsed
 
@@ -186,7 +186,7 @@ def _tagged(tag: str, value: JSON) -> str:
 
 
 def _body(value: JSON) -> str:
-    """JSON for a tag's content. A closing tag inside it is escaped, as JSON allows: no reader stops too early."""
+    """JSON for a tag's content. A closing tag inside it is escaped as JSON, so that no reader stops too early."""
     return _json(value).replace("</tool", "\\u003c/tool")
 
 

@@ -1,7 +1,7 @@
 """The formats `table` and `markdown`: one line per task with its rewards and outcomes, for spreadsheets and pages.
 
-They report what happened, without intervals or estimates. Invariant: a mean is over scored rollouts only, next to their
-number, so that a failed sandbox never looks like a failed agent.
+They contain no intervals or estimates. Invariant: a mean covers scored rollouts only and is shown with their number, so
+that a failed sandbox never looks like a failed agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ERROR_CHARS = 200
 
 @dataclass(slots=True)
 class _Line:
-    """One line; `rewards` and `outcomes` of all its rollouts. The total has no list of rewards."""
+    """One line, with the `rewards` and `outcomes` of a task's rollouts. The line of totals has no `rewards`."""
 
     task: str
     rewards: list[float]
@@ -101,7 +101,7 @@ def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> I
 
 
 def _number(value: float) -> str:
-    """Six significant digits, without an exponent for usual scores."""
+    """The number with six significant digits, without an exponent for usual scores."""
     return f"{value:.6g}"
 
 

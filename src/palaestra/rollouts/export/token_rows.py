@@ -1,8 +1,8 @@
-"""The format `rows`: exact tokens, one line per segment of a rollout, for trainers that take token ids.
+"""The format `rows`: exact tokens, in one line per segment of a rollout, for trainers that take token ids.
 
-Within a segment history only grew; a rollout whose history was rewritten has several, and over all of them each sampled
-token has mask 1 exactly once (T3). `docs/training.md` converts lines for TRL and Tinker. Invariant: tokens that no
-engine sampled are refused.
+Within a segment the history only grew, so a rollout whose history was rewritten has several segments. Over all
+segments, each sampled token has mask 1 exactly once (T3). `docs/training.md` converts lines for TRL and Tinker.
+Invariant: rows of tokens that no engine sampled are refused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ WITHOUT_TOKENS = "without tokens"
 
 
 class ExportedRow(msgspec.Struct, kw_only=True):
-    """One line. Its order, from `prompt_ids` to `policy_version`, is that of a trainer's batch row.
+    """One line. The fields from `prompt_ids` to `policy_version` are in the order of a trainer's batch row.
 
     `prompt_ids[P]` are the tokens before the first sampled one; `completion_ids[T]`, `mask[T]` (1 where the model
-    sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null without any)
-    are the rest. `reward` is the whole rollout's, null if unscored. `policy_version` is the version that sampled the
-    segment, null for several or none; `versions` has (start, stop, version), places in the completion. `spans` covers
-    prompt and completion without gaps and names the sampled sequence of every token; it is empty for tokens that no
-    engine sampled. `segment` counts from 0; `segments` is how many lines the rollout has.
+    sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null if there are
+    none) describe the tokens after them. `reward` is the whole rollout's, null if unscored. `policy_version` is the
+    version that sampled the segment, null for several or none; `versions` has (start, stop, version), where start and
+    stop are places in the completion. `spans` covers prompt and completion without gaps and names the sampled sequence
+    of every token; it is empty for tokens that no engine sampled. `segment` counts from 0; `segments` is how many lines
+    the rollout has.
 
-    Rollouts of trees: `parent` is the rollout that this one continues, and the turn after which. `credit` has (start,
-    stop, value) for the sampled places of the completion in order, where value is the mean reward of the rollouts that
-    share them; it is left out of a rollout whose sampled tokens all have its own reward.
+    In tree rollouts, `parent` names the rollout that this one continues, and the turn after which it does so. `credit`
+    has (start, stop, value) for the sampled places of the completion in order, where value is the mean reward of the
+    rollouts that share them. It is omitted if all sampled tokens have the rollout's own reward.
     """
 
     schema: str = ROW_SCHEMA
@@ -92,7 +93,7 @@ class RowsExporter:
 
 
 def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple[int, float]]]:
-    """`trees.credit` of a group's rollouts; nothing without trees."""
+    """`trees.credit` of a group's rollouts; empty without trees."""
     if all(each.parent is None for each in trajectories):
         return {}
     from palaestra.rollouts.trees import credit  # most runs have no trees
@@ -101,8 +102,8 @@ def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple
 
 
 def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = ()) -> list[ExportedRow]:
-    """The training rows of one rollout; `values` are its entry of `credit_of`. Raises `ConfigError` if arrays differ in
-    length or a mask names another token."""
+    """The training rows of one rollout; `values` is the rollout's entry of `credit_of`. Raises `ConfigError` if arrays
+    differ in length or a trained mask value is not the token."""
     rows = trajectory.rows
     if trajectory.row is None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
@@ -133,7 +134,7 @@ def _credited(
 
 
 def _first_trained(row: TokenRow) -> int:
-    """Where the completion begins; at the end if nothing is trained."""
+    """The index at which the completion begins; the row's length if nothing is trained."""
     return next((place for place, mask in enumerate(row.masks) if mask != UNTRAINED), len(row.tokens))
 
 

@@ -22,22 +22,22 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 SEALED, LIVE = "sealed", "live"
 
 CARRIED = "/.palaestra-carried"
-"""Where a sealed workspace keeps the files of `SCRATCH`, which layers do not contain."""
+"""Where a sealed workspace keeps copies of the files in `SCRATCH`, which layers do not contain."""
 
 SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
 
 GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
-"""The paths whose changes a check sees without a declaration."""
+"""The paths whose changes a check sees even if the task does not declare them."""
 
 MOST_LEFT_OUT = 20
-"""How many left-out paths are kept for a report."""
+"""How many paths of left-out changes are kept for the report."""
 _COPY_S = 300.0
 
 
 class Grading:
-    """Leases the grading slot when the check first asks for it. The rollout closes it when it ends.
+    """Leases the grading slot when the check first needs it. The rollout closes this object when it ends.
 
-    `untouched`: show the prepared workspace in place of the agent's work.
+    With `untouched` the check sees the prepared workspace in place of the agent's work.
     """
 
     def __init__(self, rollout: Rollout, spec: SlotSpec, *, untouched: bool = False) -> None:
@@ -49,7 +49,7 @@ class Grading:
         self._slot: Slot | None = None
         self._shown: Slot | None = None
         self._trouble: InfraError | None = None
-        self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may look at several things at once
+        self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may make concurrent calls
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
         self._seal_done = self._carried = False
@@ -62,7 +62,7 @@ class Grading:
         rollout.closers.append(self.aclose)
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
-        """The agent's sealed work, or None if it never had a slot. Only the first call's `view` counts."""
+        """The agent's sealed work, or None if the agent never had a slot. Only the first call's `view` counts."""
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
@@ -71,11 +71,11 @@ class Grading:
             if not self._seal_done:
                 if self._declares_scratch and not self._carried:
                     await self.carry_scratch()
-                self._seal_done = True  # also on failure: the agent's work is lost then
+                self._seal_done = True  # set on failure too, because the agent's work is then lost
                 try:
                     with self._troubled():
                         self._sealed = await self.rollout.seal(view)
-                except asyncio.CancelledError:  # such as a time limit of the check, which may ask again
+                except asyncio.CancelledError:  # such as by a time limit in the check, which may call again
                     self._trouble = SandboxError(f"sealing the work of {self.rollout.rollout_id} was cut off")
                     raise
                 if self._sealed is not None:
@@ -96,7 +96,7 @@ class Grading:
     async def carry_scratch(self) -> None:
         """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot, and count its live processes.
 
-        Does nothing once the slot is sealed. A kept workspace that is graded again contains the files.
+        Does nothing once the slot is sealed. In a kept workspace that is graded again, the files are already there.
         """
         if self.live or self.begun:
             return
@@ -112,7 +112,7 @@ class Grading:
         with self._troubled():
             slot = await self.rollout.sandbox()
             result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
-            self._lost = () if result.success else SCRATCH  # a full disk, or the agent's own programs
+            self._lost = () if result.success else SCRATCH  # a full disk, or programs that the agent replaced
             self.processes_at_end = await slot.freeze()
 
     @property
@@ -133,17 +133,17 @@ class Grading:
 
     @property
     def begun(self) -> bool:
-        """Whether the agent's slot is sealed, or not looked at."""
+        """Whether the agent's slot is sealed, or is not used because of `untouched`."""
         return self._seal_done or self.untouched
 
     async def restart(self) -> None:
-        """Release the grading slot and forget what the check met: the next slot shows the same work again."""
+        """Release the grading slot and clear any failure that was kept. The next slot shows the same work again."""
         slot, self._slot, self._shown, self._trouble = self._slot, None, None, None
         if slot is not None:
             await self.pool.release(slot)
 
     def settle(self) -> None:
-        """End the live part of a check: the agent's slot may end, and the rest is checked sealed."""
+        """End the live part of a check. From now on the agent's slot may end, and the check sees the sealed work."""
         self.live, self._shown = False, None
 
     async def changes(self) -> Sequence[Change]:
@@ -152,8 +152,8 @@ class Grading:
         return [] if sealed is None else await self.pool.changes(sealed)
 
     async def slot(self, view: View | None = None) -> Slot:
-        """The grading slot, with a workspace directory in any case. `view` selects the agent's changes to show, by
-        default those that the task declares; only the first call's counts."""
+        """The grading slot, which always has a workspace directory. `view` selects the agent's changes to show, by
+        default those that the task declares; only the first call's `view` counts."""
         with self._troubled():
             if self.live:
                 self._shown = await self.rollout.sandbox()
@@ -173,8 +173,7 @@ class Grading:
                 return self._slot
 
     async def check_sound(self) -> None:
-        """Raises the `InfraError` that the check met, since a hook that catches every error would turn a dead slot into
-        a score."""
+        """Raises the `InfraError` that was kept during the check, which the hook may have caught and ignored."""
         if self._trouble is not None:
             raise self._trouble
         if self._shown is not None:
@@ -188,18 +187,18 @@ class Grading:
         programs: Collection[str] = (),
         new_programs: Collection[str] = (),
     ) -> View:
-        """The changes that a check sees: those in the workspace, in `GRADED`, and below `paths`.
+        """A view of the changes that a check sees: those in the workspace, in `GRADED`, and below `paths`.
 
-        `programs` are names of programs and settings that the agent may add or replace, `new_programs` of programs that
-        it may add.
+        `programs` names programs and settings that the agent may add or replace; `new_programs` names programs that it
+        may only add.
         """
         only = tuple(dict.fromkeys([*GRADED, workspace, *paths]))
         changes = await self.changes()
         outside = [change.path for change in changes if not _is_seen(change, only)]
         if {*only} <= {*GRADED, WORKSPACE}:
             changes = [change for change in changes if is_below(change.path, only)]
-        # A declared path may lead through links of the root (/bin/bash to /usr/bin), and a change above it removes it:
-        # so the rule judges every change, wherever its own path is.
+        # A declared path may lead through links of the root (/bin/bash to /usr/bin), and a change above may remove it,
+        # so the rule judges every change, whatever its own path.
         without = await self._planted(changes, only, workspace, programs, new_programs)
         self.left_out = (*self._lost, *without, *outside)[:MOST_LEFT_OUT]
         return View(only if outside else ("/",), without)  # a view that shows everything costs nothing
@@ -260,7 +259,7 @@ class Grading:
         return made
 
     async def hand_back(self) -> None:
-        """Release the grading slot and let the rollout continue from its view. Its layers stay until `aclose`."""
+        """Release the grading slot and let the rollout continue from its view, whose layers stay until `aclose`."""
         slot, self._slot, self._shown = self._slot, None, None
         if slot is not None:
             await self.pool.release(slot)
@@ -279,7 +278,7 @@ class Grading:
 
 
 def _is_seen(change: Change, only: Sequence[str]) -> bool:
-    """Whether a change is below these paths, or a directory above one that it does not replace."""
+    """Whether a change is below one of these paths, or is a directory above one and does not replace it."""
     above = change.kind == "dir" and not change.opaque and any(is_below(path, [change.path]) for path in only)
     return above or is_below(change.path, only)
 

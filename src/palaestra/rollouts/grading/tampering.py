@@ -1,15 +1,15 @@
-"""Finds the agent's changes that would decide its own grade, because they run before the check's own code does.
+"""Finds changes with which the agent would decide its own grade, because they take effect before the check's code runs.
 
-A check sees only the workspace and the paths that its task declares (`grader.py`). Of those paths, it also sees as
-prepared: directories of PATH, except programs that the task names; the loader's files and all libraries of the root;
-Python's standard library and start-up files, and an installed pytest; settings in a home, unless the task declares
-them. Other files that the root did not have stay, since a task may be about installing them, unless the loader, a
-compiler or an interpreter would prefer them to a file of the root.
+A check sees only the workspace and the paths that its task declares (`grader.py`). Even below those paths, it sees the
+following as prepared: directories of PATH, except programs that the task names; the loader's files and all libraries of
+the root; Python's standard library and start-up files, and an installed pytest; settings in a home, unless the task
+declares them. Other new files are shown, since a task may ask to install them, unless the loader, a compiler or an
+interpreter would prefer them to a file of the root.
 
-Invariant: only the path decides, and whether the root had it; never the content. Not covered: a program or package that
-a task names or has installed and a check trusts, and packages of interpreters other than Python, Perl and Ruby. An
-environment whose check runs code of the workspace must keep the two apart (`suites/grading/run_tests.py` does).
-Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
+Invariant: the decision depends only on the path and on whether the root had it, never on the content. Not covered: a
+program or package that the task names or asks to install and that the check trusts, and packages of interpreters other
+than Python, Perl and Ruby. An environment whose check runs code of the workspace must isolate that code from the check
+(`suites/grading/run_tests.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOADER = re.compile(
     r"|perl(?:/.*)?)|.*/gconv/.*",
     re.DOTALL,
 )
-"""Files that choose the libraries of every program, or of those that look up a user, a cipher or a charset."""
+"""Files that select the libraries of every program, or of programs that look up a user, a cipher or a charset."""
 
 PROGRAM_DIRECTORIES = frozenset(
     {
@@ -40,7 +40,7 @@ PROGRAM_DIRECTORIES = frozenset(
         *("/root/.local/bin", "/usr/games", "/usr/local/games", "/snap/bin"),
     }
 )
-"""Directories in which shells look for programs, besides those of a slot's own PATH."""
+"""Directories in which shells look for programs, in addition to the slot's own PATH."""
 
 _LINKS = "/etc/alternatives"
 
@@ -58,7 +58,7 @@ _SEARCHED = re.compile(
     r"(?:/(?:glibc-hwcaps|tls|haswell|avx512_1|x86_64)(?:/.*)?)?",
     re.DOTALL,
 )
-"""A default directory of the loader, and those below it that it prefers on some machines."""
+"""A default directory of the loader, and the directories below it that the loader prefers on some machines."""
 
 _SCRIPTS = (
     (
@@ -72,18 +72,19 @@ _SCRIPTS = (
         ("/usr/lib/ruby/[0-9]*",),
     ),
 )
-"""Modules of Perl and Ruby in places that come before their standard libraries, and where those are."""
+"""Modules of Perl and Ruby in directories searched before their standard libraries, and those libraries'
+directories."""
 
 _SETTINGS = re.compile(
     r"/etc/(?:magic(?:\.mime)?|sqliterc|inputrc|wgetrc|npmrc|curlrc|gitconfig|gdb(?:/.*)?)"
     r"|/usr/share/(?:misc|file|awk|terminfo|bc)/.*|/usr/local/(?:share|lib(?:/[\w-]+)?)/perl5?/.*",
     re.DOTALL,
 )
-"""Settings and modules of the system that programs load by themselves. Sources: their manual pages, section FILES."""
+"""System-wide settings and modules that programs load automatically. Sources: their manual pages, section FILES."""
 
 _HOMES = re.compile(r"^(?:/root|/home/[^/]+)(?=/)")
 _HOME_MODULES = frozenset({"node_modules", "node_libraries", "perl5", "R", "go", "bin"})
-"""Directories of a home in which interpreters and shells look for code, besides those whose names start with a dot."""
+"""Directories of a home in which interpreters and shells look for code, apart from those with a leading dot."""
 
 _HEADERS = re.compile(r"/usr/local/include/(.+)", re.DOTALL)
 
@@ -92,7 +93,7 @@ _SYSTEM = frozenset(
     {"/etc", "/usr", "/usr/local", "/usr/local/lib", "/usr/libexec", "/etc/alternatives", "/usr/share"}
     | {f"{at}/lib{kind}" for at in ("", "/usr") for kind in ("", "32", "64", "x32")}
 ) | {each for each in PROGRAM_DIRECTORIES if not each.startswith("/root")}
-"""Directories above protected paths: replacing one replaces everything in it."""
+"""Directories above protected paths. Replacing one of them replaces everything in it."""
 
 _SEARCH_PATHS = re.compile(
     r"/usr/(?:local/)?lib(?:32|64)?/(?:python[\d.]*(?:/(?:site|dist)-packages)?|site_ruby(?:/.*)?|.*perl5?(?:/[\d.]+)?)"
@@ -100,7 +101,7 @@ _SEARCH_PATHS = re.compile(
     r"|/etc/(?:perl|gdb|ld\.so\.conf\.d)|.*/gconv",
     re.DOTALL,
 )
-"""Directories in which programs look for modules and settings. A link in the place of one leads to others."""
+"""Directories in which programs look for modules and settings. A link in place of one redirects the search."""
 
 _STANDARD = re.compile(
     r"(/(?:usr/(?:local/)?)?lib(?:32|64)?/python3\.\d+)/(?!site-packages/|dist-packages/)(.+)", re.DOTALL
@@ -125,7 +126,7 @@ _TESTING = frozenset(
 
 
 Names: TypeAlias = Callable[[str], Awaitable[frozenset[str]]]
-"""The names in a directory of the root as it was before the agent; empty for a missing directory."""
+"""Gives the names in a directory of the root as it was before the agent; empty for a missing directory."""
 
 
 async def _no_names(directory: str) -> frozenset[str]:
@@ -133,7 +134,7 @@ async def _no_names(directory: str) -> frozenset[str]:
 
 
 def names_in(slot: Slot) -> Names:
-    """The directories of an unused slot, each listed once."""
+    """A `Names` function that reads an unused slot and lists each directory only once."""
     known: dict[str, frozenset[str]] = {}
 
     async def names(directory: str) -> frozenset[str]:
@@ -151,7 +152,7 @@ def names_in(slot: Slot) -> Names:
 
 
 def is_below(path: str, tops: Iterable[str]) -> bool:
-    """Whether a path is one of these or below one."""
+    """Whether a path is one of these paths or below one."""
     return any(path == top or top == "/" or path.startswith(f"{top.rstrip('/')}/") for top in tops)
 
 
@@ -161,12 +162,12 @@ def _in_site(path: str) -> bool:
 
 
 def _distribution(name: str) -> str:
-    """The package of a file or directory in a site directory."""
+    """The package name of a file or directory in a site directory."""
     return re.split(r"[-.]", name, maxsplit=1)[0].lower()
 
 
 def _starts_python(path: str, workspace: str) -> bool:
-    """Whether Python runs this file, outside of the workspace, when it starts."""
+    """Whether this file is outside of the workspace and Python runs it on start-up."""
     whole = PurePosixPath(path)
     inside = workspace != "/" and whole.is_relative_to(workspace) and ".local" not in whole.parts
     if inside:
@@ -194,10 +195,10 @@ class Rule:
     _names: Names = _no_names
 
     def is_suspect(self, change: Change) -> bool:
-        """Whether the change may have to be left out. If none is, the original root need not be read."""
+        """Whether the change may have to be left out. If no change is suspect, the original root need not be read."""
         path = str(PurePosixPath("/", change.path))
         if change.kind == "dir" and not change.opaque:
-            return False  # its entries are changes of their own
+            return False  # its entries are separate changes
         if self._is_place(path) or self._hidden_by(change):
             return True
         if self._is_program(path) or path.rpartition("/")[0] == _LINKS or self._in_home(path):
@@ -207,7 +208,8 @@ class Rule:
         return matches or _starts_python(path, self.workspace) or _in_site(path)
 
     async def planted(self, changes: Sequence[Change], names: Names) -> tuple[str, ...]:
-        """The paths of `changes` to leave out of the graded view, sorted. `names` are of the root before the agent."""
+        """The sorted paths of `changes` to leave out of the graded view. `names` lists the root's original
+        directories."""
         self._names = names
         suspects = list(filter(self.is_suspect, changes))
         found = {change.path for change in suspects if await self._leaves_out(change)}
@@ -236,11 +238,11 @@ class Rule:
         return _SHARED.fullmatch(name) is not None and await self._shadows_library(path, name)
 
     def _is_program(self, path: str) -> bool:
-        """Whether a shell looks here for programs."""
+        """Whether the path is in a directory where shells look for programs."""
         return self._has_programs(path.rpartition("/")[0])
 
     def _has_programs(self, folder: str) -> bool:
-        """Whether it is a directory of PATH outside of the workspace."""
+        """Whether the folder is a directory of PATH outside of the workspace."""
         inside = self.workspace != "/" and is_below(folder, (self.workspace,))
         return folder in PROGRAM_DIRECTORIES or (folder in self.directories and not inside)
 
@@ -251,7 +253,7 @@ class Rule:
         return _SEARCH_PATHS.fullmatch(path) is not None
 
     def _hidden_by(self, change: Change) -> tuple[str, ...]:
-        """The directories of PATH and the home above which this change removed or replaced a directory."""
+        """The directories of PATH, and the home, that this change removed or replaced with a directory above them."""
         if change.kind == "dir" and not change.opaque:
             return ()
         places = sorted({*filter(self._has_programs, self.directories), self.home})
@@ -268,7 +270,7 @@ class Rule:
         return False
 
     async def _is_new_program(self, name: str) -> bool:
-        """Whether the task names it, also as a part (`gcc` of `x86_64-linux-gnu-gcc-12`), and the root has none."""
+        """Whether the task names this program or a part (`gcc` of `x86_64-linux-gnu-gcc-12`), and the root lacks it."""
         wanted = self.new_programs & {name, *re.split(r"[-.]", name)}
         if self.new_programs & _COMPILERS and name in _COMPILER_PARTS:
             wanted = frozenset({name})
@@ -282,7 +284,7 @@ class Rule:
         return name in await self._names(folder or "/")
 
     async def _shadows_library(self, path: str, name: str) -> bool:
-        """Whether the loader would load it in place of a library of the root."""
+        """Whether the loader would load this file in place of a library of the root."""
         if await self._has(path):
             return True
         match = _SEARCHED.fullmatch(path.rpartition("/")[0])
@@ -294,7 +296,7 @@ class Rule:
         return any([name in await self._names(each) for each in await library_directories(self._names)])
 
     async def _shadows_script(self, path: str) -> bool:
-        """Whether Perl or Ruby would load it in place of a module of the root's standard library."""
+        """Whether Perl or Ruby would load this file in place of a module of the root's standard library."""
         for pattern, standard in _SCRIPTS:
             if match := pattern.fullmatch(path):
                 return any(
@@ -315,7 +317,7 @@ class Rule:
         return found
 
     async def _shadows_module(self, path: str) -> bool:
-        """Whether Python would import it in place of a module of the root's standard library."""
+        """Whether Python would import this file in place of a module of the root's standard library."""
         match = _STANDARD.fullmatch(path)
         assert match is not None
         place, parts = match[1], match[2].split("/")
@@ -353,7 +355,7 @@ async def library_directories(names: Names) -> list[str]:
 
 
 async def link(slot: Slot, directories: Sequence[str]) -> None:
-    """Rebuild the loader's cache for a check, so that new libraries are found, after those of the root.
+    """Rebuild the loader's cache for a check, so that the loader finds new libraries, but only after those of the root.
 
     A root without `ldconfig`, or with another loader, keeps its cache.
     """

@@ -1,7 +1,7 @@
 """`ToolContext`: access to a rollout's workspace and tools for reward functions written to the contract.
 
 The synchronous methods may be called inside an `async def compute_reward` without blocking the event loop (see
-`core/sync_bridge.py`), and from other threads. Each has an async twin, `<name>_async`. In a run they work on the
+`core/sync_bridge.py`), and from other threads. Each has an async version, `<name>_async`. In a run they work on the
 grading view of the rollout, so no process that the agent left behind can answer them.
 """
 
@@ -31,13 +31,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CONTEXT_OUTPUT_BYTES = 4 << 20
-"""How much output `terminal` returns; a reward function may have to parse a whole test log."""
+"""How much output `terminal` returns: enough for a reward function to parse a whole test log."""
 
 
 def _sync(
     twin: Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]],
 ) -> Callable[Concatenate[ToolContext, P], T]:
-    """The synchronous method of an async one."""
+    """The synchronous version of an async method."""
 
     @functools.wraps(twin)
     def wait(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,7 +53,7 @@ def _sync(
 def _placed(
     method: Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]],
 ) -> Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]]:
-    """Run the method on the event loop of its slot: that of a `ToolSession` is not the caller's."""
+    """Run the method on the event loop of its slot; for a `ToolSession` that is not the caller's loop."""
 
     @functools.wraps(method)
     async def run(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,8 +67,9 @@ def _placed(
 class ToolContext:
     """Full access to the workspace and tools of one rollout, for scoring. `task_id` names the rollout.
 
-    A run passes `slot` and `tools`, of the grading view. Without them it is the slot in which `handle_function_call`
-    and `HermesAgentLoop` run the tools of that task; inside a rollout of this name, the rollout's own.
+    A run passes the `slot` and `tools` of the grading view. Without them this uses the slot in which
+    `handle_function_call` and `HermesAgentLoop` run the tools of that task or, inside a rollout of this name, the
+    rollout's own slot.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ToolContext:
 
     @_placed
     async def terminal_async(self, command: str, timeout: float = 180) -> dict[str, JSON]:
-        """Run a shell command in the workspace: `{"exit_code", "output"}`; 124 after `timeout` seconds."""
+        """Run a shell command in the workspace: `{"exit_code", "output"}`. The code is 124 after `timeout` seconds."""
         slot = await self._slot()
         done = await slot.execute(command, timeout_s=timeout, max_output_bytes=CONTEXT_OUTPUT_BYTES)
         return {"exit_code": done.exit_code, "output": done.output}
@@ -132,48 +133,48 @@ class ToolContext:
 
     @_placed
     async def download_file_async(self, remote_path: str, local_path: str | Path) -> dict[str, JSON]:
-        """Copy a file of the workspace to this machine; replies as `upload_file` does."""
+        """Copy a file of the workspace to this machine; the reply is like that of `upload_file`."""
         return await _transferred((await self._slot()).download(remote_path, Path(local_path)))
 
     @_placed
     async def download_dir_async(self, remote_dir: str, local_dir: str | Path) -> dict[str, JSON]:
-        """Copy a directory of the workspace to this machine; replies as `upload_dir` does."""
+        """Copy a directory of the workspace to this machine; the reply is like that of `upload_dir`."""
         return await _transferred(download_dir(await self._slot(), remote_dir, Path(local_dir)))
 
     @_placed
     async def search_async(self, query: str, path: str = ".") -> dict[str, JSON]:
-        """Search file contents with the tool `search_files`: its reply, or `{"error"}` if it is missing."""
+        """Search file contents with the tool `search_files`. Returns its reply, or `{"error"}` without that tool."""
         return await self._object("search_files", {"pattern": query, "path": path})
 
     @_placed
     async def web_search_async(self, query: str) -> dict[str, JSON]:
-        """Ask the tool `web_search`: its reply, or `{"error"}` if it is missing."""
+        """Call the tool `web_search`. Returns its reply, or `{"error"}` without that tool."""
         return await self._object("web_search", {"query": query})
 
     @_placed
     async def web_extract_async(self, urls: Sequence[str]) -> dict[str, JSON]:
-        """Ask the tool `web_extract`: its reply, or `{"error"}` if it is missing."""
+        """Call the tool `web_extract`. Returns its reply, or `{"error"}` without that tool."""
         return await self._object("web_extract", {"urls": list(urls)})
 
     @_placed
     async def browser_navigate_async(self, url: str) -> dict[str, JSON]:
-        """Ask the tool `browser_navigate`: its reply, or `{"error"}` if it is missing."""
+        """Call the tool `browser_navigate`. Returns its reply, or `{"error"}` without that tool."""
         return await self._object("browser_navigate", {"url": url})
 
     @_placed
     async def browser_snapshot_async(self) -> dict[str, JSON]:
-        """Ask the tool `browser_snapshot`: its reply, or `{"error"}` if it is missing."""
+        """Call the tool `browser_snapshot`. Returns its reply, or `{"error"}` without that tool."""
         return await self._object("browser_snapshot", {})
 
     @_placed
     async def call_tool_async(self, tool_name: str, arguments: Mapping[str, JSON]) -> str:
-        """Call any tool by name, the agent's or not. Returns the JSON text that a model would read."""
+        """Call any tool by name, whether or not the agent has it. Returns the JSON text that a model would read."""
         return (await self._call(tool_name, arguments)).text
 
     @_placed
     async def cleanup_async(self) -> None:
-        """End the background processes and the browser that the check started. The rest ends with the grading view; the
-        slot of a task that no run has ends here."""
+        """End the background processes and the browser that the check started. Everything else ends with the grading
+        view. Outside of a run, this also ends the task's slot."""
         if self.session is not None:
             await self.session.end_task(self.task_id)
             return

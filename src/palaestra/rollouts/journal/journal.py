@@ -1,7 +1,8 @@
-"""The journal, an append-only file of a run's events (invariant D1: nothing else is a record), and `EventStream`, which
-writes it and announces events to subscribers.
+"""The journal, an append-only file of a run's events, and `EventStream`, which writes it and announces events to
+subscribers. Invariant D1: the journal is the only record of a run.
 
-Each line is an event (`rollouts/events.py`) as a JSON object; groups files, reports and metrics are made from them.
+Each line is an event (`rollouts/events.py`) as a JSON object; groups files, reports and metrics are made from the
+journal.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def plain(value: T, depth: int = 0) -> T:
 
 
 def _written(value: T) -> tuple[T, bytes]:
-    """The value and its line; a `plain` copy if JSON cannot hold the value itself."""
+    """The value and its JSON line; both are of a `plain` copy if JSON cannot hold the value itself."""
     try:
         return value, _encoder.encode(value)
     except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
@@ -105,7 +106,7 @@ def checksum(messages: Sequence[Message]) -> str:
 class Journal:
     """Appends events to one file, which one process at a time owns.
 
-    Raises `ConfigError` if another process has the file open, or if it cannot be written.
+    Raises `ConfigError` if another process owns the file, or if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,9 +132,9 @@ class Journal:
     def append(self, event: EventT, check: Callable[[EventT], None] | None = None) -> EventT:
         """Write one line and return the event that was written.
 
-        That is the event itself, or a `plain` copy if JSON cannot hold it. With a `check`, nothing is written unless
-        the line can be read back and `check` accepts the event. Raises `ValueError` if not, and `DiskError` when the
-        disk is full: a run without a journal must stop.
+        The returned event is the event itself, or a `plain` copy if JSON cannot hold it. With a `check`, the line is
+        written only if it can be read back and `check` accepts the event; otherwise this raises `ValueError`. Raises
+        `DiskError` when the disk is full, because a run without a journal must stop.
         """
         event, line = _written(event)
         if check is not None:
@@ -165,12 +166,12 @@ class EventStream:
             self.subscribe(each)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Add a subscriber behind those that are there."""
+        """Add a subscriber after the existing ones."""
         for kind, handler in subscriber.handlers().items():
             self._handlers.setdefault(kind, []).append(handler)
 
     def emit(self, event: JournalEvent | MemoryEvent) -> None:
-        """Write the event, if it belongs in the journal, and announce it. Raises `DiskError` when the disk is full."""
+        """Write the event if it is a journal event, and announce it. Raises `DiskError` when the disk is full."""
         if isinstance(event, JournalEvent):
             event = self.journal.append(event)
         self.announce(event)
@@ -181,14 +182,14 @@ class EventStream:
             handler(event)
 
     def alive(self, event: Alive) -> None:
-        """Keep `in_flight` and announce the sign of life."""
-        self.in_flight.pop(event.name, None)  # moves it to the end, so that the longest idle come first
+        """Update `in_flight` and announce the sign of life."""
+        self.in_flight.pop(event.name, None)  # moves the entry to the end, so that the longest idle come first
         if event.stage:
             self.in_flight[event.name] = event.stage, time.time()
         self.announce(event)
 
     def unreported(self, names: Iterable[str]) -> list[str]:
-        """The names that no earlier call had, to report something once per run."""
+        """The names that no earlier call was given, so that each is reported once per run."""
         fresh = [name for name in names if name not in self._reported]
         self._reported.update(fresh)
         return fresh

@@ -1,7 +1,7 @@
 """Reads the groups of a run back from its journal.
 
-Groups come in item order although the journal has them interleaved, and only one at a time is in memory. Groups that a
-killed run had not finished are counted and left out.
+Groups come in item order, although they are interleaved in the journal, and only one at a time is in memory. Groups
+that a killed run did not finish are counted and left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from palaestra.rollouts.records import Group
 JOURNAL_NAME = "journal.jsonl"
 
 RUNS = Path("runs")
-"""The folder of runs by default."""
+"""The default folder of runs."""
 
 BATCHES = Path("data")
 """The folder of batches that their users named, next to `RUNS`."""
@@ -64,7 +64,7 @@ _events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournal
 
 
 class Recording:
-    """An index of one run's journal, as it was when this was made. Iterate over it as often as needed."""
+    """An index of one run's journal at the time of creation. It can be iterated over repeatedly."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,7 +80,7 @@ class Recording:
 
     @property
     def unfinished(self) -> int:
-        """The number of groups that had started and not ended."""
+        """The number of groups that started and did not end."""
         return len(self._places) - self.finished
 
     def __iter__(self) -> Iterator[Group]:
@@ -91,7 +91,7 @@ class Recording:
                 yield self._group(file, place)
 
     def tools(self) -> list[dict[str, JSON]]:
-        """The tool schemas of the group that started first; empty without a group."""
+        """The tool schemas of the group that started first; empty without any group."""
         if not self._places:
             return []
         with self.path.open("rb") as file:
@@ -122,7 +122,7 @@ class Recording:
         return max(self._numbers, default=-1)
 
     def _index(self) -> None:
-        """Index every line but a torn last one. Raises `ConfigError` for damage anywhere else."""
+        """Index every line except a torn last one. Raises `ConfigError` for damage anywhere else."""
         place, torn = 0, (0, "")
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -143,7 +143,7 @@ class Recording:
             self.meta = _meta(line, self.path)
         elif head.event == "resume":
             resumed = _events.decode(line)
-            if isinstance(resumed, RunResumed) and resumed.config:  # a run that was extended
+            if isinstance(resumed, RunResumed) and resumed.config:  # the run was extended
                 self.meta = replace(self.meta, config=resumed.config)
         elif head.event == "group" and head.group:
             before = self._places.get(head.group.group_id)
@@ -207,7 +207,7 @@ def journal_of(run: str | Path) -> Path:
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
     """The folder of a run: a path, `last`, `last:2` for the one before, the name of a batch, or the beginning or end of
-    an id. Raises `ConfigError` for none or several, and for a folder with FIFOs or devices."""
+    an id. Raises `ConfigError` if no run or several match, and for a folder with FIFOs or devices."""
     text = str(run)
     if Path(text).exists():
         return _of_files(Path(text))
@@ -227,7 +227,7 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
 
 
 def _of_files(path: Path) -> Path:
-    """The path, if reading a file in it cannot wait for another process. Raises `ConfigError`."""
+    """The path, if no file in it is a FIFO or a device, which would block a reader. Raises `ConfigError` otherwise."""
     for entry in path.glob("*") if path.is_dir() else ():
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
             raise ConfigError(f"{entry} is neither a file nor a directory, so no run wrote it")
@@ -235,7 +235,7 @@ def _of_files(path: Path) -> Path:
 
 
 def list_runs(root: str | Path = RUNS) -> list[Path]:
-    """The folders of the runs below `root`, the latest first. Named batches are among those of `RUNS`."""
+    """The folders of the runs below `root`, the latest first. Below `RUNS`, named batches are included."""
     journals = [*Path(root).glob(f"*/*/{JOURNAL_NAME}")]
     if Path(root) == RUNS:
         journals += BATCHES.glob(f"*/{JOURNAL_NAME}")
@@ -243,7 +243,7 @@ def list_runs(root: str | Path = RUNS) -> list[Path]:
 
 
 def _began(folder: Path) -> tuple[str, float]:
-    """When a run began: the second in its id, then the time of its settings, which are written once."""
+    """The sort key by start time: the second in the run's id, then the time of its settings file."""
     path = folder / "config.json"
     written = path.stat().st_mtime if path.is_file() else 0.0
     second = folder.name[:16]

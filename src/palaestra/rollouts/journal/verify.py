@@ -1,7 +1,7 @@
 """Proves from the files of a run that it trains exactly the sampled tokens (T1 to T4), or finds the first violation.
 
-Checks the ledgers in the journal, the lines of the groups file and those of exported rows. It trusts the engine's own
-answers.
+Checks the ledgers in the journal, the lines of the groups file and the exported rows. The engine's own answers are
+trusted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NO_TOKENS = TokenRow(tokens=[], masks=[])
 
 @dataclass(slots=True)
 class RunVerdict:
-    """Counts of the checked parts, and the first violation; `rows` and `lines` are those of the groups file, `exported`
+    """Counts of the checked parts, and the first violation. `rows` and `lines` count the groups file; `exported` counts
     the lines of the file of exported rows."""
 
     rollouts: int = 0
@@ -60,7 +60,7 @@ class RunVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no violation."""
+        """Whether no violation was found."""
         return not self.violation
 
 
@@ -68,7 +68,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file and of exported
     rows.
 
-    Costs one pass over each file. Raises `ConfigError` when a file is damaged, or no rollout has recorded tokens.
+    Each file is read once. Raises `ConfigError` when a file is damaged or no rollout has recorded tokens.
     """
     verdict = RunVerdict()
     ends: dict[str, Trajectory] = {}
@@ -81,7 +81,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
             config = event.config or config
         if isinstance(event, GroupEnded):
             ended_groups.add(event.group_id)
-        if isinstance(event, GroupStarted):  # resumed: its line is written when it ends again
+        if isinstance(event, GroupStarted):  # the resumed group gets its line when it ends again
             ended_groups.discard(event.group.group_id)
         if not isinstance(event, RolloutEnded | AttemptDiscarded):
             continue
@@ -112,7 +112,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
 
 
 def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
-    """The rollouts that must be in the groups file: those with a score, without groups left out by the settings."""
+    """The rollouts that must be in the groups file: the scored ones, except in groups that the settings leave out."""
     by_group: dict[str, list[Trajectory]] = {}
     for one in ended:
         if one.scored:
@@ -143,8 +143,8 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
 
 
 def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
-    """The first violation in what a rollout shares with the one that it continues: its first prompt must begin with
-    that one's tokens, which are trained there and nowhere else."""
+    """The first violation in the turns that a branch shares with its parent: its first prompt must begin with the
+    parent's tokens, which are trained in the parent only."""
     fork, ledger = trajectory.parent, trajectory.ledger
     if fork is None:
         return ""
@@ -154,7 +154,7 @@ def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
             f"{trajectory.rollout_id}: T3: it continues rollout {fork.index} after turn {fork.turn}, which is no point"
         )
     if ledger is None or parent.ledger is None or ledger.segments[0].reason != SegmentReason.BRANCH:
-        return ""  # a rewritten history is a prompt of its own
+        return ""  # a rewritten history has its own prompt
     known = next(turn for turn in parent.ledger.turns if turn.number == fork.turn)
     segment = parent.ledger.segments[known.segment]
     end = ITEM_BYTES * max(span.stop for span in segment.spans if span.turn <= fork.turn)
@@ -168,7 +168,7 @@ def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
 def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
     """Every model call of a conversation must be in its segments of the ledger, in order.
 
-    A sub-agent's record lists its segments; all others are the rollout's own.
+    A sub-agent's record lists its segments; all other segments are the rollout's own.
     """
     owners: dict[int, int] = {}
     subagents = list(trajectory.every_subagent())
@@ -189,7 +189,8 @@ def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
 
 
 def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) -> str:
-    """Count a row of the environment's own, which is not proved; one of the engine's must be in the ledger."""
+    """Count a row made by the environment, which is not verified. A row of the engine's tokens must be in the
+    ledger."""
     row = trajectory.row
     if row is None:
         return ""
@@ -216,7 +217,7 @@ class _Line(msgspec.Struct):
 
 
 def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: RunVerdict) -> Iterator[str]:
-    """The violations in the groups file: its rows must be those of the ledgers, each once, and complete."""
+    """The violations in the groups file, which must have every row of the ledgers exactly once and complete."""
     decoder = msgspec.json.Decoder(_Line)
     seen: set[str] = set()
     with groups.open("rb") as file:
@@ -266,13 +267,13 @@ def _compared(line: _Line, stored: list[TokenRow]) -> Iterator[str]:
             yield f"row {number}: tokens or masks are not those of the ledger"
         if logprobs is not None and logprobs[number] != row.logprobs:
             yield f"row {number}: log-probabilities are not those of the ledger"
-        if line.spans is not None and line.spans[number] != row.spans:  # None: of an earlier version
+        if line.spans is not None and line.spans[number] != row.spans:  # None in lines of an earlier version
             yield f"row {number}: its spans are not the sampled sequences of the ledger"
 
 
 def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> Iterator[str]:
-    """The violations in a file of exported rows: each line must be a row of the journal, and no row is there twice.
-    Rollouts may be missing, because an export can select; a rollout with a row has all of them."""
+    """The violations in a file of exported rows. Each line must be a row of the journal, and no row may appear twice.
+    An export may leave out rollouts, but a rollout with one row must have all its rows."""
     decoder = msgspec.json.Decoder(ExportedRow)
     due: dict[str, dict[int, ExportedRow]] = {}
     values: dict[str, Mapping[int, Sequence[tuple[int, float]]]] = {}

@@ -1,9 +1,9 @@
 """Compares the rewards of runs of the same tasks, with 95 % intervals.
 
-Rewards are paired by task, because tasks differ more from each other than two models do on one task: only tasks with a
+Rewards are paired by task, because tasks differ more from each other than two models do on one task. Only tasks with a
 reward in both runs count, each by the mean of its rollouts. The interval is that of `intervals.py`. No winner is named
-if the interval contains 0, or if the runs do not cover the same tasks and the same share of their rollouts: what is
-missing may be what is hard.
+if the interval contains 0, or if the runs do not cover the same tasks and the same share of their rollouts, since the
+missing ones may be the hard ones.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from palaestra.rollouts.observe.metrics import group_size
 from palaestra.rollouts.records import Group
 
 _HERE = frozenset({"data_path_to_save_groups", "data_dir_to_save_evals", "wandb_name", "timings_from", "metrics_port"})
-"""Settings that only name a place of one run."""
+"""Settings that only name paths, names or ports of one run."""
 
 
 @dataclass(slots=True)
 class TaskScores:
-    """A task in one run, over all groups that it had. `lost` rollouts have no reward."""
+    """The scores of a task in one run, over all of its groups. `lost` counts rollouts without a reward."""
 
     rewards: list[float] = field(default_factory=list)
     lost: int = 0
@@ -36,13 +36,13 @@ class TaskScores:
         return statistics.fmean(rewards) if rewards else None
 
     def asks_otherwise(self, other: TaskScores) -> bool:
-        """Whether no prompt is the same. Groups of earlier versions did not record theirs."""
+        """Whether the task's prompts differ in the two runs. Groups of earlier versions did not record prompts."""
         return bool(self.asked and other.asked) and self.asked.isdisjoint(other.asked)
 
 
 @dataclass(slots=True)
 class RunScores:
-    """The scores of one run. A group that could not be prepared lacks `group_size` rollouts."""
+    """The scores of one run. A group that could not be prepared counts as `group_size` lost rollouts."""
 
     name: str
     env: str = ""
@@ -62,7 +62,7 @@ class RunScores:
         config: Mapping[str, JSON] = {},
         unfinished: int = 0,
     ) -> RunScores:
-        """The scores of the finished groups; `unfinished` is the number of the others that began."""
+        """The scores of the finished groups; `unfinished` is the number of groups that began and did not finish."""
         size = group_size(config)
         scores = cls(name, env, model, config, unfinished=unfinished * size)
         for group in groups:
@@ -87,18 +87,18 @@ class RunScores:
 
     @property
     def mean(self) -> float | None:
-        """Over the scored rollouts; None without any."""
+        """The mean reward of the scored rollouts; None without any."""
         rewards = [reward for task in self.tasks.values() for reward in task.rewards]
         return statistics.fmean(rewards) if rewards else None
 
     def line(self) -> str:
-        """The run in one line: its model, its mean reward and what that covers."""
+        """The run in one line: its model, its mean reward, and the numbers of rollouts and tasks."""
         mean = "no reward" if self.mean is None else f"mean reward {self.mean:.3f}{in_words(self.interval)}"
         covered = f"{self.scored} of {plural(self.planned, 'rollout')} scored, {plural(len(self.tasks), 'task')}"
         return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}"
 
     def to_json(self) -> dict[str, JSON]:
-        """For machines."""
+        """The scores as JSON data."""
         low, high = self.interval or (None, None)
         facts = {"path": self.name, "env": self.env, "model": self.model, "mean": self.mean, "low": low, "high": high}
         return facts | {"scored": self.scored, "planned": self.planned, "tasks": len(self.tasks)}
@@ -114,18 +114,18 @@ class Pair:
 
     @property
     def difference(self) -> float:
-        """Above zero where the first run did better."""
+        """The difference of the rewards, above zero if the first run did better."""
         return self.first - self.other
 
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """`difference` is the mean over `pairs`, first minus other; `low` and `high` its 95 % interval, None for rewards
-    beyond 0 and 1 whose differences do not vary.
+    """`difference` is the mean over `pairs`, first minus other; `low` and `high` are its 95 % interval, or None for
+    rewards beyond 0 and 1 whose differences do not vary.
 
     `only_first` and `only_other` are tasks without a reward in the other run. `asked_otherwise` are paired tasks with
-    different prompts in the two runs. `winner` is 1 for the first run, -1 for the other, and 0 if none can be named,
-    for the reason in `undecided`.
+    different prompts in the two runs. `winner` is 1 for the first run, -1 for the other, and 0 if no winner can be
+    named; `undecided` gives the reason.
     """
 
     pairs: tuple[Pair, ...]
@@ -145,16 +145,16 @@ class RunComparison:
 
     @property
     def better(self) -> int:
-        """Tasks that the first run did better on."""
+        """Tasks on which the first run did better."""
         return sum(pair.difference > 0 for pair in self.pairs)
 
     @property
     def worse(self) -> int:
-        """Tasks that the other run did better on."""
+        """Tasks on which the other run did better."""
         return sum(pair.difference < 0 for pair in self.pairs)
 
     def to_json(self) -> dict[str, JSON]:
-        """For machines."""
+        """The comparison as JSON data."""
         counts = {"tasks": len(self.pairs), "better": self.better, "worse": self.worse}
         return counts | asdict(self)
 
@@ -191,7 +191,7 @@ def _undecided(
     unpaired: Sequence[str],
     asked_otherwise: Sequence[str],
 ) -> str:
-    """Why neither run can be called better; empty if one can."""
+    """The reason why neither run can be called better; empty if one can."""
     if unpaired:
         return f"a reward in one run only: {plural(len(unpaired), 'task')}"
     if first.scored * other.planned != other.scored * first.planned:
@@ -205,7 +205,7 @@ def _undecided(
 
 
 def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:
-    """The settings, versions and the environment's file that are not the same in all runs: the value in each."""
+    """The settings and versions (with the environment file's hash) that differ between the runs: each run's value."""
     values = [_settings(run.config) for run in runs]
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [each.get(name) for each in values] for name in names}

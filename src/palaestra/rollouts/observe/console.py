@@ -1,7 +1,7 @@
 """Shows the progress of a run: a live view on a terminal, plain lines in a log, or nothing.
 
-It subscribes to a run's events and writes only to the given stream. Neither a closed stream nor a text of a task or a
-model ends the run.
+It subscribes to a run's events and writes only to the given stream. Neither a closed stream nor the text of a task or a
+model can end the run.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 STATUS_EVERY_S = 10.0
-"""How often a log gets a status line at most; short enough to see that a run is alive."""
+"""The shortest time between two status lines in a log; short enough to show that a run is alive."""
 
 REFRESH_PER_S = 4.0
-"""How often the live view is drawn: smooth enough to the eye, and a fraction of a percent of one core."""
+"""How often the live view is drawn: smooth to the eye, at a fraction of a percent of one core."""
 
 
 class Console:
-    """Counts what happens, and shows nothing. A context manager: leaving it puts the display away."""
+    """Counts the events of a run and shows nothing. A context manager, which removes the display at its end."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.score_name = "reward"
         self.in_flight: InFlight = {}
-        """What is counted as running: `EventStream.in_flight` of the run."""
+        """The work that is counted as running: `EventStream.in_flight` of the run."""
         self._clock = clock or SystemClock()
         self._started_at = self._clock.monotonic()
         self.groups_total: int | None = None
@@ -73,7 +73,7 @@ class Console:
         }
 
     def on_plan(self, event: GroupsPlanned) -> None:
-        """The number of groups; it is announced again when the tasks have been counted."""
+        """Take the number of groups, which is announced again when the tasks have been counted."""
         self.groups_total, self.group_size = event.total, event.group_size
         if not self.groups_done:
             self._started_at = self._clock.monotonic()
@@ -90,7 +90,7 @@ class Console:
         self.groups_done += 1
 
     def note(self, text: str) -> None:
-        """Show a line that a person should read now."""
+        """Show a line that the user should read now."""
 
     @property
     def rollouts_total(self) -> int | None:
@@ -102,9 +102,9 @@ class Console:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last group at the pace so far; None while that is unknown, and when nothing is left.
+        """The seconds until the last group ends, at the pace so far; None while unknown or when no group is left.
 
-        Groups that failed before they had a rollout count as done, so the groups set the pace once there are some.
+        Groups that failed before they had a rollout count as done, so groups set the pace once one is done.
         """
         done = max(self.groups_done, self.rollouts_done / self.group_size)
         if self.groups_total is None or not 0 < done < self.groups_total:
@@ -112,7 +112,7 @@ class Console:
         return (self.groups_total - done) * self.elapsed_s / done
 
     def running(self) -> list[tuple[str, int]]:
-        """How many are at each stage, most first. Copies first: the live view asks from a thread of its own."""
+        """The number of rollouts at each stage, highest first. Copies first, as the live view has its own thread."""
         return Counter(printable(stage) for stage, _ in list(self.in_flight.values())).most_common()
 
     def counts(self) -> str:
@@ -121,7 +121,7 @@ class Console:
         return f"groups {groups} · rollouts {rollouts}"
 
     def results(self) -> str:
-        """Mean reward, outcomes and pace, as far as there are any."""
+        """Mean reward, outcomes and pace, as far as they are known."""
         covered = f"{self.scored} of {self.rollouts_done} scored"
         parts = [f"{self.score_name} {self.reward_sum / self.scored:.3f} ({covered})"] if self.scored else []
         parts += [f"{name} {count}" for name, count in self.outcomes.most_common()]
@@ -131,7 +131,7 @@ class Console:
 
 
 class PlainConsole(Console):
-    """Lines for logs: one per finished group, and a status line when something moves after a quiet while."""
+    """Lines for logs: one per finished group, and a status line for the next event after `STATUS_EVERY_S`."""
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         super().__init__(clock)
@@ -163,7 +163,7 @@ class PlainConsole(Console):
             self._write(f"[{self.groups_done}{total}] {line}")
 
     def _write_kept(self) -> None:
-        """Report the groups of the run's earlier part in one line."""
+        """Report the groups of earlier parts of the run in one line."""
         if self._kept:
             self._write(f"{plural(self._kept, 'group')} kept from before")
             self._kept = 0
@@ -180,13 +180,13 @@ class PlainConsole(Console):
 
     def _write(self, line: str) -> None:
         self._wrote_at = self._clock.monotonic()
-        with contextlib.suppress(OSError):  # the log's reader is gone; the run itself is fine
+        with contextlib.suppress(OSError):  # the log's reader is gone; the run is not affected
             self._stream.write(line + "\n")
             self._stream.flush()
 
 
 class LiveConsole(Console):
-    """Three lines at the bottom of the terminal that follow the run; notes and groups with failures scroll by above."""
+    """Three lines at the bottom of the terminal that follow the run; notes and groups with failures scroll above."""
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         from rich.console import Console as RichConsole
@@ -240,8 +240,8 @@ class LiveConsole(Console):
 def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, clock: Clock | None = None) -> Console:
     """The console of a run on `stream` (default: standard error).
 
-    `enabled` None picks the live view on a terminal and plain lines otherwise; True insists on the live view; False
-    shows nothing. Rich is imported for the live view alone.
+    With `enabled` None it is the live view on a terminal and plain lines otherwise; with True always the live view;
+    with False nothing is shown. Rich is imported only for the live view.
     """
     stream = stream or sys.stderr
     clock = clock or SystemClock()
@@ -253,9 +253,9 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
 
 
 def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name: str = "reward") -> str:
-    """One line on a finished group: its task, its rewards, and its failures. `causes` are these by the id of the
-    rollout or group; one that came before refers to its first. Empty for a group that was not run for a cause that came
-    before: the causes are counted at the end."""
+    """One line on a finished group: its task, its rewards and its failures. `causes` has the failures' causes by the id
+    of the rollout or group; a repeated cause refers to its first example. The line is empty for a group that did not
+    run because of a repeated cause, since all causes are counted at the end."""
     causes = Failures().add(group) if causes is None else causes
 
     def error(name: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Logs what the rollouts of a run do, for `-v`: one line per turn with its calls, per reward and per failed attempt."""
+"""Logs the rollouts of a run for `-v`: one line per turn with its calls, per reward and per failed attempt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST = 100
 
 
 class EventLog:
-    """A subscriber of a run's events."""
+    """Subscribes to a run's events and logs them."""
 
     def handlers(self) -> Handlers:
         return {

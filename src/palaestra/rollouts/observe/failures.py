@@ -1,4 +1,4 @@
-"""The failures of a run, gathered by cause: each cause once, with how often it came and its first example."""
+"""The failures of a run by cause. Each cause has the number of its failures and its first example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from palaestra.core.types import Blame
 from palaestra.rollouts.records import Group
 
 _MOST_CAUSES = 100
-"""Further causes are counted together: an error that is different each time must not fill the memory."""
+"""Further causes are counted together, so that an error with an ever-changing text cannot fill the memory."""
 
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 _LONGEST = 300
@@ -19,7 +19,7 @@ _LONGEST = 300
 
 @dataclass(slots=True)
 class Cause:
-    """Rollouts, or whole groups, that failed alike. `first` is the id of the first of them, `error` its message."""
+    """Rollouts or whole groups that failed in the same way. `first` is the id of the first one, `error` its message."""
 
     blame: str
     error: str
@@ -34,13 +34,13 @@ class Cause:
 
 
 class Failures:
-    """Gathers the rollouts without a reward and the groups that could not be prepared."""
+    """Collects the rollouts without a reward and the groups that could not be prepared."""
 
     def __init__(self) -> None:
         self._causes: dict[tuple[str, str], Cause] = {}
 
     def add(self, group: Group) -> dict[str, Cause]:
-        """Count the failures of a finished group. Returns the cause of each by the id of its rollout or group."""
+        """Count the failures of a finished group. Returns each failure's cause by the id of its rollout or group."""
         found = {}
         if group.error:
             found[group.group_id] = self._cause(group.blame, group.error, group.group_id, group.group_id)
@@ -61,7 +61,7 @@ class Failures:
         return self._causes[key]
 
     def blames(self, blame: Blame, *, only: bool = False) -> bool:
-        """Whether any failure, or every one, has this attribution."""
+        """Whether any failure has this attribution or, with `only`, whether all failures have it."""
         found = {cause.blame for cause in self._causes.values()}
         return found == {blame.value} if only else blame.value in found
 

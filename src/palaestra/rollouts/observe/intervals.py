@@ -1,7 +1,7 @@
 """The 95 % confidence interval of every score: mean rewards, pass@k, shares, differences.
 
-There is one method. Tasks are the sample: rollouts of one task correlate, so their number adds little certainty. The
-interval is Wilson's, with the effective number of trials in place of their number, and Student's t:
+All intervals use one method. Tasks are the sample: rollouts of one task correlate, so more of them add little
+certainty. The interval is Wilson's, with the effective number of trials in place of their number, and Student's t:
 
     m      the mean of all values, mapped to 0..1 by the values' bounds
     V      its variance, robust to clusters: G / (G - 1) * sum over tasks of (sum_i - n_i * m)^2 / N^2, and at least the
@@ -25,10 +25,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Z = 1.959964
-"""The normal distribution's 97.5 % quantile: 95 % lie within it on both sides."""
+"""The normal distribution's 97.5 % quantile: 95 % of all values lie within it on both sides."""
 
 _FEW = (12.706205, 4.302653, 3.182446, 2.776445)
-"""The same of Student's distribution with 1 to 4 degrees of freedom."""
+"""The same quantile of Student's distribution with 1 to 4 degrees of freedom."""
 
 Interval = tuple[float, float]
 
@@ -41,8 +41,9 @@ class Cluster(NamedTuple):
 
 
 def clustered_interval(clusters: Sequence[Cluster], least_variance: float, bounds: Interval | None) -> Interval | None:
-    """The interval of the mean of all values. `least_variance` is that of the mean of as many independent values, and
-    `bounds` are those of a value. Without bounds it is the t interval, and None if nothing varies or for one task."""
+    """The interval of the mean of all values. `least_variance` is the variance of the mean of as many independent
+    values; `bounds` are the bounds of one value. Without bounds it is the t interval, or None for one task or equal
+    values."""
     clusters = [each for each in clusters if each.size]
     tasks, count = len(clusters), math.fsum(each.size for each in clusters)
     if not tasks:
@@ -72,7 +73,7 @@ def clustered_interval(clusters: Sequence[Cluster], least_variance: float, bound
 
 
 def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
-    """The interval of the mean of all values, given by task. Values within 0 and 1 have these bounds, others none."""
+    """The interval of the mean of all values, given by task. The bounds are 0 and 1 if all values are within them."""
     known = [values for values in tasks if values]
     values = [value for each in known for value in each]
     if not values:
@@ -84,7 +85,8 @@ def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
 
 
 def share_interval(tasks: Iterable[Cluster]) -> Interval | None:
-    """The interval of a share of trials, given by task: how many of its trials count, and how many there were."""
+    """The interval of a share of trials. Each task gives its number of trials that count and its number of all
+    trials."""
     known = list(tasks)
     count, trials = math.fsum(each.total for each in known), math.fsum(each.size for each in known)
     least = count / trials * (1 - count / trials) / trials if trials else 0.0
@@ -92,7 +94,7 @@ def share_interval(tasks: Iterable[Cluster]) -> Interval | None:
 
 
 def pass_interval(rates: Sequence[float], draws: float) -> Interval | None:
-    """The interval of the mean of the tasks' pass@k, which were estimated from so many draws of k attempts in all."""
+    """The interval of the mean of the tasks' pass@k, estimated from a total of `draws` draws of k attempts."""
     mean = math.fsum(rates) / len(rates)
     return clustered_interval([Cluster(rate, 1) for rate in rates], mean * (1 - mean) / draws, (0.0, 1.0))
 
@@ -103,7 +105,7 @@ def with_interval(name: str, value: float, interval: Interval | None) -> dict[st
 
 
 def in_words(interval: Interval | None, form: str = ".3f") -> str:
-    """` (LOW to HIGH)`, or nothing."""
+    """The interval as ` (LOW to HIGH)`, or the empty string."""
     return "" if interval is None else f" ({interval[0]:{form}} to {interval[1]:{form}})"
 
 

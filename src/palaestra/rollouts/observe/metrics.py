@@ -1,7 +1,7 @@
-"""The metrics of a run: `Figures`, to which groups are added one by one, and `summarise` for a set of them.
+"""The metrics of a run: `Figures`, to which groups are added one by one, and `summarise` for a set of groups.
 
-A metric without a measurement is left out: an empty run has no mean reward, rather than 0. A few numbers are kept for
-each rollout, so that a long run needs little memory.
+A metric without a measurement is left out: an empty run has no mean reward, rather than 0. Only a few numbers are kept
+for each rollout, so that a long run needs little memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def _numbers() -> array[float]:
 
 
 class Figures:
-    """Counts, rates and means over the groups that were added. `numbers` may be asked for at any time. A group without
-    a rollout lacks `group_size` of them."""
+    """Counts, rates and means over the groups that were added; `numbers` can be called at any time. A group with an
+    error counts as at least `group_size` planned rollouts."""
 
     def __init__(self, group_size: int = 0) -> None:
         self.groups = 0
         self.unfinished = 0
-        """Groups that began and have not ended: their rollouts are planned."""
+        """Groups that began and have not ended; their rollouts count as planned."""
         self._group_size = group_size
         self._planned = 0
         self._failed = self._from_store = 0
@@ -92,13 +92,13 @@ class Figures:
     def numbers(self) -> dict[str, float]:
         """The metrics by name.
 
-        `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; with
-        `_with_unscored` the others count as 0; `reward/std` is the population's. `rollouts_planned` includes those of
-        groups that could not be prepared or have not ended. `outcomes/<name>` and `blame/<name>` are counts,
-        `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals. `groups_prepared` had a workspace
-        prepared, `groups_from_store` of them from the store of this machine. `stage/<name>/p50` and `p95` are seconds,
-        `metric/<name>` is the mean over the rollouts that report it. `…/low` and `…/high` are a 95 % interval,
-        clustered by task (`intervals.py`).
+        `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; in
+        metrics that end with `_with_unscored`, the others count as 0. `reward/std` is the population's.
+        `rollouts_planned` includes those of groups that could not be prepared or have not ended. `outcomes/<name>` and
+        `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals.
+        `groups_prepared` counts groups with a prepared workspace, `groups_from_store` those whose workspace came from
+        this machine's store. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean over the rollouts
+        that report it. `…/low` and `…/high` are a 95 % interval, clustered by task (`intervals.py`).
         """
         seconds = {
             f"stage/{stage}/{name}": quantile(self._seconds[stage], q)
@@ -117,8 +117,8 @@ class Figures:
         return self._outcomes
 
     def scores(self) -> Iterator[tuple[str, dict[str, JSON]]]:
-        """The scores of all tasks, under the empty name, and of each category if there are any: the metrics of
-        `pass_metrics`, `tasks` and `planned` rollouts."""
+        """The scores of all tasks, under the empty name, and of each category: the metrics of `pass_metrics`, and the
+        numbers of `tasks` and `planned` rollouts."""
         for name in ("", *sorted(set(self._categories.values()))):
             tasks = [task for task in self._tasks if not name or self._categories.get(task) == name]
             rewards = [self._tasks[task] for task in tasks]
@@ -179,12 +179,12 @@ def stage_seconds(beside: Beside) -> Iterator[tuple[str, float]]:
 
 
 def group_size(config: Mapping[str, JSON]) -> int:
-    """The rollouts that a group should have, from a run's recorded settings; 0 if they do not say."""
+    """The number of rollouts that a group should have, from a run's recorded settings; 0 if it is not recorded."""
     return int((config.get("env") or {}).get("group_size") or 0)
 
 
 def summarise(groups: Iterable[Group]) -> dict[str, float]:
-    """The metrics of these groups, see `Figures.numbers`."""
+    """The metrics of these groups, as in `Figures.numbers`."""
     figures = Figures()
     for group in groups:
         figures.add(group)
@@ -196,7 +196,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The `q` quantile (0 to 1) of at least one value, linear between the two nearest."""
+    """The `q` quantile (0 to 1) of at least one value, interpolated linearly between the two nearest."""
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
     low = math.floor(place)

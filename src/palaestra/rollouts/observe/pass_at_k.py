@@ -12,16 +12,16 @@ PASSED = 1.0
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that at least one of `k` attempts passes, if `passed` of `n >= k` did: the unbiased estimate of Chen
-    et al. 2021 (arXiv:2107.03374), eq. 1."""
+    """The probability that at least one of `k` attempts passes, if `passed` of `n >= k` did: the unbiased estimate of
+    Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
     if not 0 <= passed <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be told from {passed} of {n}")
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def pass_metrics(rewards: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
-    """`scored`, `pass_rate`, `mean_reward`, and `pass@k` for k of 1, 2, 4 … up to the attempts, of the scored rewards
-    of each task. A task with fewer than k rewards is left out of pass@k; `pass@k/tasks` counts the others."""
+    """`scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, from the scored rewards of
+    each task. A task with fewer than k rewards is left out of pass@k; `pass@k/tasks` counts the other tasks."""
     counts = [(len(scored), sum(reward >= PASSED for reward in scored)) for scored in rewards]
     total, passed = sum(n for n, _ in counts), sum(each for _, each in counts)
     found: dict[str, JSON] = {"scored": total}

@@ -1,9 +1,9 @@
-"""A run's status as Prometheus text, and its endpoint GET /metrics. Source of the format: Prometheus, text exposition
-format 0.0.4.
+"""A run's status as Prometheus text, and the endpoint GET /metrics that serves it. Source of the format: Prometheus,
+text exposition format 0.0.4.
 
-The endpoint listens on this host alone unless the settings name another address and a token, since the text names tasks
-and models.
-Invariant: counters come from the journal, so they survive a resumed run; a metric without a measurement has no line.
+The endpoint listens only on this host unless the settings give another address and a token, since the text names tasks
+and models. Invariant: counters come from the journal, so they continue in a resumed run; a metric without a measurement
+has no line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(status: RunStatus, now: float) -> str:
-    """The text. `now` is seconds since the epoch."""
+    """The status as text. `now` is in seconds since the epoch."""
     return "".join(
         f"# HELP palaestra_{name} {about}\n# TYPE palaestra_{name} {kind}\n"
         + "".join(f"palaestra_{name}{_labels(labels)} {value:.17g}\n" for labels, value in samples.items())
@@ -84,7 +84,7 @@ def _labels(labels: tuple[tuple[str, str], ...]) -> str:
 async def serving_metrics(
     reader: RunReader, inflight: StatusFile, host: str, port: int, token: str | None = None
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; gives the URL. Raises `ConfigError` if it cannot listen."""
+    """Serve the endpoint while the block runs; yields the URL. Raises `ConfigError` if it cannot listen."""
     reading = asyncio.Lock()
 
     async def metrics(request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 """`RunReader`: the status of a running or finished run, read from its folder by any process.
 
-Finished work is in the journal; the stages of rollouts in flight are in `status.json` (see `status_file`). Nothing is
-locked or written. Reading again reads only the lines added since.
+Finished work is in the journal; the stages of rollouts in flight are in `status.json` (see `status_file`). The reader
+locks and writes nothing. Each further read takes only the lines added since the last one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rate:
 
     @classmethod
     def of(cls, tasks: Sequence[Sequence[bool]]) -> Rate:
-        """The share of True in at least one value, by task."""
+        """The share of True among the values, which are given by task; there must be at least one value."""
         clusters = [Cluster(sum(each), len(each)) for each in tasks]
         count, interval = sum(map(sum, tasks)), share_interval(clusters)
         assert interval is not None
@@ -51,7 +51,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The time that `count` rollouts spent at a stage: total, median and 95 % quantile in seconds."""
+    """The time that `count` rollouts spent at a stage: total, median and 95 % quantile, in seconds."""
 
     count: int
     total_s: float
@@ -67,17 +67,18 @@ class Latency:
 class RunStatus:
     """The status of a run at one moment.
 
-    `kind` is run, eval, feed or batch. `state` is running, killed, the reason for which the run ended, or elsewhere (it
-    runs on another host, and this one cannot check it). `in_flight` is by stage. `prepared` workspaces were made for
-    groups, `from_store` of them were found prepared on the machine.
+    `kind` is run, eval, feed or batch. `state` is running, killed, elsewhere (on another host, where it cannot be
+    checked), or the reason why the run ended. `in_flight` is by stage. `prepared` counts the workspaces of groups, and
+    `from_store` those of them that were already prepared on the machine.
 
     `blame` counts finished rollouts. `mean_reward` is over the scored ones; in `mean_with_unscored` the others count as
     0; `full` is the share of scored rollouts with a reward of 1 or more. `…_interval` is the 95 % interval of a mean,
-    None for rewards beyond 0 and 1 that do not vary. `planned` are the rollouts of the groups that began.
+    or None for rewards beyond 0 and 1 that do not vary. `planned` counts the rollouts of the groups that began.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None without prices, and leaves out the `unpriced_tokens` of parts of
-    the run without prices. `taken_up` rollouts continued after a kill; those `begun_anew` could not, by reason.
+    the run without prices. `taken_up` counts the rollouts that continued after a kill; `begun_anew` counts those that
+    started again, by reason.
     """
 
     run_id: str = ""
@@ -125,13 +126,13 @@ class RunStatus:
         return f"{text}, {sum(self.begun_anew.values())} started again ({reasons})" if reasons else text
 
     def to_dict(self) -> dict[str, JSON]:
-        """For machines."""
+        """The status as JSON data."""
         plain: dict[str, JSON] = asdict(self) | {"oldest": msgspec.to_builtins(self.oldest)}
         return plain
 
 
 class _Rollout(msgspec.Struct):
-    """The fields of a rollout's record that are counted."""
+    """The fields of a rollout's record that the status needs."""
 
     rollout_id: str
     group_id: str
@@ -156,7 +157,7 @@ _KINDS = {"evaluate": "eval", "serve": "feed"}
 
 
 def score_name(kind: str) -> str:
-    """What the score of a rollout is called in a run of this kind: a batch keeps samples, and grades none."""
+    """The name of a rollout's score in a run of this kind. A batch keeps samples and does not grade them."""
     return "kept" if kind == BATCH else "reward"
 
 
@@ -165,7 +166,7 @@ class _EnvSettings(msgspec.Struct):
 
 
 class _Settings(msgspec.Struct):
-    """The settings of a run that are used here."""
+    """The settings of a run that the status needs."""
 
     env: _EnvSettings = msgspec.field(default_factory=_EnvSettings)
     command: str = ""
@@ -186,7 +187,7 @@ class _Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Paid:
-    """Tokens read and written, and the cost if it is known; `unpriced` are the tokens without a known cost."""
+    """Tokens read and written, and their cost if it is known; `unpriced` counts the tokens without a known cost."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -207,7 +208,7 @@ class _Paid:
         return self.prompt_tokens + self.completion_tokens
 
     def spent(self, prices: Prices | None) -> float:
-        """The cost, with `prices` for the tokens that had no price."""
+        """The cost, in which tokens that had no price are counted at `prices`."""
         return (self.cost or 0.0) + (prices.cost(*self.unpriced) if prices is not None else 0.0)
 
     def add(self, other: _Paid, times: int = 1) -> None:
@@ -221,7 +222,7 @@ class _Paid:
 
 @dataclass(slots=True)
 class _Flying(_Paid):
-    """The usage of a rollout in flight. `own` is its reply in a turn that has not ended."""
+    """The usage of a rollout in flight. `own` is the usage of its own reply in a turn that has not ended."""
 
     own: _Paid | None = None
 
@@ -231,7 +232,7 @@ class _Flying(_Paid):
         if line.event == "reply" and not line.branch:
             self.own = paid
             return
-        if line.recalled:  # it was counted as a reply
+        if line.recalled:  # the turn was counted as a reply
             paid = self.own or _Paid()
         if line.event == "messages":
             self.own = None
@@ -284,10 +285,10 @@ class RunReader:
         self.settled = _Paid()
         """The usage of attempts that have a record."""
         self.paid: set[tuple[str, float]] = set()
-        """Every attempt that ended, as rollout id and start."""
+        """The rollout id and start time of every attempt that ended."""
 
     def read(self) -> RunStatus:
-        """The status now. Raises `ConfigError` for a damaged journal."""
+        """The current status. Raises `ConfigError` for a damaged journal."""
         with self.journal.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -339,11 +340,11 @@ class RunReader:
         status = self._status
         self._signs.pop(rollout.rollout_id, None)
         key = rollout.rollout_id, rollout.beside.started_at
-        if key not in self.paid:  # a resumed run records the rollouts that it keeps again
+        if key not in self.paid:  # a resumed run records its kept rollouts again
             self.paid.add(key)
             status.discarded += not kept
             paid, flown = _Paid.by(rollout), self._flying.pop(rollout.rollout_id, _Flying())
-            if flown.tokens > paid.tokens:  # replies that were lost in a kill cost too
+            if flown.tokens > paid.tokens:  # replies that were lost in a kill had a cost too
                 paid = flown
             self.settled.add(paid)
             if kept and rollout.blame in CUT_OFF:
@@ -410,7 +411,7 @@ class RunReader:
         return tasks
 
     def _lacking(self, groups: Sequence[str]) -> int:
-        """The rollouts that these groups have not and, because they failed, will not have."""
+        """The number of rollouts that are missing in these groups because the groups failed."""
         return sum(
             max(0, self._group_size - len(self._groups[name])) for name in groups if self._group_ends.get(name, False)
         )
@@ -426,7 +427,7 @@ class RunReader:
         status.cost, status.unpriced_tokens = paid.cost, sum(paid.unpriced)
 
     def _in_flight(self, status: RunStatus) -> None:
-        """Take the stages from `status.json`; without it, only the names of rollouts are known, from the journal."""
+        """Take the stages from `status.json`. Without it, only the rollouts' names are known, from the journal."""
         found = read_stages(self.folder)
         if self._ended:
             status.state, status.in_flight, status.oldest = self._ended, {}, []

@@ -1,7 +1,7 @@
 """`status.json`: the rollouts of a run in flight, for other processes to read.
 
-It holds only their stages, since all else is in the journal, and the process that wrote it, so that a reader can check
-whether that is alive. It is replaced atomically, at most once a second.
+It holds only the rollouts' stages, since the journal has everything else, and the process that wrote it, so that a
+reader can check whether that process is alive. The file is replaced atomically, at most once a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATUS_SCHEMA = "palaestra.status/1"
 WRITE_EVERY_S = 1.0
 
 LONGEST_LISTED = 50
-"""The number of rollouts in flight that are listed by name, longest idle first; all are counted."""
+"""The largest number of rollouts in flight that are listed by name, longest idle first. All are counted."""
 
 
 class Idle(msgspec.Struct):
@@ -75,7 +75,7 @@ class StatusFile:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file if something has changed. Errors are logged: a full disk ends the run through its journal."""
+        """Write the file if it has changed. Errors are only logged: a full disk ends the run through its journal."""
         current = dict(self._in_flight)
         if current == self._written:
             return
@@ -91,7 +91,7 @@ class StatusFile:
 
     @asynccontextmanager
     async def written(self, folder: Path) -> AsyncIterator[None]:
-        """Keep `status.json` up to date while the block runs. The file stays afterwards."""
+        """Keep `status.json` up to date while the block runs. The file is kept afterwards."""
         path = folder / STATUS_NAME
         self.write(path)
         writing = asyncio.create_task(self._write_again(path), name="status")
@@ -110,7 +110,7 @@ class StatusFile:
 
 
 def read_stages(folder: Path) -> StagesNow | None:
-    """The last written stages of a run, or None without a readable file."""
+    """The stages of a run that were written last, or None without a readable file."""
     try:
         found = msgspec.json.decode((folder / STATUS_NAME).read_bytes(), type=StagesNow)
     except (OSError, msgspec.MsgspecError):
@@ -119,12 +119,12 @@ def read_stages(folder: Path) -> StagesNow | None:
 
 
 def is_alive(found: StagesNow) -> bool | None:
-    """Whether the process that wrote it is alive; None if it ran on another host."""
+    """Whether the process that wrote the file is alive; None if it ran on another host."""
     return started_ticks(found.pid) == found.started if found.host == socket.gethostname() else None
 
 
 def started_ticks(pid: int) -> int | None:
-    """The start of a process in clock ticks since boot, or None if it has ended. Source: proc(5), field 22."""
+    """The start time of a process in clock ticks since boot, or None if it has ended. Source: proc(5), field 22."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,1 +1,1 @@
-"""Recorded replies of tools that touch the world: the file, the calls of one rollout, and the policy of a run."""
+"""Recorded replies of tools that reach outside this machine: the file, the calls of one rollout, and a run's policy."""

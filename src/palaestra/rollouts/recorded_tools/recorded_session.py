@@ -1,8 +1,8 @@
-"""Recorded replies for one rollout: each call of a tool that touches the world gets a key, by which its recorded reply
-is found, and is answered by the run's policy (`recording_policy.py`).
+"""Recorded replies for one rollout. Each call of a tool that touches the world gets a key, by which its recorded reply
+is found. The run's policy (`recording_policy.py`) answers the call.
 
-Invariants: the key of a call depends only on what this rollout did before it, so a rollout that repeats its calls gets
-the same answers, whatever else runs. Equal calls have equal keys, however their arguments are written.
+Invariants: the key of a call depends only on the call and on the rollout's earlier calls, so a rollout that repeats its
+calls gets the same answers, whatever else runs. Equal calls have equal keys, however their arguments are written.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome, ToolReply
 
 Ask: TypeAlias = Callable[[], Awaitable[ToolOutcome]]
-"""Runs the call itself. The tool's mistakes and failures are outcomes too."""
+"""Makes the real call. The tool's mistakes and failures are returned as outcomes too."""
 
 
 Policy: TypeAlias = Callable[[RecordedCall, Ask], Awaitable[ToolOutcome]]
-"""Answers one call, which has no reply yet. Raises `InfraError`."""
+"""Answers one call that has no reply yet. Raises `InfraError`."""
 
 
 class RolloutWorld:
-    """A `ToolMiddleware` that gives the calls of one rollout their keys. Each conversation counts its own calls."""
+    """A `ToolMiddleware` that gives the calls of one rollout their keys, counted separately for each conversation."""
 
     def __init__(self, rollout: str, policy: Policy, *, replayed: bool = False) -> None:
         self.rollout = rollout
@@ -62,7 +62,7 @@ class RolloutWorld:
 
 
 def call_key(tool: str, what: JSON, after: str = "") -> str:
-    """The key of a call: a hash (hex) of the tool, what decides its reply, and the calls of its session before it."""
+    """The key of a call: a hash (hex) of the tool, the values that decide its reply, and earlier session calls."""
     text = json.dumps([tool, _plain(what), after], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -81,7 +81,7 @@ def failed(reply: ToolReply) -> bool:
 
 
 def _plain(value: JSON) -> JSON:
-    """Whole numbers become integers: JSON schemas accept 5.0 for an integer."""
+    """Convert whole numbers to integers, since JSON schemas accept 5.0 for an integer."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -128,9 +128,9 @@ class Reader:
     def find(self, key: str, rollout: str, n: int, *, failures: bool = True) -> RecordedCall | None:
         """The reply to the `n`th call of this key in this rollout, or None.
 
-        The rollout's own reply comes first. Otherwise another rollout's is used, always the same one: successful
-        replies before failures, then the `n`th, then the latest one before it. A call that is made more often than it
-        was recorded gets the last reply again. Without `failures` only successful replies count.
+        The rollout's own reply comes first. Otherwise a reply of another rollout is used, always the same one:
+        successful replies before failures, then the `n`th, then the latest one before it. A call that is made more
+        often than it was recorded gets the last reply again. Without `failures`, only successful replies are used.
         """
         heard = {each: place for each, place in self._places.get(key, {}).items() if failures or not place.failed}
         if not heard:

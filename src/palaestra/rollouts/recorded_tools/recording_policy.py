@@ -1,9 +1,9 @@
-"""Whether a run, an executor or a tool session records the replies of its tools or replays them: `live`, `record`,
-`replay` or `fill`.
+"""The policies by which a run, an executor or a tool session records or replays its tools' replies: `live`, `record`,
+`replay` and `fill`.
 
 A run that is not `live` keeps all replies in its own folder, so that `palaestra replay` needs nothing else.
 
-Invariant: `replay` never calls a tool that touches the world. An infrastructure failure raises and is not recorded.
+Invariant: `replay` never calls a tool that touches the world. An infrastructure failure is raised and not recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Repeats: TypeAlias = Callable[[], bool]
 
 
 async def live(call: RecordedCall, ask: Ask) -> ToolOutcome:
-    """Call the tool."""
+    """The policy `live`: call the tool."""
     return await ask()
 
 
@@ -68,12 +68,12 @@ class RunWorld:
         self._kept.append(Writer(path))
 
     def rollout(self, rollout_id: str, repeats: Repeats = lambda: False) -> RolloutWorld:
-        """The recorded replies of a rollout that starts now. `repeats` returns whether it still repeats the turns of an
-        earlier part of the run."""
+        """The recorded replies for a rollout that starts now. `repeats` returns whether the rollout still repeats turns
+        of an earlier part of the run."""
         return RolloutWorld(rollout_id, partial(self._answer, repeats), replayed=self.replayed)
 
     async def _answer(self, repeats: Repeats, call: RecordedCall, ask: Ask) -> ToolOutcome:
-        if self._before is not None and repeats() and not call.session:  # calls of a session restore its state
+        if self._before is not None and repeats() and not call.session:  # session calls restore its state
             heard = self._before.find(call.key, call.rollout, call.n)
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
                 return ToolOutcome.of(heard.reply)
@@ -102,9 +102,9 @@ def record(call: RecordedCall, outcome: ToolOutcome, writer: Writer) -> None:
 
 
 def replaying(recording: Reader | None, path: Path, *, strict: bool) -> Policy:
-    """Replies from the recording at `path` alone; `recording` is None if the file does not exist.
+    """Replies only from the recording at `path`; `recording` is None if the file does not exist.
 
-    A missing reply is an error for the model, or with `strict` the end of the rollout.
+    A missing reply gives the model an error or, with `strict`, ends the rollout.
     """
 
     async def reply(call: RecordedCall, ask: Ask) -> ToolOutcome:
@@ -124,9 +124,9 @@ def replaying(recording: Reader | None, path: Path, *, strict: bool) -> Policy:
 
 
 def filling(recording: Reader, added: Writer) -> Policy:
-    """Replies from a recording; calls that it lacks are made and added, once for equal concurrent calls.
+    """Replies from a recording. Calls that it lacks are made and added to it, only once for equal concurrent calls.
 
-    Calls of a session are always made: a browser that was never opened cannot continue where a recording ends.
+    Calls of a session are always made, because a browser that was never opened cannot continue where a recording ends.
     """
     asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -153,8 +153,8 @@ def open_world(mode: str, recording: str | Path | None = None, *, strict: bool =
     """Recorded replies in one of the modes, for a run, `ToolExecutor(world=…)` or `ToolSession(world=…)`.
 
     `recording` is a file (`birds.jsonl`), or a folder such as a run's that holds one. `replay` and `fill` read it;
-    `record` and `fill` add to it. A run passes no `recording` to `record` and keeps all replies in its own folder.
-    `strict` ends a rollout that makes a call without a recorded reply. Raises `ConfigError`.
+    `record` and `fill` add to it. A run with the mode `record` passes no `recording` and keeps all replies in its own
+    folder. `strict` ends a rollout that makes a call without a recorded reply. Raises `ConfigError`.
     """
     if mode not in MODES:
         raise ConfigError(f"world {mode!r} is not one of {', '.join(MODES)}.{nearest(mode, MODES)}")

@@ -1,7 +1,7 @@
-"""`classify` gives the reason why an observation differs from the recorded one: time, pid, order, randomness or other.
+"""`classify` finds the reason why an observation differs from the recorded one: time, pid, order, randomness or other.
 
-It compares two texts, given the agent's calls. It errs towards `other`: a different exit code, or another number of a
-tool's own reply, is never explained.
+It compares two texts, given the agent's calls. In doubt the reason is `other`. A different exit code, or any other
+different number in the tool's own reply, is always `other`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from palaestra.core.types import JSON
 
 
 class Kind(StrEnum):
-    """Why two observations differ. All but `other` are explained by the command."""
+    """The reason why two observations differ. The command explains all of them except `other`."""
 
     TIME = "time"
     PID = "pid"
@@ -44,7 +44,7 @@ _SHAPES: dict[Kind, re.Pattern[str]] = {
         r"\b0x[0-9a-fA-F]{6,}\b|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b|\btmp[._]?\w{6,}"
     ),
 }
-"""Texts that show their kind by their form."""
+"""Patterns of texts whose form shows the kind of the difference."""
 
 _HINTS: dict[Kind, tuple[re.Pattern[str], re.Pattern[str]]] = {
     Kind.PID: (re.compile(r"\$\$|\$!|\b\w*pids?\b|\bps\b|\bpgrep\b|\bpstree\b|\btop\b|\bjobs\b"), re.compile(r"\d+")),
@@ -57,13 +57,13 @@ _HINTS: dict[Kind, tuple[re.Pattern[str], re.Pattern[str]]] = {
         re.compile(r"[^\s\[\](){},:'\"]+"),
     ),
 }
-"""By kind: a pattern of the agent's calls, and the text that may differ if it occurs in them."""
+"""For each kind, a pattern to find in the agent's calls, and the pattern of the text that may then differ."""
 
 _CODE = re.compile(r'"(?:exit_code|returncode|success)": ?(-?\w+)')
 
 
 def classify(recorded: str, replayed: str, asked: str) -> Kind:
-    """Why two texts differ. `asked` is all that the agent had written in its calls up to here."""
+    """The reason why two texts differ. `asked` has all text that the agent had written in its calls so far."""
     if _numbers(recorded) != _numbers(replayed):
         return Kind.OTHER
     was, now = _text(recorded), _text(replayed)
@@ -83,11 +83,11 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
 
 
 def first_difference(recorded: str, replayed: str, most: int = 200) -> tuple[str, str]:
-    """The first line in which two texts differ, of each, cut to `most` characters around the place."""
+    """The first line that differs, from each of the two texts, cut to `most` characters around the difference."""
     was, now = _text(recorded).splitlines() or [""], _text(replayed).splitlines() or [""]
     place = next((n for n, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
     one, other = (lines[place] if place < len(lines) else "" for lines in (was, now))
-    if one == other:  # the texts differ in something that is not shown, such as their numbers
+    if one == other:  # the difference is in a part that is not shown, such as a number
         one, other = recorded, replayed
     at = max(0, next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0) - most // 2)
     return one[at : at + most], other[at : at + most]
@@ -96,7 +96,7 @@ def first_difference(recorded: str, replayed: str, most: int = 200) -> tuple[str
 def _masked(text: str, shapes: Sequence[re.Pattern[str]]) -> str:
     for shape in shapes:
         text = shape.sub("\N{BULLET}", text)
-    return re.sub(r"[ \t]+", " ", text)  # columns are padded to the width of what is in them
+    return re.sub(r"[ \t]+", " ", text)  # columns are padded to the width of their content
 
 
 def _words(text: str) -> list[str]:

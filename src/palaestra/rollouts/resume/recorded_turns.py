@@ -1,11 +1,12 @@
 """Resumes a rollout by executing its recorded turns again, with the recorded replies of the model.
 
-The rollout runs as usual, in a fresh slot, but the model is not asked while its replies are in the journal. So files,
-counters and budgets come out as they were, and the ledger has the same tokens. `replay.py` replays whole runs.
+The rollout runs as usual, in a fresh slot, but replies that are in the journal are not sampled again. So files,
+counters and budgets become the same as before, and the ledger has the same tokens. `replay.py` replays whole runs.
 
 The model sees the recorded conversation, word for word. If the workspace cannot reproduce an observation, `failed` has
-the reason and the rollout starts again. An observation may differ in times of day, durations and the order of lines,
-and stays as recorded. Process ids, random names and commit ids must be the same, because the agent may use them later.
+the reason and the rollout starts again. An observation may differ in times of day, durations and the order of lines;
+the model then sees the recorded one. Process ids, random names and commit ids must be the same, because the agent may
+use them later.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
 
 
 class Mismatch(StrEnum):
-    """Why a rollout that was cut off starts again."""
+    """The reason why a rollout that was cut off starts again."""
 
     TOOLS = "its tools have changed"
     PROMPT = "its prompt has changed"
@@ -49,7 +50,7 @@ class Mismatch(StrEnum):
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """One call of the recorded turn at hand, with its answer."""
+    """One call of the current recorded turn, with its answer."""
 
     name: str
     arguments: str
@@ -59,8 +60,8 @@ class _RecordedCall:
 class RecordedTurns:
     """The recorded turns of one rollout, for one attempt at resuming it.
 
-    With `forked` the rollout begins with turns of another one, whose calls are answered from the record and not run
-    again: its slot starts from `snapshot`, which has what they did (None: nothing).
+    With `forked` the rollout begins with turns of another one. Their calls are answered from the record and not run
+    again, because the slot starts from `snapshot`, which has their effects (None if they had none).
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class RecordedTurns:
 
     @property
     def caught_up(self) -> bool:
-        """Whether every recorded turn has been used. Replies of the turn that was cut off may be left."""
+        """Whether every recorded turn has been used. Replies of the turn that was cut off may still be unused."""
         return self._at == len(self._events)
 
     @property
@@ -105,11 +106,11 @@ class RecordedTurns:
 
     @property
     def replaying(self) -> bool:
-        """Whether recorded turns or replies are left."""
+        """Whether recorded turns or replies are still unused."""
         return not self.caught_up or any(self._sampled.values()) or any(self._replies.values())
 
     def fail(self, reason: Mismatch, evidence: str = "") -> CannotResume:
-        """Give up; the first reason counts. Returns the error to raise."""
+        """Give up on resuming; only the first reason is kept. Returns the error to raise."""
         if self.failed is None:
             self.failed, self.evidence = reason, evidence
         return CannotResume(f"{self.failed}: {self.evidence}" if self.evidence else str(self.failed))
@@ -128,7 +129,7 @@ class RecordedTurns:
         raise self.fail(Mismatch.QUESTION)
 
     def was_given(self, sampled: SampledTurn) -> bool:
-        """Whether these tokens came from the record. Call it once for each."""
+        """Whether these tokens came from the record. Call this only once for each sample."""
         sent = sampled.pieces[0].sent
         given = self._given[sent] > 0
         self._given[sent] -= given
@@ -160,7 +161,7 @@ class RecordedTurns:
         return await ask(call) if recorded is None else recorded
 
     def expected_observation(self, name: str, arguments: Mapping[str, JSON]) -> str | None:
-        """The recorded answer to this call, or None. Calls, parallel ones too, ask in the order of their start."""
+        """The recorded answer to this call, or None. Calls, parallel ones too, must ask in the order of their start."""
         same = [call for call in self._calls if call.name == name]
         call = next((call for call in same if _decoded(call.arguments) == arguments), same[0] if same else None)
         if call is None:
@@ -169,7 +170,7 @@ class RecordedTurns:
         return call.observed
 
     def match_observation(self, expected: str, text: str) -> str:
-        """The recorded answer, which the model sees for a call that gave `text`. Raises `CannotResume`."""
+        """The recorded answer, which the model sees in place of `text`. Raises `CannotResume` if they do not match."""
         if text == expected or classify(expected, text, asked="") in HARMLESS:
             return expected
         was, now = first_difference(expected, text)
@@ -223,12 +224,12 @@ def _calls(messages: Sequence[Message]) -> list[_RecordedCall]:
 
 
 def _same(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:
-    """Whether these are the recorded messages, which the journal has as plain JSON."""
+    """Whether these messages equal the recorded ones, which the journal has as plain JSON."""
     return list(messages) == list(recorded) or _decoded(msgspec.json.encode(messages)) == list(recorded)
 
 
 def _ordered(sampled: Sequence[SampledTurn]) -> list[bytes]:
-    """The samples of a turn, sorted, since concurrent sub-agents sample in any order."""
+    """The samples of a turn in sorted order, since concurrent sub-agents sample in any order."""
     return sorted(msgspec.json.encode(each) for each in sampled)
 
 

@@ -1,7 +1,7 @@
 """Replay of a recorded run: `Playback` gives the recorded replies, `Comparison` compares the observations.
 
-The usual runner replays a run with the environment's tools and slots. The agent's replies are the recorded ones, word
-for word, whatever it observes, so every observation is that of the same call.
+The usual runner replays a run with the environment's tools and slots. The agent gives its recorded replies, word for
+word, whatever it observes, so the compared observations always answer the same calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENDS = "the recording ends here"
 
 
 class Playback:
-    """The assistant's side of every rollout of a recording, as chat middleware that asks no server."""
+    """The model's recorded replies of every rollout, as chat middleware that calls no server."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -34,7 +34,7 @@ class Playback:
         self._read: set[str] = set()
 
     def chat(self, rollout_id: str) -> ChatMiddleware:
-        """Answers the rollout's conversations. Raises `InfraError` where the recording ends."""
+        """Chat middleware that answers the rollout's conversations. It raises `InfraError` where the recording ends."""
 
         async def answer(call: ChatCall, ask: Ask) -> ChatCompletion:
             said = self._side(rollout_id, call.branch)
@@ -58,7 +58,7 @@ class Playback:
         return self._said.get((rollout_id, branch), [])
 
     def forget(self, group: Group) -> None:
-        """The group has been played."""
+        """Drop the replies of a group that has been played."""
         played = {trajectory.rollout_id for trajectory in group.trajectories}
         self._said = {key: said for key, said in self._said.items() if key[0] not in played}
 
@@ -73,8 +73,8 @@ def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Re
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first observation of a rollout that is not the recorded one. `turn` 0 is the prompt; `subagent` is the number
-    of the sub-agent whose observation it is, 0 for the rollout's own agent."""
+    """The first observation of a rollout that differs from the recorded one. `turn` 0 is the prompt; `subagent` is the
+    number of the sub-agent that observed it, or 0 for the rollout's own agent."""
 
     rollout_id: str
     turn: int
@@ -98,7 +98,7 @@ class OtherEnd:
 @dataclass(slots=True)
 class Comparison:
     """The result of a replay. Observations are the answers to calls of agents and sub-agents; `kinds` counts the
-    different ones."""
+    observations that differ."""
 
     rollouts: int = 0
     not_recorded: int = 0
@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def rate(self) -> float | None:
-        """The share of equal observations, or None without any."""
+        """The share of equal observations, or None without any observation."""
         return self.equal / self.observations if self.observations else None
 
     @property
@@ -121,11 +121,11 @@ class Comparison:
         return not self.kinds[Kind.OTHER] and not self.other_ends
 
     def to_dict(self) -> dict[str, JSON]:
-        """For machines."""
+        """The comparison as JSON data."""
         return {**asdict(self), "kinds": dict(self.kinds), "rate": self.rate, "ok": self.ok}
 
     def add(self, recorded: Group, replayed: Group) -> None:
-        """Compare one group. Raises `ConfigError` when it is another task's."""
+        """Compare one group. Raises `ConfigError` if the two groups are of different tasks."""
         if recorded.task_id != replayed.task_id:
             raise ConfigError(
                 f"task {recorded.number} was {recorded.task_id} and is {replayed.task_id} now: the environment gives "
@@ -151,7 +151,7 @@ class Comparison:
         self._end(recorded, replayed)
 
     def _all_differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
-        """Sub-agents come first: the agent that started them got its answer later."""
+        """All differences, those of sub-agents first, since the agent that started them got its answer later."""
         name, now = recorded.rollout_id, {each.number: each.messages for each in replayed.every_subagent()}
         for each in recorded.every_subagent():
             for difference in self._differences(name, each.messages, now.get(each.number, [])):
@@ -170,7 +170,7 @@ class Comparison:
                 asked.append(call)
                 continue
             if message.get("content") == NOT_FINISHED or place not in now:
-                continue  # nobody read it, or the replay ended before it, which its end says
+                continue  # no one read it, or the replay ended before it, which `_end` reports
             was, is_now = _content(message), _content(now[place])
             self.observations += turn > 0
             if was == is_now:
@@ -190,7 +190,7 @@ class Comparison:
                 self._other(recorded, "reward", f"{recorded.reward:g}", f"{replayed.reward:g}")
             if recorded.outcome is not replayed.outcome:
                 self._other(recorded, "ending", recorded.outcome.value, replayed.outcome.value)
-        elif ENDS not in replayed.error or recorded.outcome is not Outcome.BUDGET:  # the clock runs otherwise
+        elif ENDS not in replayed.error or recorded.outcome is not Outcome.BUDGET:  # the clock runs differently
             self._other(recorded, "played", recorded.outcome.value, replayed.error)
 
     def _other(self, recorded: Trajectory, what: str, was: str, now: str) -> None:
@@ -198,7 +198,7 @@ class Comparison:
 
 
 def _calls(message: Message) -> str:
-    """All that the agent wrote: its calls, or its text where calls are written as text."""
+    """The text of the agent's calls, or the whole message where calls are written as text."""
     calls = message.get("tool_calls") or ()
     return "\n".join(str(call["function"]["arguments"]) for call in calls) or str(message.get("content") or "")
 

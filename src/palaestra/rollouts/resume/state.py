@@ -1,7 +1,7 @@
 """The work that an earlier part of a run has done, read from its journal, so that a resumed run repeats none of it.
 
-A finished group is taken as it is. Of an unfinished group the finished rollouts are kept. A rollout that the end of the
-run or the model server cut off counts as missing; its recorded turns are a `CutOff`, from which it can continue.
+Finished groups are kept unchanged, and so are the finished rollouts of unfinished groups. A rollout that the end of the
+run or the model server cut off counts as missing; its recorded turns are in a `CutOff`, from which it can continue.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
 class CutOff:
     """An unfinished rollout: its turns and the hash of its tools.
 
-    `replies` are those recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is the
-    record of the cut-off rollout, or None if the run was killed before it was written. A rollout with a `parent` has
-    the turns that it continues in `events` too.
+    `replies` has the replies recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is
+    the record of the cut-off rollout, or None if the run was killed before it was written. With a `parent`, `events`
+    also has the turns that the rollout continues.
     """
 
     tools_hash: str
@@ -60,7 +60,7 @@ class CutOff:
         return [event for event in self.events if event.turn >= first]
 
     def add(self, event: TurnTaken) -> None:
-        """Add a turn. It replaces an earlier attempt at the same turn and all after that."""
+        """Add a turn. It replaces an earlier attempt at the same turn and all turns after it."""
         while event.turn and self.events and self.events[-1].turn >= event.turn:
             self.events.pop()
         self.replies = [(min(place, len(self.events)), reply) for place, reply in self.replies]
@@ -72,12 +72,12 @@ class CutOff:
         return [reply for place, reply in self.replies if place >= len(self.events)]
 
     def paid(self) -> list[tuple[int, int]]:
-        """The tokens read and written of each reply of the model."""
+        """The tokens read and written for each reply of the model."""
         others = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
         return [event.tokens for event in self.own] + [reply.tokens for reply in others]
 
     def record(self, rollout_id: str, group: Group, index: int, prices: Prices | None) -> Trajectory:
-        """The record of an attempt that is not continued, with its messages and its cost."""
+        """The record of an attempt that will not be continued, with its messages and its cost."""
         prompt_tokens, completion_tokens = map(sum, zip((0, 0), *self.paid(), strict=True))
         return Trajectory(
             rollout_id=rollout_id,
@@ -101,8 +101,8 @@ class CutOff:
 class EarlierWork:
     """The work of a run so far: `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
 
-    `asked` has a checksum of each group's prompt by group id, `tasks` each task's id by its number. `turns` are those
-    of the finished rollouts that others of their group can continue, by rollout id. `run` is None for a new run.
+    `asked` has a checksum of each group's prompt by group id, `tasks` each task's id by its number. `turns` has, by
+    rollout id, the turns of finished rollouts that others of their group can continue. `run` is None for a new run.
     """
 
     run: RunStarted | None = None
@@ -115,7 +115,7 @@ class EarlierWork:
 
 
 def read_finished(path: Path) -> EarlierWork:
-    """Read a journal. Raises `ConfigError` if it does not begin with a run, or lines are missing."""
+    """Read a journal. Raises `ConfigError` if it does not begin with a run or lacks lines."""
     events = read_journal(path)
     run = next(events, None)
     if run is None:
@@ -132,7 +132,7 @@ def read_finished(path: Path) -> EarlierWork:
 
 
 class _Reader:
-    """Follows the events of one run."""
+    """Collects the work from the events of one run."""
 
     def __init__(self, run: RunStarted) -> None:
         self._work = EarlierWork(run)
@@ -171,7 +171,7 @@ class _Reader:
                 if anew:
                     cut_off.pop(rollout_id, None)
                 elif rollout_id in cut_off:
-                    cut_off[rollout_id].ended = None  # its cost is now part of the continued rollout
+                    cut_off[rollout_id].ended = None  # the continued rollout now has its cost
             case AttemptDiscarded(trajectory=trajectory):
                 cut_off.pop(trajectory.rollout_id, None)
             case RolloutEnded(trajectory=trajectory):
@@ -191,7 +191,7 @@ class _Reader:
                 pass
 
     def settled(self) -> EarlierWork:
-        """The work without the rollouts that were cut off; a group that has one of them has not ended."""
+        """The work without the rollouts that were cut off. A group with such a rollout has not ended."""
         work = self._work
         for number, group in list(work.ended.items()):
             rollouts = work.rollouts[group.group_id]
@@ -217,13 +217,12 @@ def taken_until(events: Sequence[TurnTaken], turn: int) -> list[TurnTaken]:
 
 
 def _in_the_middle(event: TurnTaken) -> bool:
-    """Whether a turn was cut off during a call. The marker is searched in text: some agents write calls as text."""
+    """Whether a turn was cut off during a call. The marker is searched in the text, as some agents write calls so."""
     return any(_NOT_FINISHED in str(message.get("content")) for message in event.messages)
 
 
 def repair(path: Path) -> bool:
-    """Remove a torn or damaged last line, since lines appended after it could not be read. Returns whether there was
-    one."""
+    """Remove a torn or damaged last line, since lines appended after it could not be read. Returns whether it did."""
     with path.open("r+b") as file:
         size, last = 0, b"\n"
         for line in file:

@@ -1,6 +1,7 @@
-"""Sends spans to a collector: OTLP over HTTP, in batches, from a thread of the SDK's.
+"""Sends spans to a collector by OTLP over HTTP, in batches, from a thread of the SDK.
 
-A collector that is slow, absent or full costs spans, one warning and at most `GRACE_S` at the end of a run.
+If the collector is slow, absent or full, spans are lost, one warning is printed, and the run's end waits at most
+`GRACE_S`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from palaestra.rollouts.observe.tracing.otel import Spans
 
 EXPORT_S = 5.0
-"""How long one batch may take."""
+"""How long sending one batch may take."""
 
 GRACE_S = 10.0
 """How long the end of a run waits for the last batches."""
@@ -32,7 +33,7 @@ Note = Callable[[str], None]
 async def traced(
     endpoint: str, note: Note, *, env: str, model: str, provider: str, run_id: str, content: bool = False
 ) -> AsyncIterator[Spans | None]:
-    """The spans of a run, sent to `endpoint`. None, with a warning, without the extra `otel`."""
+    """The spans of a run, sent to `endpoint`. Yields None, with a warning, if the extra `otel` is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -49,7 +50,7 @@ async def traced(
     loop = asyncio.get_running_loop()
 
     def lost(text: str) -> None:
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the loop may have ended
             loop.call_soon_threadsafe(note, text)
 
     exporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=EXPORT_S)
@@ -68,13 +69,13 @@ async def traced(
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL for spans: the endpoint, with the protocol's path if it has none."""
+    """The URL for spans: the endpoint, with the protocol's path if it has no path."""
     parts = urlsplit(endpoint)
     return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else endpoint
 
 
 def _warning_once(exporter: SpanExporter, endpoint: str, note: Note) -> SpanExporter:
-    """The exporter, which warns the first time that spans are lost."""
+    """Wrap the exporter so that it warns the first time that spans are lost."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class WarningExporter(SpanExporter):
@@ -83,7 +84,7 @@ def _warning_once(exporter: SpanExporter, endpoint: str, note: Note) -> SpanExpo
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             try:
                 result = exporter.export(spans)
-            except Exception:  # whatever its HTTP client raises, to a run it is a lost batch
+            except Exception:  # for a run, any error of the HTTP client is a lost batch
                 result = SpanExportResult.FAILURE
             if result is not SpanExportResult.SUCCESS and not self.warned:
                 self.warned = True

@@ -1,7 +1,7 @@
 """OpenTelemetry spans with the names and attributes of its conventions for generative AI (extra `otel`).
 
-A group is a trace of its own, linked to the run's span: one trace for a whole night would be too large to display.
-Texts (prompts, replies, arguments, results) are on spans only when asked for. Attributes without a conventional name
+Each group has its own trace, linked to the run's span, because one trace for a whole run would be too large to display.
+Texts (prompts, replies, arguments, results) are put on spans only on request. Attributes without a conventional name
 are under `palaestra.`.
 
 Source: OpenTelemetry semantic conventions for generative AI, client and agent spans, status Development, 2026. Messages
@@ -40,7 +40,7 @@ from palaestra.tools.tool import ToolOutcome
 
 
 def messages_text(messages: Sequence[Message], finish_reason: str | None = None) -> str:
-    """The messages as JSON text. With a `finish_reason` they are a model's reply."""
+    """The messages as JSON text. With a `finish_reason`, they are a reply of the model."""
     ended = {} if finish_reason is None else {"finish_reason": finish_reason}
     return json.dumps([{"role": said.role, "parts": _parts(said)} | ended for said in chat_messages(messages)])
 
@@ -72,8 +72,8 @@ _REQUEST = {name: f"gen_ai.request.{name}" for name in ("temperature", "max_toke
 class Spans:
     """The spans of one run: a subscriber to its events, and middleware for its model and tool calls.
 
-    `provider` is the kind of server that the model is behind; `content` puts texts on spans. `start` opens the run's
-    span, `end` closes whatever is open.
+    `provider` is the kind of model server; `content` puts texts on spans. `start` opens the run's span, and `end`
+    closes all open spans.
     """
 
     def __init__(self, tracer: Tracer, *, env: str, model: str, provider: str, run_id: str, content: bool = False):
@@ -84,7 +84,8 @@ class Spans:
         self._run_id = run_id
         self._run: Span | None = None
         self._open: dict[str, list[tuple[str, Span]]] = {}
-        """The open spans of each group and rollout, outermost first, with their stages; "" is its own span."""
+        """The open spans of each group and rollout, outermost first, each with its stage; the stage "" is the group's
+        or rollout's own span."""
 
     def start(self) -> None:
         attributes = {"palaestra.run.id": self._run_id, "palaestra.environment": self._env, MODEL: self.model[MODEL]}
@@ -140,7 +141,7 @@ class Spans:
             self._leave(event.name, event.left, event.error)
 
     def _enter(self, name: str, stage: str) -> None:
-        if stage == "tool":  # has spans of its own
+        if stage == "tool":  # tool calls have their own spans
             return
         if stage == "agent":
             agent = {OPERATION: "invoke_agent", "gen_ai.agent.name": self._env, CONVERSATION: name}
@@ -166,7 +167,7 @@ class Spans:
     def _begin(
         self, name: str, stage: str, title: str, attributes: Attributes, context: Context, links: Sequence[Link] = ()
     ) -> None:
-        # a half surrogate pair, as models write them, would cost the whole batch of spans
+        # a lone surrogate, which models sometimes write, would lose the whole batch of spans
         span = self._tracer.start_span(plain(title), context, attributes=plain(attributes), links=links)
         self._open.setdefault(name, []).append((stage, span))
 
@@ -181,7 +182,7 @@ class Spans:
 
     @contextmanager
     def _call(self, rollout_id: str, name: str, attributes: Attributes, kind: SpanKind) -> Iterator[Span]:
-        """A span of a call, within the call that it is part of (`delegate_task`), else within its rollout's stage."""
+        """A span of a call, inside that of the call that made it (`delegate_task`) or of its rollout's stage."""
         outer, within = get_current_span(), self._context(rollout_id)
         same = outer.get_span_context().trace_id == get_current_span(within).get_span_context().trace_id
         with self._tracer.start_as_current_span(
@@ -199,7 +200,7 @@ class Spans:
                 raise
 
     def tool(self, rollout_id: str) -> ToolMiddleware:
-        """A span over each call of the rollout's agent."""
+        """Tool middleware that puts a span around each call of the rollout's agent."""
 
         async def traced(call: CheckedCall, then: Next) -> ToolOutcome:
             if not call.by_agent or call.conversation:
@@ -218,7 +219,7 @@ class Spans:
         return traced
 
     def chat(self, rollout_id: str) -> ChatMiddleware:
-        """A span over each model call of the rollout."""
+        """Chat middleware that puts a span around each model call of the rollout."""
 
         async def traced(call: ChatCall, ask: Ask) -> ChatCompletion:
             attributes: dict[str, AttributeValue] = {OPERATION: "chat", CONVERSATION: rollout_id, **self.model}
@@ -228,7 +229,7 @@ class Spans:
                 attributes["gen_ai.input.messages"] = messages_text(call.messages)
             with self._call(rollout_id, f"chat {self.model[MODEL]}", attributes, SpanKind.CLIENT) as span:
                 completion = await ask(call)
-                with suppress(AttributeError, TypeError, ValueError):  # a foreign server may answer in any shape
+                with suppress(AttributeError, TypeError, ValueError):  # a custom server may answer in any shape
                     self._describe_reply(span, completion)
                 return completion
 

@@ -1,8 +1,8 @@
 """Runs the client of a tracking service in a child process: `start_tracker` and `ChildTracker`.
 
-Such clients import for seconds, capture the terminal, print, block on networks and input, and install exit hooks. A
-child that reads lines from a pipe keeps all of that away from the run, and ends with it. Invariant: only `aclose` waits
-for the child, for `GRACE_S` at most; lines that do not fit into the pipe are dropped, with one warning.
+Such clients take seconds to import, capture the terminal, print, block on networks and input, and install exit hooks. A
+child process that reads lines from a pipe keeps all of that away from the run, and ends with the run. Invariant: only
+`aclose` waits for the child, for `GRACE_S` at most; lines that do not fit into the pipe are dropped, with one warning.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ GRACE_S = 30.0
 WORKER = "palaestra.rollouts.observe.trackers.worker"
 
 MOST_WAITING = 4_000_000
-"""Bytes that may wait for a child that does not read; then lines are dropped."""
+"""How many bytes may wait for a child that does not read. Beyond that, lines are dropped."""
 
 Note = Callable[[str], None]
 
 
 class ChildTracker:
-    """The tracker in the process `child`, which reads JSON lines. Its output is in the file `log`."""
+    """The tracker in the process `child`, which reads JSON lines and writes its output to the file `log`."""
 
     def __init__(
         self, name: str, child: asyncio.subprocess.Process, log: Path, note: Note, *, grace_s: float = GRACE_S
@@ -46,11 +46,11 @@ class ChildTracker:
         self._closed = False
 
     def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
-        """Send figures on."""
+        """Send metrics to the child."""
         self._send({"step": step, "numbers": dict(numbers)})
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:
-        """Send rollouts on."""
+        """Send rollouts to the child."""
         self._send({"step": step, "table": name, "rows": [list(row) for row in rollouts]})
 
     def _send(self, line: dict[str, JSON]) -> None:
@@ -64,7 +64,7 @@ class ChildTracker:
             self._pipe.write(json.dumps(line).encode() + b"\n")
 
     async def aclose(self) -> None:
-        """End the child: it gets the end of its input and a while; then it is killed. Idempotent."""
+        """Close the child's input, wait for its end, and kill it if that takes too long. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -81,7 +81,7 @@ class ChildTracker:
                 await self._child.wait()
 
     def _trouble(self, what: str) -> None:
-        """Report the first problem."""
+        """Report a problem, the first time only."""
         if not self._told:
             self._told = True
             self._note(f"WARNING: {self.name} {what}; the run goes on, and metrics.jsonl has every figure")
@@ -96,9 +96,9 @@ def _last_line(log: Path) -> str:
 
 
 async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTracker | None:
-    """Start the tracker of a service. None, with a warning, if its library is not installed or it cannot start."""
+    """Start the tracker of a service. Returns None, with a warning, without its library or if it cannot start."""
     found = importlib.util.find_spec(service)
-    if found is None or found.origin is None:  # without an origin it is a folder of that name, as the services leave
+    if found is None or found.origin is None:  # without an origin it is only a folder that the service left
         note(f"WARNING: {service} was asked for and is not installed (pip install 'palaestra[{service}]'); going on")
         return None
     log = label.folder / f"{service}.log"
@@ -113,11 +113,11 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
 
 
 async def _started(service: str, log: Path) -> asyncio.subprocess.Process:
-    """The worker, in a session of its own: Ctrl-C in the run's terminal is the run's to handle."""
+    """Start the worker in its own session, so that Ctrl-C in the run's terminal reaches only the run."""
     with open(log, "ab", opener=private) as output:  # noqa: ASYNC230 - a file of a few lines
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # what lies in the working directory is not for import
+            "-P",  # do not import from the working directory
             "-m",
             WORKER,
             service,

@@ -1,6 +1,6 @@
-"""`Tracker`, which shows the metrics of a run, and `RunLabel`, under which it files them. No I/O.
+"""`Tracker`, which shows the metrics of a run, and `RunLabel`, under which it files them. This module does no I/O.
 
-Invariant: a tracker neither delays nor breaks the run. `metrics.jsonl` is always one of them; services are reached
+Invariant: a tracker neither delays nor breaks the run. Metrics always go to `metrics.jsonl`; services are reached
 through `subprocess_tracker`.
 """
 
@@ -31,7 +31,7 @@ class RunLabel:
     group: str | None = None
 
     def to_json(self) -> dict[str, JSON]:
-        """For another process."""
+        """The label as JSON data, for the worker process."""
         return asdict(self) | {"folder": str(self.folder), "settings": dict(self.settings)}
 
 
@@ -39,13 +39,13 @@ class Tracker(Protocol):
     """Takes a run's metrics. `step` is the number of finished groups and never decreases."""
 
     def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
-        """Take metrics, which may be texts. Does not block; the first failure is reported and not raised."""
+        """Record metrics, which may be texts. Does not block. The first failure is reported; none is raised."""
         ...
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:
-        """Take rollouts to display. A tracker of numbers alone ignores them."""
+        """Display rollouts. A tracker that shows only numbers ignores them."""
         ...
 
     async def aclose(self) -> None:
-        """Send the rest, within a time limit. Idempotent."""
+        """Send the remaining data within a time limit. Idempotent."""
         ...

@@ -1,6 +1,6 @@
-"""Trackio, in the worker's process: figures as a run's history, kept on this machine.
+"""The Trackio client of the worker process: metrics as a run's history, kept on this machine.
 
-It writes where Trackio always does (its own variable `TRACKIO_DIR` moves that), so that `trackio show` finds the run.
+It writes to Trackio's usual folder (which the variable `TRACKIO_DIR` changes), so that `trackio show` finds the run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import trackio
 
 
 class TrackioClient:
-    """One run, without measurements of the machine."""
+    """One run, without system metrics of the machine."""
 
     def __init__(self, label: Mapping[str, Any]) -> None:
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        known = inspect.signature(trackio.init).parameters  # the last came later than the others
+        known = inspect.signature(trackio.init).parameters  # the last parameter came in a later release
         self._run = trackio.init(
             project=label["project"],
             name=label["name"],
@@ -28,14 +28,14 @@ class TrackioClient:
         )
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add to the history."""
+        """Add metrics to the history."""
         self._run.log(dict(numbers), step=step)
 
     def show(self, step: int, name: str, rows: list[tuple[str, float]]) -> None:
-        """Texts and scores, one entry each: a table of Trackio's would need pandas."""
+        """Show texts and scores as one entry each, since Trackio's tables need pandas."""
         for number, (text, score) in enumerate(rows):
             self._run.log({f"{name}/{number}/text": text, f"{name}/{number}/score": score}, step=step)
 
     def finish(self) -> None:
-        """Send the rest."""
+        """Send the remaining data."""
         self._run.finish()

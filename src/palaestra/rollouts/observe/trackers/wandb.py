@@ -1,7 +1,7 @@
-"""Weights & Biases, in the worker's process: figures as a run's history, rollouts as a table.
+"""The Weights & Biases client of the worker process: metrics as a run's history, rollouts as a table.
 
 Its files are in the run's folder, under `wandb/`; `wandb sync` uploads offline runs. Invariant: it never prompts for a
-key. Without a stored key and a mode, it writes offline.
+key. Without a stored key, it writes offline unless a mode is set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {
     "x_save_requirements": False,
     "x_disable_stats": True,
 }
-"""Figures only: the terminal is not captured, and neither code, packages nor this process's load are sent."""
+"""Only metrics are sent: no terminal output, code, packages or system load."""
 
 
 class WandbClient:
@@ -43,20 +43,20 @@ class WandbClient:
         )
 
     def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
-        """Add to the history."""
+        """Add metrics to the history."""
         self._run.log(dict(numbers), step=step)
 
     def show(self, step: int, name: str, rows: list[tuple[str, float]]) -> None:
-        """A table of texts and scores."""
+        """Show a table of texts and scores."""
         self._run.log({name: wandb.Table(columns=["text", "score"], data=[list(row) for row in rows])}, step=step)
 
     def finish(self) -> None:
-        """Send the rest."""
+        """Send the remaining data."""
         self._run.finish()
 
 
 def _key_is_stored() -> bool:
     try:
         return bool(wandb.login(prompt=False, verify=False))
-    except TypeError:  # releases before `prompt`
+    except TypeError:  # releases without `prompt`
         return bool(wandb.api.api_key)

@@ -1,7 +1,7 @@
-"""The process that speaks to a tracking service: `python -m palaestra.rollouts.observe.trackers.worker SERVICE`.
+"""The process that talks to a tracking service: `python -m palaestra.rollouts.observe.trackers.worker SERVICE`.
 
-It reads JSON lines from its standard input (first the run's label, then metrics and rollouts) to the end and then
-finishes the run. It uses the standard library and the service's own client only.
+It reads JSON lines from standard input (first the run's label, then metrics and rollouts) until the end and then
+finishes the run. It uses only the standard library and the service's own client.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Client(Protocol):
-    """One service, from here on."""
+    """The client of one service in the worker process."""
 
     def log(self, step: int, numbers: Mapping[str, float | str]) -> None: ...
 
@@ -27,11 +27,11 @@ SERVICES = {
     "trackio": "palaestra.rollouts.observe.trackers.trackio:TrackioClient",
     "wandb": "palaestra.rollouts.observe.trackers.wandb:WandbClient",
 }
-"""A new one is a file with a `Client`, and its line here. The name is also that of its library and of our extra."""
+"""To add a service, write a module with a `Client` and add a line here. Its library and our extra share the name."""
 
 
 def main() -> None:
-    """Serve one run."""
+    """Send one run's data to the service."""
     module, _, name = SERVICES[sys.argv[1]].partition(":")
     lines = iter(sys.stdin.buffer.readline, b"")
     label: dict[str, Any] = json.loads(next(lines))
