@@ -1,9 +1,9 @@
-"""`Agent`: a model with tools, for a program that wants an answer and no environment.
+"""`Agent`: a model with tools, for programs that need an answer and have no environment.
 
     result = await Agent("Qwen/Qwen3-8B", base_url="http://localhost:8000/v1", tools=[forecast, "terminal"]).run("…")
     print(result.final_response)
 
-It is the agent loop of rollouts with a server, tools and a sandbox of its own. Nothing is recorded or scored.
+It runs the agent loop of rollouts with its own server, tools and sandbox. Nothing is recorded or scored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ToolSource: TypeAlias = Tool | Callable[..., object] | str
 
 
 class Agent:
-    """Answers prompts with a model and tools. `tools` are tools, typed functions and names of toolsets.
+    """Answers prompts with a model. `tools` holds tools, typed functions and names of toolsets.
 
     The model is `model` at `base_url`, or a `server` (`APIServerConfig`, or several). `sandbox` is an open sandbox that
     the tools work in; without one, each `run` that needs a sandbox gets a new one, without a network. Raises
@@ -67,12 +67,12 @@ class Agent:
             raise ConfigError('an Agent needs a model server: base_url="http://127.0.0.1:8000/v1", or server=')
         self._servers = server or APIServerConfig(model_name=model, base_url=base_url, api_key=api_key)
         with python_names():
-            ServerGroup(self._servers)  # checks the settings early; each run opens connections of its own
+            ServerGroup(self._servers)  # checks the settings early; each run opens its own connections
 
     async def run(self, prompt: str | Sequence[Message]) -> AgentResult:
         """Converse until the model is done or a limit is reached. `prompt` is the user's message, or messages.
 
-        A failing server or sandbox is the result's `outcome` and `error`. Raises `EngineError` for a server that does
+        The result's `outcome` and `error` report a failing server or sandbox. Raises `EngineError` if the server does
         not answer at the start.
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
@@ -106,7 +106,7 @@ class Agent:
             return await loop.run(messages)
 
     def run_sync(self, prompt: str | Sequence[Message]) -> AgentResult:
-        """`run` for code that is not async, and for notebooks, whose own loop is running."""
+        """`run` for synchronous code and for notebooks, where an event loop is already running."""
         return run_blocking(self.run(prompt))
 
 

@@ -1,8 +1,8 @@
-"""`AtroposAgent`: an agent that writes its tool calls as Hermes XML, over the one loop.
+"""`AtroposAgent`: an agent that writes its tool calls as Hermes XML, on top of the one agent loop.
 
-For environments of the `AgentEnv` form, and for running one agent by hand. Not a second loop: `HermesAgentLoop` runs
-it, `HermesText` translates. Invariant: however it ends, cancellation included, `agent.result` is a complete trajectory
-whose messages are the text turns that the model saw and wrote.
+It serves environments of the `AgentEnv` form and code that runs one agent by hand. `HermesAgentLoop` runs it, and
+`HermesText` translates its calls. Invariant: however it ends, cancellation included, `agent.result` is a complete
+trajectory whose messages are the text turns that the model saw and wrote.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AGENT_SYSTEM_PROMPT = (
 
 
 class CallResult(Protocol):
-    """What running a call gives: a `ToolResult`, or the `ExecutionResult` of an environment's `exec_tool`."""
+    """The result of a call: a `ToolResult`, or the `ExecutionResult` of an environment's `exec_tool`."""
 
     @property
     def success(self) -> bool: ...
@@ -55,23 +55,23 @@ class AgentConfig:
 
     temperature: float = 0.7
     max_tokens: int | None = 4096
-    """Per reply; None leaves it to the server."""
+    """The limit of one reply; None leaves it to the server."""
     max_steps: int = 50
-    """Model calls at most."""
+    """The most model calls."""
     system_prompt: str | None = None
-    """Replaces our own. The tools are described below it, unless it has a `<tools>` block of its own."""
+    """Replaces the default prompt. The tools are described below it unless it already has a `<tools>` block."""
     tool_delay_s: float = 0.0
-    """Seconds from the end of one tool call to the start of the next; calls then never run together."""
+    """Seconds from the end of one tool call to the start of the next; if set, calls never run concurrently."""
     working_dir: str | None = None
-    """Where commands run that do not say where; None is the workspace."""
+    """The directory of commands that name none; None is the workspace."""
 
 
 class AtroposAgent:
     """One agent. `run` may be called again after it returned, but not while it runs.
 
-    `execute_tool` runs one call and gives its result; it raises `InfraError` for the world's failure. `tokenizer` is
-    accepted and not used: tokens are the server's, as it sampled them. `on_loop` is given every loop before it starts,
-    for `Subagents`. Raises `ConfigError` for tools without `execute_tool`.
+    `execute_tool` runs one call and returns its result; it raises `InfraError` for an infrastructure failure. Tokens
+    are the server's, as it sampled them: `tokenizer` is accepted and not used. `on_loop` gets every loop before it
+    starts, for `Subagents`. Raises `ConfigError` for tools without `execute_tool`.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class AtroposAgent:
         return await self.converse([*(initial_messages or ()), {"role": "user", "content": task}])
 
     async def converse(self, messages: Sequence[Message]) -> AgentResult:
-        """The same from a whole conversation, which begins with our system prompt unless it brings its own."""
+        """`run` for a whole conversation, with the agent's system prompt in front unless it has one."""
         await self._go_on(self.opening(messages), self.config.max_steps)
         return self.result
 
     async def run_single_turn(self, messages: Sequence[Message], execute_tools: bool = True) -> AgentStep:
-        """One reply to exactly these messages, and its calls; their results too where `execute_tools`."""
+        """Get one reply to exactly these messages, and its calls; with `execute_tools`, run them too."""
         if execute_tools:
             return (await self._go_on(messages, 1)).steps[-1]
         chat = HermesText(self.server)
@@ -135,7 +135,7 @@ class AtroposAgent:
         return steps_of([said], chat.as_text([said], turn))[0]
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation with the system prompt that the agent puts before it."""
+        """The conversation, with the agent's system prompt in front unless it has one."""
         if messages and messages[0].get("role") == "system":
             prompt = with_tools(str(messages[0].get("content") or ""), self.tools.definitions())
             return [{**messages[0], "content": prompt}, *messages[1:]]
@@ -147,7 +147,7 @@ class AtroposAgent:
         return with_tools(prompt, self.tools.definitions())
 
     def new_subagent(self, setup: SubagentSetup) -> TextConversation:
-        """A sub-agent: it speaks, waits between calls and looks for its commands' directory as this one does."""
+        """A sub-agent with this agent's text form, sampling settings, delay between calls and working directory."""
 
         async def execute(call: ToolCall) -> CallResult:
             return result_of((await setup.tools.call(call.name, call.arguments, by_agent=True)).reply)
@@ -182,7 +182,7 @@ class AtroposAgent:
         return TextConversation(self, loop, chat, list(messages))
 
     def _loop(self, chat: HermesText, max_turns: int, earlier: int) -> HermesAgentLoop:
-        """The one loop, set up for this agent. `earlier` turns of the assistant were there before."""
+        """The agent loop, set up for this agent. The history already has `earlier` turns of the assistant."""
 
         def report(turn: Turn, added: list[Message]) -> Awaitable[None] | None:
             return self._on_turn(turn, chat.as_text(added, earlier + turn.number - 1)) if self._on_turn else None
@@ -221,7 +221,7 @@ class AtroposAgent:
 
 @dataclass(frozen=True, slots=True)
 class TextConversation:
-    """One conversation of an `AtroposAgent`. After `run`, however that ended, `loop.result` has it as text."""
+    """One conversation of an `AtroposAgent`. After `run`, however it ended, `loop.result` holds the text form."""
 
     agent: AtroposAgent
     loop: HermesAgentLoop
@@ -237,7 +237,7 @@ class TextConversation:
 
 
 def _tell(result: AgentResult, chat: HermesText, before: int) -> None:
-    """Give the result its history as text, which the model saw, and its steps. `before` messages were the prompt."""
+    """Set the result's steps, and its history as the text the model saw. The first `before` messages are the prompt."""
     answer = result.final_response if len(result.messages) > before else ""
     plain = chat.as_text(result.messages)
     prompt = len(chat.as_text(result.messages[:before]))
@@ -248,7 +248,7 @@ def _tell(result: AgentResult, chat: HermesText, before: int) -> None:
 
 
 def steps_of(messages: Sequence[Message], plain: Sequence[Message]) -> list[AgentStep]:
-    """The assistant's turns in a structured history, each with its calls and results; `plain` is the same as text."""
+    """The assistant's turns in a structured history, with their calls and results; `plain` is the history as text."""
     texts = [str(message["content"]) for message in plain if message["role"] == "assistant"]
     steps: list[AgentStep] = []
     for message in messages:

@@ -1,7 +1,7 @@
 """The limits of one rollout: ceilings for turns, tokens, output and cost, and a wall clock that ends a conversation.
 
-The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The timeout of a request
-belongs to the client, that of a command to the tool.
+The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The client sets the
+timeout of a request, the tool that of a command.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from palaestra.core.io.threads import running_loop
 from palaestra.core.types import JSON, Message, Prices
 
 BYTES_PER_TOKEN = 4
-"""The usual estimate before an engine has counted: English and code have three to five bytes per token."""
+"""The estimate used until an engine has counted: English and code have three to five bytes per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """The use of a rollout so far. Tokens are summed over its model calls, each of which reads the whole conversation;
-    `output_bytes` are those of tool results, as the model reads them."""
+    """A rollout's use so far. Tokens are summed over its model calls, each of which reads the whole conversation;
+    `output_bytes` counts the tool results as the model reads them."""
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -35,9 +35,9 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Ceilings for a whole rollout; None means none. Reaching one ends it with outcome `budget`, which is scored.
+    """Ceilings for a whole rollout; None means no limit. A rollout that reaches one is scored, with outcome `budget`.
 
-    `tokens` are prompt and completion tokens. `cost` is in the currency of `prices`, which it needs. `wall_s` also cuts
+    `tokens` are prompt and completion tokens. `cost` needs `prices` and is in their currency. `wall_s` also cuts
     off a call in progress and does not count `uncharged` time; the others are checked between turns, so the last turn
     may exceed them. Raises `ConfigError` for a cost without prices.
     """
@@ -74,7 +74,7 @@ class Budget:
         return ""
 
     def left(self, used: Used, shares: int) -> Budget:
-        """The remaining budget divided into equal shares. Time is not divided: it passes for all at once."""
+        """The remaining budget divided into equal shares. Time is not divided: it passes for all of them together."""
 
         def share(most: int | None, gone: int) -> int | None:
             return None if most is None else max(0, most - gone) // shares
@@ -103,8 +103,8 @@ class WallClock:
     """The time that one conversation takes, from `start`, and the limit that ends it.
 
     Time that the conversation spends waiting for a slot or for an overloaded model server is not counted
-    (`uncharged`); of several concurrent tasks, one that waits is enough. The limit uses the event loop's clock, all
-    other times the given one.
+    (`uncharged`); if any of several concurrent tasks waits, the clock stops. The limit uses the event loop's clock,
+    all other times the given one.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -126,7 +126,7 @@ class WallClock:
 
     @asynccontextmanager
     async def limited(self, wall_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """End the block with `TimeoutError` after `wall_s` charged seconds; None: never."""
+        """End the block with `TimeoutError` after `wall_s` charged seconds; None sets no limit."""
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(wall_s) as self._limit:
@@ -137,15 +137,15 @@ class WallClock:
             self._limit = None
 
     def charge(self, seconds: float) -> None:
-        """Set the seconds that have passed: for a conversation that began in another process."""
+        """Set the seconds that have passed, for a conversation that began in another process."""
         self._stood_s = self._clock.monotonic()
         self._started_s = self._stood_s - seconds
         self._set_limit()
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Stop the clock during the block. Blocks may overlap, and may run on other threads' loops: the tools of a
-        `ToolSession` wait on its own."""
+        """Stop the clock during the block. Blocks may overlap and may run on other threads' loops, as the tools of a
+        `ToolSession` do."""
         self._on_own_loop(self._stop)
         try:
             yield
@@ -179,7 +179,7 @@ class WallClock:
 
 
 def estimated_tokens(messages: Iterable[Message]) -> int:
-    """An estimate of the tokens of messages that no engine has counted yet."""
+    """An estimate of the tokens in messages that no engine has counted yet."""
     return sum(_text_bytes(message) for message in messages) // BYTES_PER_TOKEN
 
 

@@ -1,9 +1,10 @@
-"""Sub-agents for tool calls that no agent loop of ours makes: whom `delegate_task` asks then, and within what limits.
+"""Sub-agents for `delegate_task` calls that come from outside our agent loop: their models and their limits.
 
     ToolSession(delegates=Delegates(APIServerConfig(base_url="http://127.0.0.1:8000/v1", model_name="m")))
 
-For a `ToolExecutor` and a `ToolSession`, whose callers bring calls and no model. Rollouts have sub-agents of their own
-agent. Invariant: nothing is asked before the first work, and what a task's sub-agents use counts for the task.
+They serve `ToolExecutor` and `ToolSession`, whose callers make calls but have no model. In a rollout, the agent
+creates the sub-agents. Invariant: no model is asked before the first work, and the use of a task's sub-agents counts
+for the task.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 class Delegates:
     """Sub-agents for the tasks of one executor or session; `servers` are their models. Implements `DelegationSource`.
 
-    `max_turns` and the sampling settings are those of each sub-agent; `budget` is for all of one task, but its seconds
-    for each piece of work. `on_end` is told of every sub-agent with the id of its task, however it ended: its `result`
-    has the conversation and, from a token-exact server, the tokens.
+    `max_turns` and the sampling settings are those of each sub-agent; `budget` covers all work of one task, except that
+    its seconds limit each piece of work. `on_end` gets every sub-agent with the id of its task, however it ended: its
+    `result` has the conversation and, from a token-exact server, the tokens.
 
-    Raises `ConfigError` for servers that there cannot be, `EngineError` in a call for one that cannot be had.
+    Raises `ConfigError` for invalid servers, and `EngineError` in a call if a server cannot be reached.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Delegates:
         budget: Budget | None = None,
         on_end: Callable[[str, Subagent], None] | None = None,
     ) -> None:
-        ServerGroup(servers)  # checks the settings early; the ones that are used belong to the loop that opens them
+        ServerGroup(servers)  # checks the settings early; the servers in use belong to the loop that opens them
         self._servers = servers
         self._max_turns = max_turns
         self._temperature = temperature
@@ -58,7 +59,7 @@ class Delegates:
         self._engine: Engine | None = None
 
     def work(self, tools: ToolRuntime) -> Work:
-        """Who works for the task that has these tools."""
+        """The function that does delegated work for the task with these tools."""
         subagents: Subagents | None = None
 
         async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
@@ -73,13 +74,13 @@ class Delegates:
         return work
 
     async def aclose(self) -> None:
-        """Close the connections, when no work is in progress. Later work opens them again. Idempotent."""
+        """Close the connections. Call it when no work is in progress; later work opens them again. Idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.aclose()
 
     async def _above(self, task_id: str) -> HermesAgentLoop:
-        """The loop in place of a task's caller: it never runs, and counts the use of the limits."""
+        """A loop that stands for the task's caller: it never runs, and counts what the sub-agents use."""
         return HermesAgentLoop(
             (await self._opened()).session(SessionContext(task_id)),
             (),

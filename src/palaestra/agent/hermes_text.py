@@ -1,11 +1,11 @@
 """Tool calls as text over any chat server: `<tool_call>` in replies, `<tool_response>` in user turns.
 
-A `ChatServer` around another one, so that the one agent loop also serves models that are prompted for their calls. The
-inner server sees plain text turns and no `tools`; the loop sees structured calls. Not for prompting formats of other
-model families (a token-exact server has those), and not a loop.
+`HermesText` is a `ChatServer` around another one, so that the agent loop also works with models that are prompted to
+write calls. The inner server sees plain text turns and no `tools`; the loop sees structured calls. Token-exact servers
+handle the call formats of other model families.
 
-Invariants: a reply goes back to the server exactly as it was sampled, whatever was read from it (T1); what cannot be
-read stays a malformed call, which the loop answers with an error (T6). Source of the form: Hermes function calling.
+Invariants: a reply goes back to the server exactly as it was sampled, whatever was parsed from it (T1); the loop
+answers a call that cannot be parsed with an error (T6). Source of the format: Hermes function calling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _Said: TypeAlias = tuple[int, str, tuple[tuple[str, str, str], ...]]
 
 
 def with_tools(prompt: str, schemas: Sequence[Mapping[str, JSON]]) -> str:
-    """The system prompt with the tools described below it. One that has a `<tools>` block already stays as it is."""
+    """The system prompt with the tools described below it. A prompt that already has a `<tools>` block is unchanged."""
     if not schemas or "<tools>" in prompt:
         return prompt
     listed = "\n".join(json.dumps(schema.get("function", schema), ensure_ascii=False) for schema in schemas)
@@ -57,7 +57,7 @@ def with_tools(prompt: str, schemas: Sequence[Mapping[str, JSON]]) -> str:
 
 
 class HermesText(ChatServer):
-    """The adapter, for one rollout. `as_text` gives the conversation as the inner server saw it."""
+    """The adapter of one rollout. `as_text` returns the conversation as the inner server saw it."""
 
     def __init__(self, inner: ChatServer) -> None:
         self._inner = chat_server(inner)
@@ -76,9 +76,9 @@ class HermesText(ChatServer):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """One reply, its calls read from its text. `tools` only types arguments; the prompt must describe them.
+        """One reply, with the calls parsed from its text. `tools` only types arguments; the prompt must describe them.
 
-        Raises what the inner server raises, and `EngineReplyError` for a reply without a message.
+        Raises the inner server's errors, and `EngineReplyError` for a reply without a message.
         """
         given: dict[str, JSON] = {"temperature": temperature, "max_tokens": max_tokens, "extra_body": extra_body}
         request = {name: value for name, value in given.items() if value is not None} | sampling
@@ -95,7 +95,7 @@ class HermesText(ChatServer):
 
     @property
     def ledger(self) -> Ledger | None:
-        """The inner server's."""
+        """The inner server's ledger."""
         return self._inner.ledger
 
     def get_state(self) -> dict[str, JSON] | None:
@@ -105,7 +105,7 @@ class HermesText(ChatServer):
     def as_text(self, messages: Sequence[Message], turn: int = 0) -> list[Message]:
         """Structured messages as plain turns; neighbouring tool answers are one user turn, joined by newlines.
 
-        `turn` is the number of assistant turns before these messages.
+        `turn` counts the assistant turns before these messages.
         """
         plain: list[Message] = []
         answering = False
@@ -131,14 +131,14 @@ class HermesText(ChatServer):
         return self._observed[text]
 
     def _spoken(self, message: Message, turn: int) -> Message:
-        """An assistant message as it was sampled here; one that came from elsewhere is written out."""
+        """An assistant message as it was sampled here; calls of a message from elsewhere are written as text."""
         calls = _calls_of(message)
         content = str(message.get("content") or "")
         sampled = self._sampled.get(_key(turn, content, calls))
         return dict(sampled) if sampled is not None else {"role": "assistant", "content": written(content, calls)}
 
     def _read(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
-        """The reply for the loop; the sampled text is kept."""
+        """The reply with structured calls, for the loop. The sampled text is kept."""
         content, reasoning, calls = reply.content, reply.reasoning, reply.calls
         sampled: Message = {"role": "assistant", "content": written(content, calls)}
         if reasoning:
@@ -188,9 +188,9 @@ def result_in(element: str) -> ToolResult:
 
 
 def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
-    """The calls of one turn as text, in order: name, arguments, and the `<tool_response>` element that answered it.
+    """The calls of one turn as text, in order: name, arguments, and the `<tool_response>` element that answers it.
 
-    Empty if the two messages, a reply and the user's answer, are not such a turn.
+    Yields nothing unless the messages are a reply with calls and a user turn that answers each of them.
     """
     said, *seen = [str(message.get("content") or "") for message in messages]
     calls = get_parser("hermes").parse(said, tools=(), cut=False).all_tool_calls or ()
@@ -201,7 +201,7 @@ def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
 
 
 def _elements(text: str) -> Iterator[str]:
-    """The elements of a text. Their JSON may contain tags."""
+    """The `<tool_response>` elements of a text. Their JSON may contain tags."""
     place = 0
     while text.startswith(_ANSWER, place):
         try:
@@ -224,15 +224,15 @@ def result_text(success: bool, output: str, error: str, metadata: Mapping[str, J
 
 
 def result_from(text: str) -> ToolResult:
-    """The result in a tool message; the loop's own refusals are failures. It has no id: a result belongs to the call
-    at its place, and an id would only cost tokens."""
+    """The result in a tool message; the loop's own refusals are failures. It has no id, which would only cost tokens:
+    the order assigns results to calls."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         return ToolResult(True, text)
     if not isinstance(fields, dict):
         return ToolResult(True, text)
-    if all(isinstance(fields.get(name), kind) for name, kind in _RESULT.items()):  # other text may look like one
+    if all(isinstance(fields.get(name), kind) for name, kind in _RESULT.items()):  # a result has all these keys
         return ToolResult(fields["success"], fields["output"], fields["error"], fields["metadata"])
     if fields.get("error"):
         return ToolResult(False, error=str(fields["error"]))

@@ -24,11 +24,11 @@ from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.tools.runtime.runtime import ToolRuntime, tools_of_task
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
-"""Called after every turn with the turn and the messages that it added. Not called for a turn that cancellation cut."""
+"""Called after every turn with the turn and the messages that it added, except for a turn cut off by cancellation."""
 
 
 class _End(NamedTuple):
-    """Why a rollout ended."""
+    """The reason why a rollout ended."""
 
     outcome: Outcome
     error: str = ""
@@ -40,7 +40,7 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """The default handler: the tools of the package, in a slot of the task's own; in a rollout of this name, its."""
+    """The default handler: the package's tools in the task's own slot, or the tools of the rollout of that name."""
     if (found := tools_of_task(task_id)) is not None:
         return await found.tools().handle(name, arguments)
     from palaestra.tools.runtime.function_calls import handle_function_call_async  # imports the sandbox
@@ -110,11 +110,11 @@ class HermesAgentLoop:
     async def run(self, messages: list[Message], *, after: AgentResult | None = None) -> AgentResult:
         """Converse until the end, extending `messages` in place.
 
-        Infrastructure failures are outcomes of the result. Cancellation, configuration errors and bugs are raised;
-        `self.result` is complete then too.
+        Infrastructure failures are outcomes of the result. Cancellation, configuration errors and bugs are raised, and
+        `self.result` is still complete.
 
-        `after` is the result of an earlier part of the conversation, which is counted. Budgets of tokens and cost are
-        for the whole; `max_turns` and budgets of time and output are for this part.
+        `after` is the result of an earlier part of the conversation. Budgets of tokens and cost include that part;
+        `max_turns` and budgets of time and output cover only this one.
         """
         result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
         if after is not None:
@@ -151,14 +151,14 @@ class HermesAgentLoop:
         )
 
     def delegated(self, loop: HermesAgentLoop) -> None:
-        """Add the use of a sub-agent."""
+        """Add a sub-agent's use of the budget."""
         used = loop.used()
         self.result.usage.merge(loop.result.usage)
         self._delegated_turns += used.turns
         self._output_bytes += used.output_bytes
 
     def resize_tool_pool(self, size: int) -> None:
-        """Kept for callers of the thread-based loop. Does nothing: tools are coroutines and need no threads."""
+        """Does nothing: tools are coroutines and need no threads. Kept for callers of the thread-based loop."""
 
     async def _within_time(self, result: AgentResult) -> _End:
         """Converse within the wall-clock budget. Infrastructure failures become outcomes."""
@@ -170,7 +170,7 @@ class HermesAgentLoop:
                 return end
         except ContextExceeded as error:
             self.failure = error
-            # A prompt that never fitted is a mistake of the run; a conversation that grew too long is the agent's.
+            # A prompt that never fitted is the run's mistake; a conversation that grew too long is the agent's.
             return _End(Outcome.LENGTH, str(error)) if result.turns_used else _failed(Outcome.API_ERROR, error)
         except EngineError as error:
             self.failure = error
@@ -195,7 +195,7 @@ class HermesAgentLoop:
         return None
 
     async def _turn(self, result: AgentResult) -> _End | None:
-        """One model call and its tool calls. Returns how the rollout ended, None if it continues."""
+        """One model call and its tool calls. Returns how the rollout ended, or None if it continues."""
         asked_s = self.clock.monotonic()
         reply = await self._ask(result)
         turn = self._record(result, reply, self.clock.monotonic() - asked_s)
@@ -205,7 +205,7 @@ class HermesAgentLoop:
         if any_valid:
             return None
         if reply.cut_off:
-            used_up = self.budget.used_up(self.used())  # the budget shortens the last reply, so it comes first
+            used_up = self.budget.used_up(self.used())  # the budget shortens the last reply, so it is checked first
             return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
         return None if reply.calls else _End(Outcome.NATURAL)
 
@@ -233,7 +233,7 @@ class HermesAgentLoop:
         return turn
 
     async def _answer(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
-        """Run the calls and append their answers, even when it fails. Returns whether any call was valid."""
+        """Run the calls and append their answers, even if running fails. Returns whether any call was valid."""
         answers = self._calls.check(reply.calls, cut_off=reply.cut_off)
         valid = sum(answer.checked is not None for answer in answers)
         result.tool_calls_attempted += len(answers)

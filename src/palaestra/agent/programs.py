@@ -1,14 +1,14 @@
-"""Agents that others wrote, as programs that run in a slot and ask a model at an address that they are given.
+"""Third-party agents: programs that run in a slot and call a model at a configured address.
 
 `program_named` finds one: `codex`, `claude-code`, `opencode`, `pi`, `mini-swe-agent`, or any command line. A program is
-installed once on this machine, and slots see it read-only; `launch` writes its settings and returns its command line.
+installed once on this machine, and slots see it read-only; `launch` returns its command line and its settings files.
 The rollout starts it, waits, ends it and keeps its output (`rollouts/program_agent.py`).
 
 A command line gets the task on its standard input and in `PALAESTRA_PROMPT_FILE`, and the model in `OPENAI_BASE_URL`,
 `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `PALAESTRA_MODEL`.
 
-The environment's tools are an MCP server, which each program finds in its own form of settings. A command line finds
-it in the file that `PALAESTRA_MCP_CONFIG` names. An agent that knows no MCP gets a program that calls them.
+An MCP server offers the environment's tools; each program finds it in its own settings format. A command line finds
+it in the file that `PALAESTRA_MCP_CONFIG` names. An agent without MCP support gets a program that calls the tools.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MODEL = "policy"
 TOOL_SERVER = "environment"
 """The name of the MCP server with the environment's tools."""
 TOOL_S = 3600
-"""How long agents wait for a tool, which ends its own calls earlier."""
+"""How long agents wait for a tool. Tools end their own calls earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAssignment:
     """The task of a program and its model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's. `tools_url`
-    is the MCP server of the environment's tools, empty if there are none; the key is the same."""
+    is the MCP server of the environment's tools, empty if there are none. All three use the same key."""
 
     prompt: str
     url: str
@@ -55,7 +55,7 @@ class AgentAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a program is started: its command, files that are written before (by path in the slot), variables, input."""
+    """How to start a program: its command, the files to write first (by path in the slot), variables and input."""
 
     command: str | Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict)
@@ -63,19 +63,19 @@ class Launch:
 
 
 class AgentProgram(Protocol):
-    """One agent. Implemented by `CommandProgram`, `NpmProgram` and `PipProgram`."""
+    """One third-party agent. Implemented by `CommandProgram`, `NpmProgram` and `PipProgram`."""
 
     @property
     def name(self) -> str: ...
 
     async def install(self) -> Sequence[Mount]:
-        """Install it on this machine, if it is not, and return the folders that slots need. Raises `ConfigError`."""
+        """Install it on this machine, if necessary, and return the folders that slots need. Raises `ConfigError`."""
 
     def launch(self, assignment: AgentAssignment) -> Launch: ...
 
 
 def model_variables(assignment: AgentAssignment) -> dict[str, str]:
-    """The variables under which SDKs look for a model."""
+    """The environment variables in which SDKs look for a model."""
     return {
         "HOME": HOME,
         "OPENAI_BASE_URL": assignment.openai_url,
@@ -90,7 +90,7 @@ def model_variables(assignment: AgentAssignment) -> dict[str, str]:
 
 
 def mcp_file(assignment: AgentAssignment) -> dict[str, str]:
-    """The file of MCP servers in the form that most programs read; none without tools."""
+    """The MCP configuration file in the format that most programs read; empty without tools."""
     if not assignment.tools_url:
         return {}
     headers = {"Authorization": f"Bearer {assignment.key}"}
@@ -120,8 +120,8 @@ Settings = Callable[[AgentAssignment], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class NpmProgram:
-    """An agent from npm. `arguments` follow the program, `{prompt}` in them is the task; `files` are its settings.
-    `tool_arguments` follow if the environment has tools."""
+    """An agent from npm. It runs with `arguments`, where `{prompt}` stands for the task; `files` are its settings.
+    `tool_arguments` are added if the environment has tools."""
 
     name: str
     package: str
@@ -164,9 +164,9 @@ class NpmProgram:
 
 @dataclass(frozen=True)
 class PipProgram:
-    """An agent from PyPI, in a virtual environment of this Python. `program` is the script that `arguments` follow;
-    `{prompt}` in them is the task. `also` are packages that it needs at these versions and does not ask for. It calls
-    the environment's tools by a command, of which its prompt speaks."""
+    """An agent from PyPI, in a virtual environment of this Python. The script `program` runs with `arguments`,
+    where `{prompt}` stands for the task. `also` lists requirements that the package does not declare, with versions.
+    It calls the environment's tools by a command that its prompt describes."""
 
     name: str
     package: str
@@ -211,7 +211,7 @@ python3 {TOOL_PROGRAM} NAME '{{"argument": "value"}}'"""
 
 
 async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[Sequence[str]]) -> None:
-    """Run the commands that install an agent in its folder, unless they have. Raises `ConfigError`."""
+    """Run the commands that install an agent in its folder, unless it is installed. Raises `ConfigError`."""
     if binary.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,7 @@ async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[S
 
 
 async def _run(name: str, command: Sequence[str]) -> bytes:
-    """The output of one of the commands. Raises `ConfigError`."""
+    """Run one of the commands and return its output. Raises `ConfigError`."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -254,10 +254,10 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
 
 
 def _mounts(folder: Path, interpreter: Path) -> list[Mount]:
-    """The folders that slots need: the agent's, and that of its interpreter unless it is the system's."""
+    """The folders that slots need: the agent's folder, and its interpreter's unless that is the system's."""
     mounts = [Mount(str(folder), str(folder))]
     if interpreter.parent not in (Path("/"), Path("/usr"), Path("/usr/local")):
-        needed = (interpreter, interpreter.with_name("lib"))  # not the folder above: it may be somebody's home
+        needed = (interpreter, interpreter.with_name("lib"))  # not the parent folder, which may be a user's home
         mounts += [Mount(str(each), str(each)) for each in needed if each.is_dir()]
     return mounts
 
@@ -360,15 +360,15 @@ PROGRAMS: Mapping[str, AgentProgram] = {
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_GLOBAL_CONFIG_DIR": f"{HOME}/mini-swe-agent",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # its list of prices otherwise comes from the network
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it fetches its price list from the network
         },
-        ("litellm[mcp]==1.106.2",),  # which imports `mcp` for every request with tools
+        ("litellm[mcp]==1.106.2",),  # it imports `mcp` for every request with tools
     ),
 }
 
 
 def program_named(name: str) -> AgentProgram:
-    """A known agent, or a command line. Raises `ConfigError` for text that is neither."""
+    """The agent of that name, or a command line as an agent. Raises `ConfigError` for other text."""
     if name in PROGRAMS:
         return PROGRAMS[name]
     try:

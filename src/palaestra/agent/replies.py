@@ -1,4 +1,4 @@
-"""Reads replies of model servers in any shape: our records, vendors' objects or plain dicts.
+"""Reads replies of model servers in any shape: our own records, SDK objects or plain dicts.
 
 Names may be unknown and arguments malformed: `tool_calls.py` checks them. Invariant: the text of the content and of a
 call's arguments stays as the server sent it.
@@ -16,12 +16,12 @@ from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
 
 _BROKEN_OFF = ("abort", "error")
-"""How SGLang and vLLM end a request that was aborted under them, and OpenRouter one whose provider failed."""
+"""The finish reasons of a request that SGLang or vLLM aborted, and of one whose provider failed at OpenRouter."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedCall:
-    """One call that the model asks for. `arguments` is the raw text."""
+    """One call that the model requests. `arguments` is the raw text."""
 
     id: str
     name: str
@@ -30,7 +30,7 @@ class RequestedCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One assistant turn. Token counts are the engine's, 0 if it gave none."""
+    """One assistant turn. Token counts are the engine's, or 0 if it reported none."""
 
     content: str
     reasoning: str | None
@@ -41,7 +41,7 @@ class Reply:
 
     @property
     def cut_off(self) -> bool:
-        """Whether the reply ended because it ran out of room."""
+        """Whether the reply ended at its length limit."""
         return self.finish_reason == "length"
 
     def message(self) -> Message:
@@ -58,7 +58,7 @@ class Reply:
 
 
 def read_reply(completion: object, turn: int) -> Reply:
-    """The first choice of a chat completion. `turn` (from 1) goes into the ids of calls that have none.
+    """The first choice of a chat completion. `turn` (from 1) becomes part of the ids made for calls without one.
 
     Raises `EngineReplyError` if there is no choice or no message in it, or if the server broke off the reply.
     """
@@ -100,7 +100,7 @@ def text_of(content: JSON) -> str:
 
 
 def _reasoning(message: object) -> str | None:
-    """Servers name it in three ways; the first that holds text counts."""
+    """The reasoning text. Servers use three names for it; the first that holds text counts."""
     for name in ("reasoning_content", "reasoning"):
         value = part(message, name)
         if isinstance(value, str) and value:
@@ -121,14 +121,14 @@ def _calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
         function = part(raw, "function")
         call_id, name = part(raw, "id"), part(function, "name")
         if not isinstance(call_id, str) or not call_id or call_id in seen:
-            call_id = f"call_{turn}_{index}"  # answers of two calls with one id could not be assigned
+            call_id = f"call_{turn}_{index}"  # two calls with one id could not be told apart
         seen.add(call_id)
         calls.append(RequestedCall(call_id, name if isinstance(name, str) else "", _raw(part(function, "arguments"))))
     return tuple(calls)
 
 
 def _raw(arguments: JSON) -> str:
-    """Some servers send the object itself instead of its text."""
+    """The arguments as text. Some servers send the object itself."""
     if isinstance(arguments, str):
         return arguments
     return "" if arguments is None else json.dumps(arguments, ensure_ascii=False, default=str)

@@ -17,7 +17,7 @@ from palaestra.tools.tool import ToolMistake
 class ToolError(ToolMistake):
     """An error that the model reads: raise `ToolError("…")` in a tool, with `details` as further keys of the reply.
 
-    As a record, one call that failed, as the contract shapes it. `arguments` and `tool_result` are the raw text.
+    It is also the contract's record of one failed call, whose `arguments` and `tool_result` are the raw text.
     """
 
     turn: int
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass(slots=True)
 class SequenceData:
-    """The tokens of a rollout as the contract shapes them: `tokens[T]`, `masked_tokens[T]` (-100 if not trained) and
+    """The tokens of a rollout in the contract's shape: `tokens[T]`, `masked_tokens[T]` (-100 if not trained) and
     `logprobs[T]` (1.0 if not sampled). Results hold the ledger's rows, which have the same fields."""
 
     full_text: str
@@ -102,8 +102,8 @@ class AgentResult:
     """The result of a conversation of either kind of agent. After a `HermesAgentLoop`, `messages` is the list passed to
     `run`, extended in place; after an `AtroposAgent` it has the text turns, and `steps` and `answer` are set.
 
-    `outcome` is why it ended; after a failure, `error` is its text and `blame` its cause. Every exit of the loop,
-    cancellation included, leaves a complete result.
+    `outcome` is the reason why it ended; after a failure, `error` is its text and `blame` its cause. Every exit of the
+    loop, cancellation included, leaves a complete result.
     """
 
     messages: list[Message]
@@ -126,17 +126,17 @@ class AgentResult:
 
     @property
     def success(self) -> bool:
-        """Whether the agent ended by itself, not at a limit or by a failure."""
+        """Whether the agent finished by itself, not because of a limit or a failure."""
         return self.outcome is Outcome.NATURAL
 
     @property
     def num_steps(self) -> int:
-        """Model calls."""
+        """The number of model calls."""
         return self.turns_used
 
     @property
     def total_tool_calls(self) -> int:
-        """The requested calls, malformed ones included."""
+        """The number of requested calls, malformed ones included."""
         return self.tool_calls_attempted
 
     @property
@@ -183,7 +183,7 @@ class AgentResult:
 
 
 ENDED_LOOPS: ContextVar[list[AgentResult] | None] = ContextVar("ended_loops", default=None)
-"""Where an agent loop puts its result when it ends; None: nowhere."""
+"""The list to which an agent loop adds its result when it ends; None: no list."""
 
 
 @contextmanager

@@ -1,12 +1,12 @@
-"""Sub-agents: further conversations of a rollout, on the same loop, each of which does one piece of work and reports.
+"""Sub-agents: further conversations of a rollout on the same agent loop. Each does one piece of work and reports.
 
 A sub-agent has its own messages, tool state and limits, and shares the slot, the background processes, the engine and
 the budget of the rollout. With a token-exact engine its tokens go into a segment of the rollout's ledger (T2), so they
 are trained exactly once (T3).
 
 The tool is `tools/builtin/delegate_task.py`. Invariants: a sub-agent never outlives the call that started it; an
-infrastructure failure in one fails the rollout and is never shown to the model (R1); its record is in the rollout's
-result, however it ends (A3).
+infrastructure failure in one fails the rollout and is never shown to the model (R1); the rollout's result has its
+record, however it ends (A3).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_DEPTH = 1
 """How deep sub-agents may be nested; the deepest has no `delegate_task`."""
 
 NOT_FOR_SUBAGENTS = frozenset({"clarify", "memory", "session_search", "send_message"})
-"""Tools that talk to a person or for one: only the rollout's own agent has them."""
+"""Tools that address a person or keep notes for one: only the rollout's own agent has them."""
 
 SYSTEM_PROMPT = (
     "You are a sub-agent: another agent has given you one piece of work and waits for your report. Do that work with "
@@ -74,7 +74,7 @@ class Agent(Protocol):
 
 
 class SubagentConversation(Protocol):
-    """A conversation that can start. After `run`, `loop.result` is as the model saw it, however it ended."""
+    """A conversation that is ready to run. After `run`, however it ended, `loop.result` is as the model saw it."""
 
     @property
     def agent(self) -> Agent: ...
@@ -87,7 +87,7 @@ class SubagentConversation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopAgent:
-    """An agent that is a plain loop with structured calls. As a conversation, it starts with `messages`."""
+    """An agent that uses the plain loop with structured calls. As a conversation, it starts with `messages`."""
 
     loop: HermesAgentLoop
     messages: list[Message] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Subagents:
     """The sub-agents of one agent, with its `loop` and `tools`. `on_progress` is called after each of their turns.
 
     `agent` creates them; None: the loop itself. `depth` is the number of agents above them. `numbers` counts from 1
-    over the whole rollout. `wall_s` limits each in seconds if no clock above ends them.
+    over the whole rollout. `wall_s` limits each in seconds if no clock of an agent above does.
     """
 
     loop: HermesAgentLoop
@@ -141,12 +141,12 @@ class Subagents:
     wall_s: float | None = None
 
     def offer(self) -> None:
-        """Connect them with the agent's `delegate_task`, if it has that tool."""
+        """Connect the agent's `delegate_task` to them, if it has that tool."""
         if self.tools.registry.get(_NAME) is not None:
             self.tools.share(Delegation(self.work))
 
     async def work(self, assignments: Sequence[Assignment]) -> list[SubagentReport]:
-        """Run all assignments concurrently. Raises `ToolMistake` before any is started, and `PalaestraError`."""
+        """Run all assignments concurrently. Raises `ToolMistake` before any of them starts, and `PalaestraError`."""
         registries = [self._registry(assignment) for assignment in assignments]
         started = [
             self._started(assignment, registry, len(assignments))
@@ -163,7 +163,7 @@ class Subagents:
         return [report.result() for report in reports]
 
     def _registry(self, assignment: Assignment) -> ToolRegistry:
-        """The requested tools of the parent agent. Raises `ToolMistake`."""
+        """The parent agent's tools that the assignment requests. Raises `ToolMistake`."""
         own = self.tools.registry
         names = [name for name in own.list_tools() if name not in NOT_FOR_SUBAGENTS]
         if self.depth + 1 >= MAX_DEPTH:
@@ -237,7 +237,7 @@ class _Running:
         raise failure
 
     def _account(self) -> None:
-        """Add its use to the rollout's and complete its record."""
+        """Count its turns, tokens and output for the rollout, and complete its record."""
         self.record.result = self.conversation.loop.result
         self.on_turn()
         self.record.segments = list(self.server.segments)
@@ -253,7 +253,7 @@ class _Running:
 
 
 def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:
-    """The tools of those toolsets that belong to the package; `brought` are the toolsets of other tools."""
+    """The package's tools in those toolsets; `brought` are the toolsets of other tools."""
     try:
         return set(resolve_toolsets([name for name in toolsets if name in TOOLSETS or name not in brought]))
     except ConfigError as error:

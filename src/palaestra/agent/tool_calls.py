@@ -1,4 +1,4 @@
-"""The tool calls of one turn: checked, run, and answered in call order.
+"""Checks and runs the tool calls of one turn, and answers them in call order.
 
 `ToolRuntime` checks and runs each call; this module decides which tools a rollout may call and which calls run
 concurrently, and writes the messages. Invariants: a malformed call is answered with one error and never run, and its
@@ -27,10 +27,10 @@ ToolHandler: TypeAlias = Callable[[str, dict[str, JSON], str | None], Awaitable[
 """`await handler(name, arguments, task_id)` returns the JSON text that the model reads."""
 
 MAX_PARALLEL_CALLS = 16
-"""How many calls of one turn run concurrently at most."""
+"""The most calls of one turn that run concurrently."""
 
 NOT_FINISHED = json.dumps({"error": "Not finished: the rollout ended during this call."})
-"""The answer of a call that the end of the rollout interrupted. No model reads it; it keeps the history well formed."""
+"""The answer to a call that the end of the rollout interrupted. No model reads it; it keeps the history well formed."""
 
 NOT_IN_ROLLOUTS = {
     "memory": "Memory is not available in RL environments.",
@@ -42,7 +42,7 @@ _ANY_OBJECT = ArgumentSchema({"type": "object", "properties": {}, "additionalPro
 
 @dataclass(slots=True)
 class CallAnswer:
-    """One requested call and its answer. `checked` None: it is malformed. `outcome` None: it has no answer yet."""
+    """One requested call and its answer. `checked` is None for a malformed call, `outcome` for an unanswered one."""
 
     call: RequestedCall
     checked: CheckedCall | None = None
@@ -68,9 +68,9 @@ class CallAnswer:
 
 
 class ToolCalls:
-    """Checks and runs the calls of one rollout with `tools`, whose tools outside `valid_names` are refused.
+    """Checks and runs the calls of one rollout with `tools`; calls of tools outside `valid_names` are refused.
 
-    `beyond` names the tools of `NOT_IN_ROLLOUTS` that are run like any other.
+    `beyond` names the tools of `NOT_IN_ROLLOUTS` that may run nevertheless.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ToolCalls:
         self._parallel_safe = parallel_safe
 
     def check(self, calls: Sequence[RequestedCall], *, cut_off: bool) -> list[CallAnswer]:
-        """One answer per call, in order; calls that must not run have theirs already."""
+        """One answer object per call, in order; calls that must not run already have their outcome."""
         return list(map(self._checked, calls, repeat(cut_off)))
 
     def _checked(self, call: RequestedCall, cut_off: bool) -> CallAnswer:
@@ -115,7 +115,7 @@ class ToolCalls:
                 await self._run_together(batch)
 
     def _batches(self, answers: Sequence[CallAnswer]) -> Iterator[list[CallAnswer]]:
-        """Neighbouring parallel-safe calls form a batch; every other call is alone. Refused calls separate nothing."""
+        """Adjacent parallel-safe calls form a batch; every other call runs alone. Refused calls split no batch."""
         together: list[CallAnswer] = []
         for answer in answers:
             if answer.checked is None or answer.outcome is not None:
@@ -156,7 +156,7 @@ def handler_runtime(
     task_id: str | None,
     middleware: Sequence[ToolMiddleware] = (),
 ) -> ToolRuntime:
-    """A runtime whose tools of these `names` are run by a `tool_handler`; one without a schema accepts any object.
+    """A runtime in which a `tool_handler` runs the tools of these `names`; a tool without a schema accepts any object.
 
     Raises `ConfigError` for a schema that cannot be used.
     """

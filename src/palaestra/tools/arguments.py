@@ -1,7 +1,7 @@
-"""From the text that a model wrote as arguments to a dict that a tool may run with, or one error for the model.
+"""Turns the text that a model wrote as arguments into a dict that fits the tool's schema, or one error for the model.
 
 Nothing is repaired: text that is not JSON is malformed, no type is coerced, no default is filled in. JSON has one kind
-of number: an integer written as 4.0 is 4. Invariant (A1): a tool runs only with an object that its schema accepts;
+of number, so 4.0 is accepted as the integer 4. Invariant (A1): a tool runs only with an object that its schema accepts;
 anything else raises `InvalidArguments`. A valid call costs one JSON decode and one compiled check, a few microseconds.
 """
 
@@ -27,7 +27,7 @@ _MOST_OPTIONS = 12
 
 
 class InvalidArguments(ToolMistake):
-    """The call must not run; the message names the error and the expected arguments."""
+    """The call must not run. The message names the error and the expected arguments."""
 
 
 class ArgumentSchema:
@@ -50,7 +50,7 @@ class ArgumentSchema:
     def parse(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
         """The arguments as a fresh dict. Raises `InvalidArguments`.
 
-        The empty string and None mean no arguments. Names that the schema does not list are refused, unless it allows
+        The empty string and None mean no arguments. Names that are not in the schema are refused, unless it allows
         `additionalProperties`.
         """
         arguments = self._object(raw)
@@ -171,7 +171,7 @@ def _parameters(schema: Mapping[str, JSON] | ToolSchema) -> Mapping[str, JSON]:
 
 
 def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The schema with unknown names refused, unless it handles them itself."""
+    """The schema, changed to refuse unknown names unless it already has a rule for them."""
     closed = {"type": "object", **parameters}
     open_forms = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
     if not any(form in closed for form in open_forms):
@@ -180,7 +180,7 @@ def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _is_integer(schema: JSON) -> bool:
-    """Whether its numbers are integers, so that an accepted float is one."""
+    """Whether the schema accepts integers and no other numbers, so that an accepted float is an integer."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
@@ -223,7 +223,7 @@ def _show(value: JSON) -> str:
 
 
 def _is_json_of(wanted: object, text: str) -> bool:
-    """Whether a text is JSON of the wanted type, which a model wrote in quotes by mistake."""
+    """Whether a text is JSON of the wanted type that a model put in quotes by mistake."""
     if wanted not in _PYTHON_TYPES:
         return False
     try:

@@ -1,7 +1,7 @@
-"""Calls and results as text in a prompt: `ToolCall`, `ToolResult`, and the `<tool_call>` form.
+"""Calls and results as text in a prompt: `ToolCall`, `ToolResult`, and the `<tool_call>` format.
 
-`inference/parsers` reads the forms of model families. Invariant (T6): a call is never silently dropped or repaired; a
-malformed one has an `error`, which is its answer. Ids derive from content and place, never from chance (D2).
+`inference/parsers` reads the formats of model families. Invariant (T6): a call is never silently dropped or repaired; a
+malformed call has an `error`, which is its answer. Ids derive from content and position and are not random (D2).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BEGINS = re.compile("<tool_call>|<think>")
 _ENDS_OR_BEGINS = re.compile("</?tool_call>")
 _JSON = json.JSONDecoder()
 _LONGEST_WORD = 16
-"""Longer than any escape or literal of JSON: how far before the end an incomplete text may fail."""
+"""More characters than any JSON escape or literal: an incomplete text fails at most this far before its end."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class ToolCall:
     @classmethod
     def parse_from_text(cls, text: str, *, cut: bool = False) -> list[ToolCall]:
         """All `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks outside thinking, in order. A tag inside a
-        JSON string is a part of it.
+        JSON string belongs to the string.
 
         A last block without its closing tag counts if its JSON is complete, since many servers strip the tag as a stop
         string. With `cut` (the reply ended at the length limit) it is malformed instead.
@@ -71,7 +71,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ToolResult:
-    """The result of a call. `metadata` are the reply's other keys, such as the exit code."""
+    """The result of a call. `metadata` holds the reply's other keys, such as the exit code."""
 
     success: bool
     output: str = ""
@@ -98,9 +98,9 @@ class ToolResult:
 
 
 def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> ToolResult:
-    """A tool's reply in the contract's shape: its main text as output, all else as metadata.
+    """A tool's reply in the contract's shape: its main text as output, all other keys as metadata.
 
-    The error of a command that ran and failed is `Exit code: N`.
+    The error of a command that exited with status N is `Exit code: N`.
     """
     if isinstance(reply, str):
         return ToolResult(True, reply, uniq_id=uniq_id)
@@ -133,14 +133,14 @@ def shortened(text: str, most: int) -> str:
 
 
 def plain(value: object) -> JSON:
-    """The value as JSON. Raises `ValueError` if it has no such form, such as an integer of more than 4300 digits."""
+    """The value as JSON. Raises `ValueError` if JSON cannot hold it, such as an integer of more than 4300 digits."""
     told = to_jsonable_python(value)
     json.dumps(told)
     return told
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The content of each block, and its closing tag or nothing."""
+    """The content of each block, and its closing tag or an empty string."""
     at = 0
     while (mark := _BEGINS.search(text, at)) is not None:
         if mark[0] != _OPEN:
@@ -155,7 +155,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _json_end(text: str, start: int) -> int:
-    """The end of the JSON that begins at `start`, or `start` if that is not JSON. Reads no further than necessary."""
+    """The end of the JSON that begins at `start`, or `start` if there is none. Reads little beyond that end."""
     size = 256
     while True:
         window = text[start : start + size]

@@ -10,14 +10,14 @@
         '''
 
 The annotations become the JSON schema and the validation. The text before the docstring's sections becomes the
-description, and the lines of its `Args:` (Google's form) those of the parameters. Text and mappings that the function
-returns are the reply as they are, anything else becomes `{"result": …}`. It may raise `ToolError("…")`, which the model
-reads.
+tool's description, and its `Args:` (in Google's style) describe the parameters. Text and mappings that the function
+returns are the reply as they are; anything else becomes `{"result": …}`. The model reads a `ToolError("…")` that it
+raises.
 
-A parameter of type `Slot` gets the rollout's sandbox, one of type `ToolRun` all that a running tool may use; the model
-sees neither. The names `sandbox` and `run` without an annotation do the same. Plain functions run in a thread.
+A parameter of type `Slot` gets the rollout's sandbox, one of type `ToolRun` the context of the running tool; the model
+sees neither. Parameters named `sandbox` and `run` without an annotation do the same. Plain functions run in a thread.
 
-Invariant: a function that cannot be described to a model is refused when it is declared, with its name.
+Invariant: a function that cannot be described to a model is refused by name when it is declared.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _entries(lines: list[str]) -> dict[str, str]:
 
 
 def _joined(lines: list[str]) -> str:
-    """Paragraphs as they are, the lines of each joined."""
+    """The text with the lines of each paragraph joined."""
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip())
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
@@ -92,7 +92,7 @@ def _joined(lines: list[str]) -> str:
 UserFunction: TypeAlias = Callable[..., object]
 
 CONTEXT: Mapping[str, type] = {"sandbox": Slot, "run": ToolRun, "task": Task}
-"""What a function may ask for in addition to the model's arguments, by name or by type."""
+"""The parameters that a function may have besides the model's arguments, by name or by type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class TypedTool(Tool):
     schema: ToolSchema = field()
     arguments: type[BaseModel] = field()
     context: Mapping[str, str] = field()
-    """The function's parameters that are not the model's, each with its name in `CONTEXT`."""
+    """The function's parameters that the model does not see, each with its name in `CONTEXT`."""
     toolset: str = "custom"
     parallel_safe: bool = False
     missing: Callable[[], str | None] = lambda: None
@@ -127,7 +127,7 @@ class TypedTool(Tool):
             return result_of(await self.run(arguments, run))
 
     async def run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        """Call the function with the model's arguments as their types, and with its context."""
+        """Call the function with its context and the model's arguments, converted to their types."""
         given = self._converted(arguments)
         for parameter, what in self.context.items():
             given[parameter] = await run.slot() if what == "sandbox" else self.task if what == "task" else run
@@ -146,7 +146,7 @@ class TypedTool(Tool):
 
 
 class ToolOptions(TypedDict, total=False):
-    """Attributes of `Tool`, and `missing`, which returns why the tool cannot be used here, or None."""
+    """Attributes of `Tool`, and `missing`, which returns the reason why the tool cannot be used here, or None."""
 
     missing: Callable[[], str | None]
     toolset: str
@@ -172,7 +172,7 @@ def tool(
     """Make a tool of a typed function; `name` replaces the function's.
 
     An `external` tool needs no slot, and runs at a tool server if there is one. Raises `ConfigError` for a function
-    without docstring or annotations, whose types have no JSON schema, or that is external and asks for the sandbox.
+    without docstring or annotations, or with types that have no JSON schema, and for an `external` one with a sandbox.
     """
 
     def make(given: UserFunction) -> TypedTool:
@@ -187,7 +187,7 @@ def tool(
 def declare(
     function: UserFunction, *, name: str | None = None, external: bool = False, **options: Unpack[ToolOptions]
 ) -> TypedTool:
-    """`tool`, for a function that may also ask for the task."""
+    """Like `tool`, for a function that may also have the task as a parameter."""
     called = name or str(getattr(function, "__name__", "tool"))
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
@@ -208,7 +208,7 @@ def declare(
 
 
 def reply_from(answer: object) -> ToolReply:
-    """The reply of a tool whose function returned this."""
+    """The reply of a tool whose function returned `answer`."""
     if isinstance(answer, str):
         return answer
     if isinstance(answer, ToolResult):
@@ -218,7 +218,7 @@ def reply_from(answer: object) -> ToolReply:
 
 
 def _context_of(parameter: inspect.Parameter) -> str | None:
-    """The name in `CONTEXT` of a parameter; None for the model's own."""
+    """The name in `CONTEXT` of a parameter; None for an argument of the model."""
     if parameter.annotation is inspect.Parameter.empty:
         return parameter.name if parameter.name in CONTEXT else None
     return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)

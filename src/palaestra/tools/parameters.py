@@ -1,4 +1,4 @@
-"""JSON schemas of parameters. Models see the order of keys: `first` stand before the description, others after it."""
+"""JSON schemas of parameters. Models see the order of keys: `first` come before the description, others after it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Settings of tools: providers, keys, and reachable hosts.
 
-An environment's configuration includes them, so each field is also a flag, `--env.web_provider`. Keys come from there
-alone: no tool reads the process environment, and no model sees or sets any of this.
+An environment's configuration includes them, so each field is also a flag, `--env.web_provider`. Keys come only
+from there: no tool reads the process environment, and no model sees or sets these settings.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ WEB_KEYS: Mapping[str, str] = {
     "serper": "SERPER_API_KEY",
     "firecrawl": "FIRECRAWL_API_KEY",
 }
-"""Environment variables that users of these providers have: the command line reads them into `web_api_keys`."""
+"""The usual environment variables of these providers. The command line reads them into `web_api_keys`."""
 
 WEB_URLS: Mapping[str, str] = {"searxng": "SEARXNG_URL", "firecrawl": "FIRECRAWL_API_URL"}
-"""The same for `web_urls`."""
+"""The environment variables that the command line reads into `web_urls`."""
 
 
 RL_LOCKED: dict[str, JSON] = {
@@ -37,11 +37,11 @@ RL_LOCKED: dict[str, JSON] = {
     "lora_rank": 32,
     "learning_rate": 4e-5,
 }
-"""What an agent that trains models cannot change, unless the settings say so: the contract's values."""
+"""Training settings that an agent cannot change unless the tool settings allow it, with the contract's values."""
 
 
 class ToolSettings(Settings):
-    """Settings of tools. A tool that lacks one is missing, with the setting's name."""
+    """Settings of tools. A tool without a setting that it needs is missing, with the setting's name as the reason."""
 
     web_provider: Literal["auto", "tavily", "exa", "brave", "serper", "firecrawl", "searxng", "ddgs"] = Field(
         default="auto",
@@ -180,7 +180,7 @@ class ToolSettings(Settings):
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def lane(self) -> asyncio.Semaphore:
-        """The common bound on requests of all tools with these settings."""
+        """The common limit on concurrent requests of all tools with these settings."""
         if self._lane is None:
             self._lane = asyncio.Semaphore(self.web_concurrency)
         return self._lane

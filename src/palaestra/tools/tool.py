@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 StateT = TypeVar("StateT")
 
 MAX_USER_TASK = 500
-"""Characters of the prompt that `ToolRun.user_task` holds."""
+"""The most characters of the prompt in `ToolRun.user_task`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ToolSchema:
     """Name, description and JSON-schema parameters of one tool. `parameters` maps argument names to their schemas.
 
     `keywords` are further keywords of the arguments' schema, such as `$defs` or `additionalProperties`. `aliases` are
-    further names of arguments: calls may use them, models do not see them. An `external` tool needs no slot; a tool
+    other names of arguments: calls may use them, models do not see them. An `external` tool needs no slot, so a tool
     server may run it.
     """
 
@@ -51,7 +51,7 @@ class ToolSchema:
 
     @classmethod
     def from_dict(cls, definition: Mapping[str, JSON], *, external: bool = False) -> ToolSchema:
-        """From an OpenAI function schema. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+        """Read an OpenAI function schema. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
         function = definition["function"]
         keywords = dict(function.get("parameters") or {})
         properties, required = keywords.pop("properties", {}), tuple(keywords.pop("required", ()))
@@ -87,7 +87,7 @@ ToolReply: TypeAlias = Mapping[str, JSON] | str
 class ToolOutcome:
     """The answer to one tool call: the tool's `reply`, its `text` for the model, and the `error` of a tool that failed.
 
-    A command that ran and exited above zero has not failed: an `error` counts if `exit_code` is missing or negative.
+    A command that exited with a status above zero has not failed: `error` counts if `exit_code` is missing or negative.
     """
 
     reply: ToolReply
@@ -138,7 +138,7 @@ class States:
         return not self._held.keys() <= self._lent
 
     def put(self, thing: object) -> None:
-        """Make this the one object of its type. Its owner closes it."""
+        """Make this the one object of its type. `aclose` leaves it to its owner."""
         self._held[type(thing)] = thing
         self._lent.add(type(thing))
 
@@ -158,7 +158,7 @@ class States:
 class ToolRun:
     """The context of a running tool: its task, its sandbox, objects that outlive the call, and the other tools.
 
-    This base class, an async context manager, has no sandbox and no other tools; `ToolRuntime` is for a rollout.
+    This base class, an async context manager, has no sandbox and no other tools; rollouts use `ToolRuntime`.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class ToolRun:
         self.timeout_s = timeout_s
         """The default time limit of a command."""
         self.replayed = False
-        """Whether a recording answers for all tools that touch the world."""
+        """Whether a recording answers for all tools with `touches_world`."""
         self.session_key = ""
-        """The conversation that background processes belong to; empty: the task."""
+        """The conversation to which background processes belong; empty: the task."""
         self.shared = States() if shared is None else shared
         """Objects that all rollouts of a run share, such as one browser."""
         self._own_shared = shared is None
@@ -195,7 +195,7 @@ class ToolRun:
 
     @property
     def has_state(self) -> bool:
-        """Whether a tool keeps something outside of the slot."""
+        """Whether a tool keeps state outside of the slot."""
         return self._states.has_own
 
     def share(self, thing: object) -> None:
@@ -211,7 +211,7 @@ class ToolRun:
         raise ToolMistake(f"There is no tool '{name}' to call: this call is outside of a rollout")
 
     def call_tool(self, tool: Tool, arguments: Mapping[str, JSON]) -> Awaitable[ToolOutcome]:
-        """Run a tool that models do not see, such as the request of another one. Raises `PalaestraError`."""
+        """Run a tool that models do not see, such as the request of another tool. Raises `PalaestraError`."""
         return run_tool(tool, arguments, self)
 
     async def aclose(self) -> None:
@@ -243,7 +243,7 @@ class Tool(ABC):
 
     `parallel_safe` calls of one turn may run concurrently. `touches_world` marks a tool whose reply comes from outside
     this machine (a search engine, a web page, another model): its calls are recorded and can be replayed. Tools whose
-    replies depend on earlier calls, such as a browser's, name a common `world_session`.
+    replies depend on each other's earlier calls, such as a browser's, have the same `world_session`.
     """
 
     toolset: str = "custom"
@@ -265,14 +265,14 @@ class Tool(ABC):
         """Run outside a slot, with arguments that the schema accepts. The model reads an exception as a failure."""
 
     def is_available(self) -> tuple[bool, str | None]:
-        """Whether the tool can be used here, or why not."""
+        """Whether the tool can be used here, and if not, the reason."""
         return True, None
 
     def missing(self) -> str | None:
-        """Why the tool cannot be used here, or None."""
+        """The reason why the tool cannot be used here, or None."""
         try:
             told: object = self.is_available()
-        except Exception as error:  # from the tool's author
+        except Exception as error:  # an error in the author's code
             return f"is_available of {type(self).__name__} failed: {type(error).__name__}: {error}"
         available, reason = told if isinstance(told, tuple) else (told, None)
         return None if available else reason or "its is_available returns False"
@@ -282,11 +282,11 @@ class Tool(ABC):
         return None if replayed and self.touches_world else self.missing()
 
     def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
-        """The cache key of a call of a tool that touches the world, such as its arguments with the hash of a file."""
+        """The key of a recorded call, if the tool `touches_world`: its arguments, for example with a file's hash."""
         return given_arguments(arguments, run)
 
     def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[ToolReply]:
-        """Run for a rollout. Raises `ToolMistake` for an error that the model can act on."""
+        """Run the tool for a rollout. Raises `ToolMistake` for an error that the model can act on."""
 
         async def reply() -> ToolReply:
             result: object = await settled(self.execute(**arguments))
@@ -306,7 +306,7 @@ async def given_arguments(arguments: Mapping[str, JSON], run: ToolRun, /) -> JSO
 class FunctionTool(Tool):
     """A tool made of a schema and a function."""
 
-    schema: ToolSchema = field()  # field(): else the base class's attributes would be defaults
+    schema: ToolSchema = field()  # without field(), the base class's attributes would be defaults
     run: ToolFunction = field()
     toolset: str = "custom"
     parallel_safe: bool = False
@@ -325,7 +325,7 @@ class FunctionTool(Tool):
 
 
 async def run_tool(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
-    """Run a tool, in a task of its own, with arguments that fit its schema. Raises `PalaestraError`."""
+    """Run a tool in its own asyncio task, with arguments that fit its schema. Raises `PalaestraError`."""
     try:
         return await foreign(_outcome(tool, arguments, run))
     except ForeignError as error:
@@ -343,7 +343,7 @@ async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> T
 
 
 def encodable(text: str) -> str:
-    """The text with what UTF-8 cannot encode, such as parts of odd file names, replaced."""
+    """The text with replacements for characters that UTF-8 cannot encode, such as in odd file names."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -358,7 +358,7 @@ _REPORT = msgspec.json.Decoder(_Report)
 
 
 def _error_in_text(text: str) -> str:
-    """The error of a reply that is JSON text already."""
+    """The error in a reply that is already JSON text."""
     if not text.startswith("{") or '"error"' not in text:
         return ""
     try:

@@ -1,10 +1,10 @@
-"""A page as text for a model: its accessibility tree with a reference like @e5 at each element. No I/O.
+"""Shows a page as text: its accessibility tree, with a reference like @e5 for each element. No I/O.
 
-The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per element, with references that restart
-with every document. `Numbers` replaces them with numbers that are unique in a rollout, so an outdated reference is
-recognised and never means another element.
+The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per element, whose references restart in
+every document. `Numbers` replaces them with numbers that are unique in a rollout, so an outdated reference is
+recognised and never points to another element.
 
-Invariant: the full form has every line of the source; a form that leaves lines out, or is cut, has their number.
+Invariant: the full form has every line of the source; a compact or cut form gives the number of missing lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ USABLE = frozenset((
     "option", "radio", "scrollbar", "searchbox", "slider", "spinbutton", "switch", "tab", "textbox", "treeitem",
 ))
 # fmt: on
-"""Roles of elements that can be used."""
+"""Roles of elements that a user can operate."""
 
 _SIGNS = frozenset(("alert", "alertdialog", "dialog", "heading", "iframe", "status"))
 """Roles that orient the reader; compact snapshots keep them."""
@@ -51,13 +51,13 @@ class PageElement:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be used, by its role or because the pointer becomes a hand over it."""
+        """Whether its role or a hand-shaped pointer marks it as an element to operate."""
         return self.role in USABLE or "cursor=pointer" in self.marks
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The element of a reference: of one document, by Playwright's own reference."""
+    """The element behind a reference: its document, and Playwright's own reference in it."""
 
     document: int
     own: str
@@ -66,7 +66,7 @@ class Known:
 
 
 class Numbers:
-    """References of one rollout, `@e1` and on. The same element of the same document keeps its reference."""
+    """The references of one rollout, from `@e1`. An element of a document keeps its reference."""
 
     def __init__(self) -> None:
         self._numbers: dict[Known, int] = {}
@@ -87,7 +87,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """A form of a page. `left_out` counts elements that the compact form omits, `cut` lines that did not fit."""
+    """The text of a page. `left_out` counts elements that the compact form omits, `cut` lines that did not fit."""
 
     text: str
     elements: int
@@ -104,7 +104,7 @@ def parse(source: str) -> list[PageElement]:
 def show(
     source: str, numbers: Numbers, document: int, *, full: bool, most_chars: int, skipped_lines: int = 0
 ) -> PageView:
-    """The text for a model: from line `skipped_lines` on, up to `most_chars`."""
+    """The text for a model: after the first `skipped_lines` lines, up to `most_chars` characters."""
     elements = parse(source)
     kept = elements if full else _compact(elements)
     lines = [_line(each, numbers.of(document, each) if each.own else "") for each in kept]
@@ -122,7 +122,7 @@ def show(
 
 def _element(line: str) -> PageElement:
     match = _LINE.match(line)
-    if match is None:  # an unknown form is shown as it is
+    if match is None:  # unknown syntax is shown as it is
         return PageElement((len(line) - len(line.lstrip())) // 2, "", text=line.strip())
     quote = "''" if match["quoted"] else ""
     marks = re.findall(r"\[([^\]]*)\]", match["marks"])
@@ -148,7 +148,7 @@ def _plain(text: str) -> str:
 
 
 def _compact(elements: Sequence[PageElement]) -> list[PageElement]:
-    """Usable elements and those that orient the reader, indented by nesting among them.
+    """Usable elements and those that orient the reader, indented by their nesting.
 
     An element without a name shows the first text inside it.
     """

@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 MAX_TABS = 8
 NEW_TAB_S = 0.15
-"""How long a click or a key has to open a new tab. A later one is reported with the next reply."""
+"""How long to wait for a click or key to open a new tab. The next reply reports a later tab."""
 SETTLE_S = 5.0
-"""How long a page may load before it is shown as it is."""
+"""How long a page may load before the reply shows it as it is."""
 ANSWER_S = 3.0
-"""How long a page may take to answer at all before it is replaced."""
+"""How long a page may take to answer a trivial script before it is replaced."""
 HANG_S = 10.0
-"""How long after its own limit an answer may come before the page counts as hung."""
+"""How long after its own time limit an answer may arrive before the page counts as hung."""
 
 MOST_ENTRIES, MOST_NOTES = 200, 20
 LONGEST_ENTRY = 2000
@@ -48,7 +48,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class PageEvents:
-    """Consoles, script errors, and notes on dialogs, downloads and new tabs. Dropped entries are counted."""
+    """Console lines, script errors, and notes on dialogs, downloads and new tabs. Dropped entries are counted."""
 
     def __init__(self) -> None:
         self._console: deque[dict[str, JSON]] = deque(maxlen=MOST_ENTRIES)
@@ -63,7 +63,7 @@ class PageEvents:
         self._console.append({"type": kind, "text": text[:LONGEST_ENTRY], "source": "console"})
 
     def script_error(self, text: str) -> None:
-        """Record an exception that no script of the page caught."""
+        """Record an uncaught exception of a page's script."""
         self.total_errors += 1
         self._new_errors += 1
         self._errors.append({"message": text[:LONGEST_ENTRY], "source": "exception"})
@@ -76,7 +76,7 @@ class PageEvents:
             self._unsaid += 1
 
     def take_notes(self) -> Sequence[str]:
-        """The notes for a reply, which are then forgotten."""
+        """Return the notes for a reply and forget them."""
         notes, self._notes = self._notes, []
         if self._unsaid:
             notes.append(f"{self._unsaid} more things happened")
@@ -102,7 +102,7 @@ class PageEvents:
 
 
 class BrowserSession:
-    """Opens with the first `navigate`. Calls of one rollout run one after the other (`turn`)."""
+    """A rollout's browser, opened by the first `navigate`. Its calls run one after the other (`turn`)."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -170,7 +170,7 @@ class BrowserSession:
         return response.status
 
     async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
-        """The reply to the address; None without one, or if a script navigated elsewhere before it came."""
+        """The response of the address; None without one, or if a script navigated elsewhere first."""
         page, limit_s = self.page, settings.browser_navigation_timeout_s
         for _ in range(3):
             try:
@@ -202,7 +202,7 @@ class BrowserSession:
         )
 
     async def element(self, reference: str) -> Locator:
-        """The element of a reference. Raises `ToolMistake` for one that is unknown or out of date."""
+        """The element of a reference. Raises `ToolMistake` for an unknown or outdated reference."""
         page, known = self.page, self._numbers.find(reference)
         if known is None:
             raise ToolMistake(f"There is no reference {reference!r}. browser_snapshot gives references such as @e5")
@@ -222,11 +222,11 @@ class BrowserSession:
         return found
 
     def expect_tab(self) -> None:
-        """Let `settle` wait for a tab that is opened from now on."""
+        """Make the next `settle` wait for a tab that opens after this call."""
         self._tab_came.clear()
 
     async def ask(self, answer: Awaitable[T], limit_s: float = 0.0) -> T:
-        """Await an answer of the browser; `limit_s` is the call's own time limit.
+        """Await an answer of the browser; `limit_s` is the time limit of the Playwright call.
 
         Raises `ToolMistake`, or `ToolUnavailable` if the browser has died.
         """
@@ -243,7 +243,7 @@ class BrowserSession:
             raise ToolMistake(_explained(error.message)) from None
 
     async def settle(self, *, new_tab: bool = False) -> None:
-        """Let a loading page continue for a moment; with `new_tab`, wait for a new tab to come to the front."""
+        """Give a loading page a moment to continue; with `new_tab`, wait for a new tab to come to the front."""
         from playwright.async_api import Error
 
         if new_tab:
@@ -265,7 +265,7 @@ class BrowserSession:
         await self.settle()
 
     def with_notes(self, reply: dict[str, JSON]) -> dict[str, JSON]:
-        """The reply with notes on what else happened."""
+        """The reply, extended by the notes since the last reply."""
         notes = self.events.take_notes()
         return {**reply, "notes": list(notes)} if notes else reply
 
@@ -282,7 +282,7 @@ class BrowserSession:
             await self.ask(self._lease.context.new_page())
 
     async def _hangs(self, page: Page) -> bool:
-        """Whether a script keeps the page from answering: such a page cannot navigate either."""
+        """Whether a script keeps the page from answering. Such a page cannot navigate either."""
         from playwright.async_api import Error
 
         try:
@@ -295,7 +295,7 @@ class BrowserSession:
         return False
 
     async def _replace_broken(self) -> None:
-        """Replace a page that hangs, without waiting for its close."""
+        """Replace a page that hangs, without waiting for it to close."""
         assert self._lease is not None
         broken = self._tabs.pop()
         self._spawn(broken.close())
@@ -303,7 +303,7 @@ class BrowserSession:
             await self.ask(self._lease.context.new_page())
 
     async def _current_document(self, page: Page) -> int:
-        """The number of the document that the page shows. Handles of an earlier one are invalid."""
+        """The number of the document that the page shows. Handles into earlier documents are invalid."""
         from playwright.async_api import Error
 
         if page in self._documents:
@@ -341,7 +341,7 @@ class BrowserSession:
         )
 
     def _asked(self, dialog: Dialog) -> None:
-        """Accept a dialog, a prompt with its default: the page waits for it."""
+        """Accept a dialog, because the page waits for it. A prompt gets its default answer."""
         answer = f" with {dialog.default_value!r}" if dialog.type == "prompt" else ""
         self.events.note(f"the page showed a dialog ({dialog.type}): {dialog.message!r}; it was accepted{answer}")
         self._spawn(dialog.accept(dialog.default_value) if dialog.type == "prompt" else dialog.accept())
@@ -353,7 +353,7 @@ class BrowserSession:
 
 
 def _address(url: str) -> tuple[str, str, int]:
-    """The complete address, its host and port. Raises `ToolMistake` for an address that is not opened."""
+    """The complete address, its host and port. Raises `ToolMistake` for an address that must not be opened."""
     url = url.strip()
     if not url:
         raise ToolMistake("url is empty: say which page to open")
@@ -378,7 +378,7 @@ def _led(asked: str, got: str) -> str:
 
 
 def _explained(message: str) -> str:
-    """Playwright's message in one line, with the obstacle that its log names."""
+    """Playwright's message in one line, with the obstacle from its log."""
     lines = message.strip().splitlines()
     what = re.sub(r"^\w+\.\w+: ", "", lines[0]) if lines else "the browser could not do it"
     hindrance = [line.strip(" -") for line in lines[1:] if _HINDRANCE.search(line)]

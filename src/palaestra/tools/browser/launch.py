@@ -1,8 +1,8 @@
-"""Find a Chromium that starts here, and start it as safely as possible.
+"""Finds a Chromium that starts on this machine, and starts it as safely as possible.
 
 A candidate is tested by starting it. The first of these ways that works is used, and logged:
 
-    with root       as a user of its own, in Chromium's sandbox; the same without that sandbox; as root without it
+    with root       as a separate user, in Chromium's sandbox; the same without that sandbox; as root without it
     without root    in Chromium's sandbox; without it
 """
 
@@ -47,16 +47,16 @@ _ARGUMENTS = (
     "--disable-gpu",
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # the same for older versions
-    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # the proxy looks up names
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # the proxy resolves names
 )
 _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwright install chromium"
 
 
 @functools.cache
 def absent(executable: str | None = None) -> str | None:
-    """The missing component, with the remedy, or None. Starts nothing, so it is cheap.
+    """The missing component and its remedy, or None. Starts nothing, so it is cheap.
 
-    A Chromium that does not start is an infrastructure failure of the rollout that browses first (`problem`).
+    A Chromium that does not start is an infrastructure failure of the first rollout that browses (`problem`).
     """
     if importlib.util.find_spec("playwright") is None:
         return f"install the extra `browser`: {install_command('browser')}"
@@ -65,7 +65,7 @@ def absent(executable: str | None = None) -> str | None:
 
 @functools.cache
 def problem(executable: str | None = None) -> str | None:
-    """Why no browser can be started here, with the remedy, or None. Starts one, once per process."""
+    """The reason why no browser starts here, and the remedy, or None. Tries it once per process."""
     if importlib.util.find_spec("playwright") is None:
         return f"install the extra `browser`: {install_command('browser')}"
     from playwright.async_api import Page
@@ -95,7 +95,7 @@ def _candidates(executable: str | None) -> list[str]:
 
 @functools.cache
 def _probe(path: str) -> str | None:
-    """Start it with an empty page: None if it works, else its error. One that hangs is tried again."""
+    """Start it with an empty page. Returns its error, or None if it works; a Chromium that hangs gets a second try."""
     said = _tried(path)
     return _tried(path) if said == _SILENT else said
 
@@ -129,7 +129,7 @@ def _tried(path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to start it: as which user, and whether Chromium confines its own renderers."""
+    """One way to start Chromium: its user, and whether it confines its own renderers."""
 
     uid: int
     sandboxed: bool
@@ -175,7 +175,7 @@ def _ways() -> Iterator[Way]:
 
 
 def _script(home: Path, executable: str, uid: int) -> str:
-    """A program for Playwright to start, which switches to the user first."""
+    """Write a program for Playwright to start, which switches to the user first."""
     (home / "home").mkdir(parents=True)
     home.chmod(0o711)
     os.chown(home / "home", uid, uid)

@@ -1,8 +1,8 @@
 """Runs Chromium as another user: `python -I -S setuid_exec.py UID HOME PROGRAM ARGUMENT…`. Standard library only.
 
-The profile directory named in the arguments is given to the user. The environment, with any keys in it, is dropped;
-descriptors stay open, because Playwright talks to Chromium through two of them. Invariant: the program ends with its
-parent.
+The user becomes the owner of the profile directory named in the arguments. The environment, with any keys in it, is
+dropped; descriptors stay open, because Playwright uses two of them to control Chromium. Invariant: the program ends
+with its parent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def main(uid: int, home: str, program: str, arguments: list[str]) -> None:
     if uid != os.getuid():
         for argument in arguments:
             if argument.startswith(_PROFILE):
-                os.chown(argument.removeprefix(_PROFILE), uid, uid)  # made for this start, and empty
+                os.chown(argument.removeprefix(_PROFILE), uid, uid)  # created for this start, and empty
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # after the last change of user
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user clears it
     if os.getppid() != parent:
         os._exit(1)
     environment = {"HOME": home, "TMPDIR": home, "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}

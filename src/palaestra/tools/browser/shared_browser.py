@@ -1,12 +1,12 @@
 """One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first, and restarts it if it dies.
 
-It is an object of `ToolRun.shared`. Each rollout has a context of its own: cookies, storage and pages that no other
-one sees. `BrowserProxy` is the browser's only way to the network: Chromium uses it for everything, the loopback
-included, and looks up no name itself.
+It is an object of `ToolRun.shared`. Each rollout has its own context: cookies, storage and pages that no other rollout
+sees. `BrowserProxy` is the browser's only way to the network: Chromium uses it for everything, including
+loopback addresses, and resolves no names itself.
 
-Invariants: no connection is made that the `HostPolicy` did not allow by name and by address. A closed browser's
-processes are gone before `aclose` returns; if this process is killed, Playwright's driver reads the end of its input
-and ends, and Chromium ends with the driver.
+Invariants: every connection was allowed by the `HostPolicy`, by name and by address. A closed browser's processes are
+gone before `aclose` returns; if this process is killed, Playwright's driver reads the end of its input and exits, and
+Chromium exits with the driver.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _REMEMBERED = 256
 _USER = "browser"
 _HOME, _LOCK = "palaestra-browser-", "lock"
 WIDTH, HEIGHT = 1280, 800
-"""The view of a page, in CSS pixels."""
+"""The viewport of a page, in CSS pixels."""
 
 
 class BrowserProxy:
-    """A proxy on the loopback. It needs a password, because programs of slots with a network could reach its port."""
+    """A proxy on the loopback interface. It needs a password: programs in slots with a network could reach its port."""
 
     def __init__(self, reach: HostPolicy) -> None:
         self._refused: OrderedDict[tuple[str, int], str] = OrderedDict()
@@ -74,7 +74,7 @@ class BrowserProxy:
         self._resolver.shutdown(wait=False, cancel_futures=True)
 
     def settings(self) -> ProxySettings:
-        """The proxy as Playwright takes it."""
+        """The proxy settings in Playwright's form."""
         return {"server": self.address, "username": self.user, "password": self.password}
 
     def why(self, host: str, port: int) -> str | None:
@@ -82,7 +82,7 @@ class BrowserProxy:
         return self._refused.get((host, port))
 
     def _note(self, host: str, port: int, why: str) -> None:
-        """Keep the reason: Chromium reports only that a tunnel failed."""
+        """Keep the reason, because Chromium only reports that a tunnel failed."""
         self._refused[host, port] = why
         self._refused.move_to_end((host, port))
         while len(self._refused) > _REMEMBERED:
@@ -114,7 +114,7 @@ class RunningBrowser:
             await asyncio.wait_for(self.browser.close(), CLOSE_S)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.playwright.stop(), CLOSE_S)
-        # Not asyncio.to_thread: a session of the process is closed at its exit, when executors take no more work.
+        # Not asyncio.to_thread: the process's own session closes at its exit, when executors take no more work.
         if users.can_become() and self.way.uid != 0:
             await in_own_thread(partial(users.kill, self.way.uid))
         await self.proxy.aclose()
@@ -123,7 +123,7 @@ class RunningBrowser:
 
 
 class SharedBrowser:
-    """Hands out contexts of the `running` browser, at most `browser_max_contexts` of the first caller's settings."""
+    """Hands out contexts of the `running` browser; the first caller's `browser_max_contexts` is the limit."""
 
     def __init__(self) -> None:
         self.running: RunningBrowser | None = None
@@ -131,7 +131,7 @@ class SharedBrowser:
         self._turns: asyncio.Semaphore | None = None
 
     async def lease(self, settings: ToolSettings) -> BrowserLease:
-        """A new context, to be returned with `give_back`. Raises `ToolUnavailable`."""
+        """Lease a new context; return it with `give_back`. Raises `ToolUnavailable`."""
         if self._turns is None:
             self._turns = asyncio.Semaphore(settings.browser_max_contexts)
         try:
@@ -231,7 +231,7 @@ async def _started(settings: ToolSettings) -> RunningBrowser:
 
 
 def new_home() -> tuple[Path, int]:
-    """A directory and its lock, held while it is used. Directories of killed processes are removed first."""
+    """A new directory and its lock, held while the directory is used. Removes directories of killed processes first."""
     for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
         with contextlib.suppress(OSError):
             if left.lstat().st_uid == os.getuid():

@@ -1,8 +1,8 @@
 """The `browser_*` tools: a real browser, shown as text (`tools/browser`).
 
 Names, parameters and keys of the replies are the contract's; a reply also has `notes` if something else happened (a
-dialog, a refused download, a new tab). Invariant: the calls of one rollout run one after the other, and each gives the
-page a moment to react.
+dialog, a refused download, a new tab). Invariant: the calls of one rollout run one after the other, and each lets the
+page react for a moment.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ _SCROLL = """(direction) => {
   return {y: Math.round(target.scrollTop), height: target.scrollHeight, view: height,
           at_end: target.scrollTop + height >= target.scrollHeight - 1};
 }"""
-"""Scrolls by one screen the page, or what scrolls in its middle if the page itself does not."""
+"""Scrolls the page by one screen, or the element in its middle if the page itself does not scroll."""
 
 _IMAGES = """([most, chars]) => {
   const short = text => text.length > chars ? text.slice(0, chars) + "…" : text;

@@ -1,7 +1,7 @@
 """The `clarify` tool: a question to the user.
 
-Whoever runs the agent shares a `User` with its tools: a chat asks the person, an environment its simulated user.
-Without one, the reply asks the model to decide itself.
+The program that runs the agent shares a `User` with its tools: a chat asks the person, an environment its simulated
+user. Without a `User`, the reply asks the model to decide itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 MAX_CHOICES = 4
 
 Ask: TypeAlias = Callable[[str, Sequence[str]], Awaitable[str | None]]
-"""`await ask(question, choices)` returns the user's answer, one of the choices or not; None: no answer."""
+"""`await ask(question, choices)` returns the user's answer, which need not be one of the choices, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ SCHEMA = ToolSchema(
 
 
 async def run_clarify(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Ask `question`; the reply has it with `user_response`."""
+    """Ask `question`; the reply repeats it and adds `user_response`."""
     ask = run.state(User).ask
     if ask is None:
         raise ToolMistake("There is nobody to ask here. Decide yourself, and say what you took for granted")

@@ -1,7 +1,7 @@
-"""The `delegate_task` tool: work for sub-agents, which have a conversation of their own and report their result.
+"""The `delegate_task` tool: gives work to sub-agents, which have their own conversations and report results.
 
-The agent shares a `Delegation` with its tools, which does the work (`agent/subagents.py`). Of this conversation a
-sub-agent sees only its goal and context; it works in the same slot with the same files and background processes.
+The agent shares a `Delegation` with its tools, which does the work (`agent/subagents.py`). A sub-agent sees only its
+goal and context; it works in the same slot with the same files and background processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_TASKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One piece of work. `toolsets` None: the tools of the delegating agent; `max_turns` None: its limit."""
+    """One piece of work. Without `toolsets` or `max_turns`, it has the tools or the limit of the delegating agent."""
 
     goal: str
     context: str = ""
@@ -30,7 +30,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class SubagentReport:
-    """The result of one assignment: the sub-agent's last reply, and why it ended (`outcome`, as a rollout's)."""
+    """The result of one assignment: the sub-agent's last reply, and its `outcome`, like that of a rollout."""
 
     summary: str
     outcome: str
@@ -40,13 +40,13 @@ class SubagentReport:
 
 
 Work: TypeAlias = Callable[[Sequence[Assignment]], Awaitable[list[SubagentReport]]]
-"""Does all of them concurrently; the reports are in their order. Raises `ToolMistake` for an assignment that cannot be
-done as asked, and `PalaestraError`."""
+"""Does all assignments concurrently, and reports in their order. Raises `ToolMistake` for an assignment that
+cannot be carried out as requested, and `PalaestraError`."""
 
 
 @dataclass(slots=True)
 class Delegation:
-    """The work function of one rollout; without one, `missing` is the reason."""
+    """The work function of one rollout; without one, `missing` has the reason."""
 
     work: Work | None = None
     missing: str = "no agent is at work here whose model sub-agents could ask"
@@ -90,7 +90,7 @@ SCHEMA = ToolSchema(
 
 
 async def run_delegate_task(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Have `goal` or `tasks` done; the reply has one of `results` for each, in order."""
+    """Delegate `goal` or `tasks`; the reply's `results` has one entry for each, in order."""
     delegation = run.state(Delegation)
     if delegation.work is None:
         raise ToolMistake(f"delegate_task cannot be used here: {delegation.missing}. Do the work yourself")

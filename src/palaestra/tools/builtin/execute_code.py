@@ -1,10 +1,10 @@
 """The `execute_code` tool: a Python program in the rollout's slot that calls the agent's other tools as functions.
 
-For work that takes many calls and little thought: the program loops, filters and counts, and the model reads only what
-it prints. Every program starts fresh. A call that it makes is checked, run and limited like one of the model's own, and
-recorded with the turn; the program has no other access to anything outside its slot.
+It suits work with many calls and little thought: the program loops, filters and counts, and the model reads only what
+it prints. Every program starts fresh. Its calls are checked, run and limited like the model's own, and recorded
+with the turn; the program has no other access to anything outside its slot.
 
-Invariant: output, calls and time are bounded whatever the program does, and nothing that it sends is trusted unchecked.
+Invariant: output, calls and time are bounded whatever the program does, and everything that it sends is checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_CALLS = 50
 
 FOLDER = "/tmp/execute_code"  # noqa: S108 - a path inside the slot, which nobody else shares
 NOT_FROM_PROGRAMS = frozenset({"execute_code", "delegate_task", "clarify"})
-"""Tools that a program cannot call: they start something of their own, or wait for a person."""
+"""Tools that a program cannot call: they start work of their own, or wait for a person."""
 
 _CLEAN_UP_S = 10.0
 _CUT_OFF = "The program was ended together with what carries its calls."
@@ -49,7 +49,7 @@ folder="$TMPDIR/{name}"
 command -v python3 > /dev/null || exit 127
 exec python3 -I -S "$folder/supervisor.py" "$folder"
 """
-"""Without a file system of the slot's own, its file channel's /tmp is $TMPDIR to its commands."""
+"""In a slot without its own file system, /tmp of the file channel is $TMPDIR for commands."""
 
 SCHEMA = ToolSchema(
     name="execute_code",
@@ -95,7 +95,7 @@ class _Calls:
     made: int = 0
 
     async def answer(self, request: bytes | None) -> bytes:
-        """Run one call and return the answer of its frame. Raises `PalaestraError` as the tool does."""
+        """Run one call and return the payload of the answer. Raises `PalaestraError` as the tool does."""
         if request is None:
             return _refused(f"the arguments of a call may have {MAX_REQUEST_BYTES} bytes at most")
         try:
@@ -162,7 +162,7 @@ async def _start(slot: Slot, folder: str) -> Process:
 
 
 async def _own_end(process: Process) -> int:
-    """The supervisor's own exit code, if it reported none. Raises `ToolMistake` without Python."""
+    """The exit code of a supervisor that reported none for its program. Raises `ToolMistake` without Python."""
     status = await process.wait()
     if status.exit_code == _NOT_FOUND and not status.output_total_bytes:
         raise ToolMistake("There is no python3 in this sandbox; nothing was run. Use the terminal")
@@ -170,7 +170,7 @@ async def _own_end(process: Process) -> int:
 
 
 def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None]:
-    """The output, and its true size if it was not kept whole."""
+    """The output, and its full size if a part was dropped."""
     if channel is None:
         return "", None
     head, tail = channel.output.parts()
@@ -181,7 +181,7 @@ def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None
 
 
 async def _clean_up(slot: Slot, folder: str, process: Process | None) -> None:
-    """Kill the program and remove it, also when the call is cancelled. A slot that is gone needs neither.
+    """Kill the program and remove it, also when the call is cancelled. Errors of a slot that is gone are ignored.
 
     A background process that the program left on purpose stays, as with a shell command.
     """

@@ -1,6 +1,6 @@
 """The `read_file` and `write_file` tools, over the slot's file channel.
 
-Invariant: a reply is bounded and has a hint how to get the rest; a write is whole or did not happen.
+Invariant: a reply is bounded, with a hint on how to get the rest; a write is complete or did not happen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_LINES = 2000
 MAX_LINE_CHARS = 2000
 MAX_CONTENT_CHARS = 100_000
 _UNREADABLE = re.compile("[\udc80-\udcff]")
-"""Surrogates that stand for bytes that are not UTF-8."""
+"""Surrogates that represent bytes that are not UTF-8."""
 
 
 READ_SCHEMA = ToolSchema(
@@ -63,7 +63,7 @@ WRITE_SCHEMA = ToolSchema(
 
 
 async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """One window of a text file: `content`, `total_lines`, `truncated`, and a `hint` how to continue."""
+    """Read one window of a text file: `content`, `total_lines`, `truncated`, and a `hint` on how to continue."""
     offset, limit = int(arguments.get("offset", 1)), int(arguments.get("limit", 500))
     slot = await run.slot()
     path = await in_full(slot, arguments["path"])
@@ -107,7 +107,7 @@ def _cut(line: str) -> str:
 
 
 async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Write the whole file: `bytes_written`, `created`, and `syntax_check` if the kind of file has one."""
+    """Write the whole file; replies `bytes_written`, `created`, and `syntax_check` for kinds of files with a check."""
     slot, content = await run.slot(), arguments["content"]
     path = await in_full(slot, arguments["path"])
     try:

@@ -1,8 +1,8 @@
 """The tools `image_generate` and `text_to_speech`: a model server makes a file, which is written into the slot.
 
-Any server with OpenAI's images or speech API works. Asking and writing are two steps: the request is a call of its own
-that touches the world, so it is recorded with the file's bytes, and a replay writes the same file without asking. A new
-file is named by its bytes. Invariant: only bytes that begin as an image does are written as one.
+Any server with OpenAI's images or speech API works. The request and the write are two steps: the request is a separate
+external call, so it is recorded with the file's bytes, and a replay writes the same file without a request. The hash of
+its bytes names a new file. Invariant: only bytes that begin with an image signature are written as an image.
 
 Formats: https://platform.openai.com/docs/api-reference/images/create and …/audio/createSpeech
 """
@@ -47,8 +47,8 @@ SPEECH = ToolSchema(
 
 
 class FileMaker(Tool):
-    """A tool that writes a file. `request` asks for it and replies `{"data": base64, "suffix": …}`; `folder` is for new
-    files, and `key` is the name of the path in the reply."""
+    """A tool that writes a file. `request` gets it from the server as `{"data": base64, "suffix": …}`; `folder` is for
+    new files, and `key` names the path in the reply."""
 
     parallel_safe = True
 
@@ -84,7 +84,7 @@ class FileMaker(Tool):
 
 
 def image_tool(settings: ToolSettings) -> Tool:
-    """`image_generate` with these settings."""
+    """The `image_generate` tool with these settings."""
     missing = partial(_missing, settings.image_base_url, "no model that makes images is", "image")
     request = FunctionTool(
         IMAGE, partial(_image, settings), toolset="image_gen", missing=missing, touches_world=True, parallel_safe=True
@@ -93,7 +93,7 @@ def image_tool(settings: ToolSettings) -> Tool:
 
 
 def speech_tool(settings: ToolSettings) -> Tool:
-    """`text_to_speech` with these settings."""
+    """The `text_to_speech` tool with these settings."""
     missing = partial(_missing, settings.speech_base_url, "no model that speaks is", "speech")
     request = FunctionTool(
         SPEECH, partial(_speech, settings), toolset="tts", missing=missing, touches_world=True, parallel_safe=True
@@ -102,7 +102,7 @@ def speech_tool(settings: ToolSettings) -> Tool:
 
 
 def _missing(base_url: str | None, what: str, prefix: str) -> str | None:
-    """Why the tool cannot be used, with the remedy, or None."""
+    """The reason why the tool cannot be used, and the remedy, or None."""
     return missing_model(what, prefix) if base_url is None else None
 
 
@@ -117,7 +117,7 @@ async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: Too
     )
     size = settings.image_sizes[arguments.get("aspect_ratio") or "landscape"]
     request: dict[str, JSON] = {"model": settings.image_model, "prompt": arguments["prompt"], "n": 1, "size": size}
-    if not settings.image_model.startswith("gpt-image"):  # those have no such parameter, and always reply so
+    if not settings.image_model.startswith("gpt-image"):  # gpt-image always replies so
         request["response_format"] = "b64_json"
     reply = await server.post("images/generations", request)
     try:

@@ -1,8 +1,8 @@
 """Globs over file names: `*` and `?` within a name, `**` across directories, `{a,b}` for alternatives.
 
-Nothing is expanded against a file system. One definition here makes every search backend agree. The time is bounded
-for any glob and any name, because a model writes the one and its slot the other: that is why no library does it
-(`wcmatch` takes minutes for `**/a/**/a/…` on a deep path).
+Globs are matched against names, never expanded on a file system, so all search backends agree. The time is bounded for
+any glob and any name, because the model controls both. Libraries do not bound it: `wcmatch` takes minutes for
+`**/a/**/a/…` on a deep path.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NOTHING = re.compile(r"(?!)")
 
 
 def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = False) -> Callable[[str], bool]:
-    """A test for paths below `root`. A glob without a slash is for the base name, else for the path from root.
+    """A test for paths below `root`. A glob without a slash matches base names; with one, it matches paths from `root`.
 
-    `loose`: a glob without wildcards matches every name that contains it. None matches everything. Raises
+    With `loose`, a glob without wildcards matches every name that contains it. None matches everything. Raises
     `ToolMistake`.
     """
     if not glob:
@@ -49,7 +49,7 @@ def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = Fals
 
 
 def simple_names(glob: str | None) -> list[str]:
-    """The alternatives of a glob if all are so plain that every search backend reads them alike, else none.
+    """The alternatives of a glob if every search backend interprets all of them in the same way, else none.
 
     Backends may use them to skip files early; `name_filter` filters the result in any case.
     """
@@ -59,7 +59,7 @@ def simple_names(glob: str | None) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _compiled(glob: str) -> list[list[re.Pattern[str] | None]]:
-    """For each alternative one pattern per name of a path; None stands for any number of directories."""
+    """For each alternative, one pattern per path component; None stands for any number of directories."""
     if len(glob) > _MAX_CHARS:
         raise ToolMistake(f"The glob has {len(glob)} characters; {_MAX_CHARS} are the most")
     try:
@@ -69,7 +69,7 @@ def _compiled(glob: str) -> list[list[re.Pattern[str] | None]]:
 
 
 def _expanded(glob: str) -> list[str]:
-    """Its alternatives, without braces."""
+    """The alternatives of a glob, without braces."""
     if glob.count("{") > _MAX_ALTERNATIVES:
         raise ToolMistake("the glob has too many alternatives")
     braces = _BRACES.search(glob)
@@ -81,7 +81,7 @@ def _expanded(glob: str) -> list[str]:
 
 
 def _spread(globs: list[str]) -> list[str]:
-    """`**` next to other letters is a `*`, or the end of one name, directories, and the beginning of another."""
+    """Replace `**` inside a name, as in `a**b`, by its two meanings: `a*b` and `a*/**/*b`."""
     spread: list[str] = []
     while globs:
         glob = globs.pop(0)
@@ -104,12 +104,12 @@ def _bounded(globs: list[str]) -> list[str]:
 def _parts(glob: str) -> list[re.Pattern[str] | None]:
     names = glob.split("/")
     if names[-1] == "**":
-        names.append("*")  # the content of a directory is not the directory
+        names.append("*")  # matches the content of a directory, not the directory
     return [None if name == "**" else re.compile(fnmatch.translate(_CLASS.sub(_checked, name))) for name in names]
 
 
 def _checked(found: re.Match[str]) -> str:
-    """A character class as `fnmatch` reads it, which takes a range that is empty without an error."""
+    """A character class in the form of `fnmatch`. Raises `re.error` for an empty range, which `fnmatch` accepts."""
     negated, members = found.groups()
     if any(first > last for first, last in re.findall("(.)-(.)", members, re.DOTALL)):
         raise re.error(f"bad character range in {found[0]}")
@@ -117,7 +117,7 @@ def _checked(found: re.Match[str]) -> str:
 
 
 def _matches(parts: list[re.Pattern[str] | None], names: list[str]) -> bool:
-    """Whether the names fit. Only the last directories that `**` skipped are ever tried again."""
+    """Whether the names match. Backtracks only to the last `**`."""
     at = here = 0
     again: tuple[int, int] | None = None
     while here < len(names):

@@ -1,10 +1,10 @@
-"""The `memory` tool and the notes it keeps, which later sessions see: two small files of one folder.
+"""The `memory` tool and the notes that it keeps for later sessions: two small files in one folder.
 
 Rollouts must not learn from each other, so nothing is kept unless the environment sets a folder (`Notes`); without one,
 the agent loop answers the call itself. Files are plain text that a person may edit: notes with a line `§` between them.
 
-Invariants: a file never exceeds its limit and is replaced whole; concurrent changes by several processes follow each
-other, and none is lost.
+Invariants: a file never exceeds its limit and is replaced atomically; a lock orders concurrent changes of several
+processes, and none is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
-"""How much each file holds: both are read whole at the start of every session."""
+"""The most characters of each file: both are read in full at the start of every session."""
 _BETWEEN = "\n§\n"
 
 SCHEMA = ToolSchema(
@@ -49,9 +49,9 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes of one folder, which is created by the first write; None if nothing may be kept.
+    """The notes of one folder, which the first write creates; None: nothing may be kept.
 
-    Methods block, for as long as a small file takes. They raise `OSError`, and `ToolMistake` with the present notes.
+    Methods block while they read or write a small file. They raise `OSError`, and `ToolMistake` with the current notes.
     """
 
     folder: Path | None = None
@@ -72,7 +72,7 @@ class Notes:
             return self._write(target, notes)
 
     def replace(self, target: str, old_text: str, content: str) -> list[str]:
-        """Replace the one note that contains `old_text`, or drop it if `content` exists. Returns all notes."""
+        """Replace the one note with `old_text` in it; remove it if `content` is a note already. Returns all notes."""
         with self._changing(target) as notes:
             place = _place(notes, old_text)
             others = [*notes[:place], *notes[place + 1 :]]
@@ -80,7 +80,7 @@ class Notes:
             return self._write(target, notes)
 
     def remove(self, target: str, old_text: str) -> list[str]:
-        """Drop the one note that contains `old_text`. Returns all notes."""
+        """Remove the one note with `old_text` in it. Returns all notes."""
         with self._changing(target) as notes:
             del notes[_place(notes, old_text)]
             return self._write(target, notes)
@@ -92,7 +92,7 @@ class Notes:
 
     @contextlib.contextmanager
     def _changing(self, target: str) -> Iterator[list[str]]:
-        """The notes, locked against other writers."""
+        """The notes, locked against other writers during the block."""
         path = self._path(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(f".{path.name}.lock").open("w") as lock:
@@ -120,7 +120,7 @@ async def run_memory(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     if "§" in str(arguments.get("content", "")):
         raise ToolMistake("A note cannot contain the sign §, which stands between notes; nothing was changed")
     given = (str(arguments[name]).strip() for name in _NEEDED[action])
-    values = [text.replace("\r\n", "\n").replace("\r", "\n") for text in given]  # as they are read again
+    values = [text.replace("\r\n", "\n").replace("\r", "\n") for text in given]  # as `read` returns them
     notes = await asyncio.to_thread(getattr(run.state(Notes), action), target, *values)
     used = f"{len(_BETWEEN.join(notes))} of {MAX_CHARS[target]} characters"
     return {"success": True, "target": target, "entries": notes, "usage": used}

@@ -1,8 +1,8 @@
-"""The `mixture_of_agents` tool: several models answer a question, and one of them makes one answer of theirs.
+"""The `mixture_of_agents` tool: several models answer a question, and one of them combines the answers.
 
 One layer of "Mixture-of-Agents Enhances Large Language Model Capabilities" (Wang et al. 2024, arXiv 2406.04692): the
 models answer independently, then the aggregator sees the question and all answers. The settings choose the models,
-never the calling model; all are asked at one server with chat completions.
+never the calling model; one server with chat completions serves all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def mixture_tool(settings: ToolSettings) -> Tool:
 
 
 def mixture_problem(settings: ToolSettings) -> str | None:
-    """Why no models can be asked, with the remedy, or None."""
+    """The reason why no models can be asked, and the remedy, or None."""
     if settings.moa_base_url is None or not settings.moa_models:
         return missing_model("no models to ask are", "moa", "moa_models")
     return None
@@ -80,7 +80,7 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 
 async def _ask(settings: ToolSettings, model: str, messages: list[JSON]) -> str:
-    """The text that a model answers. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+    """The text of a model's answer. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
     server = model_server(
         f"the model {model}",
         "moa",

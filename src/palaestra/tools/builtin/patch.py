@@ -1,8 +1,8 @@
-"""The `patch` tool: replace a piece of text in one file, or apply a V4A patch to several. Places are found by
-`tools/patching/`, on text alone.
+"""The `patch` tool: replace a piece of text in one file, or apply a V4A patch to several. `tools/patching/`
+finds the places by text alone.
 
-Invariant: a patch over several files is applied whole or not at all. All results are computed before the first write,
-and if a write fails or is cancelled, the files written before it get their old content back.
+Invariant: a patch over several files is applied completely or not at all. All results are computed before the first
+write, and if a write fails or is cancelled, the files written before it get their old content back.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _SHORT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class FileEdit:
-    """One path before and after; None stands for a missing file."""
+    """One file before and after the patch; None stands for a missing file."""
 
     path: str
     before: DecodedFile | None
@@ -72,7 +72,7 @@ class FileEdit:
 
 
 async def run_patch(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Both modes; the reply has `success`, `diff`, the paths that changed and `syntax_check`."""
+    """Run either mode; the reply has `success`, `diff`, the changed paths and `syntax_check`."""
     if arguments["mode"] == "patch":
         _require(arguments, ("patch",), ("path", "old_string", "new_string", "replace_all"))
         return await _patch(await run.slot(), arguments["patch"])
@@ -144,13 +144,13 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
 
 
 async def _computed(size: int, function: Callable[[], T]) -> T:
-    """The result of a function of texts with this many characters. Other rollouts do not wait for a long one: it is
-    computed in a thread, and abandoned when the call is cancelled."""
+    """The result of a function on texts of `size` characters. For long texts it runs in a thread, so other rollouts do
+    not wait, and is abandoned when the call is cancelled."""
     return function() if size <= _SHORT_CHARS else await in_own_thread(function)
 
 
 def _paths(changes: list[FileChange]) -> list[str]:
-    """All paths of a patch. Two spellings of one file would make the result depend on order."""
+    """All paths of a patch. Raises `PatchError` for two spellings of one file, whose result would depend on order."""
     paths = [path for change in changes for path in (change.path, change.target) if path is not None]
     if len({in_slot(path) for path in paths}) < len(set(paths)):
         raise PatchError("The patch names one file by two different paths")
@@ -169,7 +169,7 @@ async def _write_all(slot: Slot, edits: list[FileEdit]) -> None:
         for edit in sorted(
             edits, key=lambda edit: edit.after is None
         ):  # removals last: they are the most likely to succeed
-            if begun and await _content(slot, edit.path) != edit.before:  # a link to what was just written
+            if begun and await _content(slot, edit.path) != edit.before:  # a link to a file that was just written
                 raise ToolMistake(
                     f"{edit.path} is one file with another of the patch. Name it once; nothing was changed"
                 )
@@ -186,7 +186,7 @@ async def _write_all(slot: Slot, edits: list[FileEdit]) -> None:
 
 
 async def _put_back(slot: Slot, edits: list[FileEdit]) -> str:
-    """Restore the old content of files, the latest first. Returns the paths of those that could not be restored."""
+    """Restore the old content of files, the latest first. Returns the paths that could not be restored."""
     unrestored: list[str] = []
     for edit in reversed(edits):
         try:

@@ -1,7 +1,7 @@
-"""The `process` tool: inspect, wait for, write to and end what `terminal` started with `background=true`.
+"""The `process` tool: inspect, wait for, write to and end commands that `terminal` started with `background=true`.
 
-Processes that an agent started in a shell (`cmd &`) are not listed. Invariant: an agent reaches the sessions of its own
-task and no others. Replies are those of `ProcessSession`.
+Processes that an agent started in a shell (`cmd &`) are not listed. Replies are those of `ProcessSession`.
+Invariant: an agent reaches only the sessions of its own task.
 """
 
 from __future__ import annotations

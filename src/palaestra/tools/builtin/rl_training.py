@@ -1,10 +1,10 @@
-"""The ten `rl_*` tools: an agent chooses an environment, sets up a training, starts it, watches it and stops it.
+"""The ten `rl_*` tools: an agent chooses an environment, then configures, starts, watches and stops a training.
 
-Names, arguments and reply keys are the contract's. A training is `palaestra train` as a process of its own
-(`tools/training/`), with the trainers of this package; the settings choose model, trainer and folder, never the agent.
+Names, arguments and reply keys are the contract's. A training is a separate process, `palaestra train`
+(`tools/training/`), with the trainers of this package. The settings, not the agent, choose model, trainer and folder.
 
-Invariant: a start is identified by its conversation, environment and settings, so a call that is repeated (because a
-rollout is resumed) starts no second training, and the same settings again continue a training that was stopped.
+Invariant: its conversation, environment and settings identify a start. So a resumed rollout that repeats a call
+starts no second training, and a start with the settings of a stopped training continues it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMAND_S = 120.0
 TEST_S = 600.0
 """How long the test of one model may take."""
 HISTORY = 10
-"""Steps that the results of a training show."""
+"""The number of steps in a training's results."""
 
 _RUN = {"run_id": parameters.text("The ID of the training run, from rl_start_training or rl_list_runs.")}
 
@@ -82,30 +82,30 @@ _SCHEMAS = {schema.name: schema for schema in (
 # fmt: on
 
 _SELECTION = "rl_selection"
-"""The session of the tools whose replies depend on what was chosen before: they run again in a resumed rollout."""
+"""The session of the tools whose replies depend on earlier choices: they run again in a resumed rollout."""
 
 
 @dataclass(slots=True)
 class Setup:
-    """What a conversation has chosen, and the trainings that it has started."""
+    """The choices of a conversation, and the trainings that it has started."""
 
     environment: str = ""
     reference: str = ""
     rows: dict[str, dict[str, JSON]] = field(default_factory=dict)
-    """The settings of a training by name: `value`, `about`, and `training` if they are not the environment's."""
+    """The settings of a training by name: `value`, `about`, and `training` unless they are the environment's."""
     edits: dict[str, JSON] = field(default_factory=dict)
     looked: dict[str, float] = field(default_factory=dict)
     started: list[TrainingProcess] = field(default_factory=list)
 
     async def aclose(self) -> None:
-        """Stop the trainings that the conversation has started and that may not outlive it."""
+        """Stop the trainings that must not outlive the conversation."""
         async with asyncio.TaskGroup() as group:
             for each in self.started:
                 group.create_task(each.stop(INTERRUPTED))
 
 
 def rl_tools(settings: ToolSettings, command: Sequence[str] = TRAIN) -> tuple[Tool, ...]:
-    """The tools with these settings. `command` takes the words of `palaestra train`."""
+    """The tools with these settings. `command` takes the arguments of `palaestra train`."""
     functions: dict[str, Callable[..., Awaitable[ToolReply]]] = {
         "rl_list_environments": _list_environments,
         "rl_select_environment": _select,
@@ -382,7 +382,7 @@ async def _test_inference(settings: ToolSettings, arguments: Mapping[str, JSON],
 
 
 async def _tested(setup: Setup, model: str, words: list[str]) -> dict[str, JSON]:
-    """What came of one model. `steps` are tasks with scored rollouts; a completion is correct above 0."""
+    """The test results of one model. `steps` are tasks with scored rollouts; a score above 0 is correct."""
     reply: dict[str, JSON] = {"model": model, "steps": [], "steps_tested": 0, "total_completions": 0,
                               "correct_completions": 0, "accuracy": 0.0}  # fmt: skip
     try:
@@ -422,7 +422,7 @@ def _training(settings: ToolSettings, arguments: Mapping[str, JSON]) -> Training
 
 
 def _locked(settings: ToolSettings, setup: Setup) -> dict[str, JSON]:
-    """The locked settings that a training on the chosen environment has, with their values."""
+    """The locked settings of a training on the chosen environment, with their values."""
     return {
         name: setup.rows[name]["value"] if value is None else value
         for name, value in settings.rl_locked.items()
@@ -467,7 +467,7 @@ def _fits(value: JSON, default: JSON) -> bool:
 
 
 async def _palaestra(*words: str, timeout_s: float = COMMAND_S) -> JSON:
-    """What a command prints as JSON. Raises `ToolMistake` with its error, and `ToolUnavailable` after the time."""
+    """The JSON output of a `palaestra` command. Raises `ToolMistake` with its error, `ToolUnavailable` on a timeout."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "palaestra", *words),
         stdin=asyncio.subprocess.DEVNULL,

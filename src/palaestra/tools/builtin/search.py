@@ -1,10 +1,10 @@
 """The `search_files` tool: lines that match a pattern, or files by name.
 
-The matching happens inside the slot, by ripgrep or GNU grep, called so that both give the same results. Commands are
-argv, never shell text. Both search regular files below a directory, hidden and ignored ones too, follow no symlinks,
-skip `.git` and files with NUL bytes, and take bytes as text: patterns of ASCII characters match bytewise, others as
-UTF-8. Differences remain for a NUL byte after the first 32 KiB (ripgrep stops there), and for the few constructs that
-only one of Rust's regex and PCRE knows, where ripgrep itself falls back to PCRE.
+ripgrep or GNU grep searches inside the slot, with options that make both give the same results. Commands are argv,
+never shell text. Both search regular files below a directory, hidden and ignored ones too, follow no symlinks, skip
+`.git` and files with NUL bytes, and treat bytes as text: ASCII patterns match bytewise, others as UTF-8. The results
+differ for a NUL byte after the first 32 KiB (ripgrep stops there), and for the few constructs that only one of Rust's
+regex and PCRE supports, where ripgrep itself falls back to PCRE.
 
 Invariant: results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
 """
@@ -28,7 +28,7 @@ MAX_LINE_CHARS = 500
 MAX_SEARCH_S = 60.0
 _NAMES_AT_ONCE = 1000
 MAX_LISTING_BYTES = 16 << 20
-"""How much output is accepted; beyond that the search must be narrowed."""
+"""The most output of a search; a search with more must be narrowed."""
 _MAX_PATTERN_CHARS = 10_000
 RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
 _GIVEN_UP = re.compile(r"^grep: ([^\0\n]+): exceeded PCRE's [a-z ]+limit$", re.MULTILINE)
@@ -71,7 +71,7 @@ SCHEMA = ToolSchema(
 
 
 async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """One page of results, `total_count` of all, and a `hint` how to continue if there are more."""
+    """One page of results, `total_count` of all, and a `hint` on how to continue if there are more."""
     slot = await run.slot()
     path = await in_full(slot, arguments.get("path", ".") or ".")
     if any("\0" in text for text in (path, arguments["pattern"], arguments.get("file_glob", ""))):
@@ -100,7 +100,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
 
 
 async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: float) -> list[str]:
-    """The wanted names, without blocking the loop for many of them. Raises `ToolMistake` for a slow glob."""
+    """The matching names, filtered in steps so that other tasks can run. Raises `ToolMistake` for a slow glob."""
     kept: list[str] = []
     deadline = asyncio.get_running_loop().time() + timeout_s
     for first in range(0, len(names), _NAMES_AT_ONCE):
@@ -112,7 +112,7 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
 
 
 async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
-    """The page of matching lines: only the files on it are searched again."""
+    """The page of matching lines. Only the files on it are searched again."""
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
     before, files, reached = 0, [], 0
     for name, count in counts.items():
@@ -164,7 +164,7 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
     else:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
     result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
-    if given_up := _GIVEN_UP.search(result.output):  # then the files after it are missing too
+    if given_up := _GIVEN_UP.search(result.output):  # then the files after this one are missing too
         raise ToolMistake(
             f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was given up. Use a simpler "
             "one: a repeated group that holds a repetition, such as (a+)+, is what takes them."
@@ -197,7 +197,7 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
 
 
 async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
-    """Files and symlinks below `root`, sorted, without those in `.git`."""
+    """Files and symlinks below `root`, sorted, except those in `.git`."""
     argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", "(", "-type", "f", "-o", "-type", "l", ")", "-print0"]
     result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
     _check(result)
@@ -268,7 +268,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _engine_error(result: ExecutionResult, query: SearchQuery) -> str:
-    said = result.output.strip().rpartition("\n")[2][:300]  # both report the error last
+    said = result.output.strip().rpartition("\n")[2][:300]  # both programs print the error last
     if not said:  # messages about files are suppressed
         return f"{query.root} cannot be read"
     return (
@@ -277,7 +277,7 @@ def _engine_error(result: ExecutionResult, query: SearchQuery) -> str:
 
 
 async def _ripgrep(slot: Slot) -> str | None:
-    """The path of ripgrep in the slot, or None. Looking costs less than a failing command."""
+    """The path of ripgrep in the slot, or None. A file check costs less than a failing command."""
     for path in RIPGREP_PATHS:
         if await slot.stat(path) is not None:
             return path
@@ -285,7 +285,7 @@ async def _ripgrep(slot: Slot) -> str | None:
 
 
 def _safe(path: str) -> str:
-    """The path in a form that no program takes for an option."""
+    """The path in a form that no program reads as an option."""
     return f"./{path}" if path.startswith("-") else path
 
 

@@ -1,9 +1,9 @@
-"""The `session_search` tool and the earlier conversations that it searches: files of one folder, each a JSON object
-`palaestra.session/1`, written when a conversation has ended.
+"""The `session_search` tool and the earlier conversations that it searches: files in one folder, each a JSON object
+`palaestra.session/1` that is written when a conversation ends.
 
 It shows excerpts and does not summarise. Without a folder (`Sessions`), the agent loop answers the call itself.
 
-Invariants: a file is replaced whole; a search reads at most the newest `MAX_SESSIONS` files of the folder, up to
+Invariants: a file is replaced atomically; a search reads at most the newest `MAX_SESSIONS` files of the folder, up to
 `MAX_SESSION_BYTES` each; equal folders and queries give equal answers.
 """
 
@@ -33,7 +33,7 @@ MAX_SESSION_BYTES = 8 << 20
 EXCERPT_CHARS = 400
 EXCERPTS = 3
 _YEAR_9999_S = 253_370_764_800
-"""The latest start that can be shown."""
+"""The latest start time that can be formatted."""
 _WORD = re.compile(r"\w+")
 _NAME = re.compile(r"[\w.-]{1,128}")
 
@@ -74,17 +74,17 @@ class SessionMatch:
 
 
 class SessionSource(Protocol):
-    """Earlier conversations that are kept elsewhere than in a folder."""
+    """Earlier conversations in a store other than a folder."""
 
     def search(self, query: str, roles: Collection[str], limit: int, *, current: str) -> list[SessionMatch]:
-        """As `Sessions.search`. Called in any thread."""
+        """Search like `Sessions.search`. May be called in any thread."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """The conversations of one folder, or of a `source`; none of both if none are kept. `current` is the one that asks;
-    it is not searched.
+    """The conversations of one folder or of a `source`; without either, none are kept. Searches leave out
+    `current`, the id of the conversation that asks.
 
     Methods block. A file that cannot be read as a session is left out of searches.
     """
@@ -183,7 +183,7 @@ def _rarity(having: int, of: int) -> float:
 
 
 def _excerpts(said: Sequence[tuple[str, str]], words: Sequence[str]) -> list[dict[str, str]]:
-    """The messages with most of the words, in their order, cut to around the first of these."""
+    """The messages with the most of these words, in their order, each cut to the text around its first such word."""
     scored = [(len(set(words) & set(_words(text))), place) for place, (_, text) in enumerate(said)]
     best = sorted(sorted((-score, place) for score, place in scored if score)[:EXCERPTS], key=lambda each: each[1])
     return [{"role": said[place][0], "text": _around(said[place][1], words)} for _, place in best]

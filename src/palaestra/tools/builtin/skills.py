@@ -1,11 +1,11 @@
 """The tools `skills_list`, `skill_view` and `skill_manage`, over a folder of skills that the settings name.
 
-A skill is a folder with a `SKILL.md`: YAML between two lines `---` with `name` and `description`, then Markdown
-(https://agentskills.io/specification). It lies in the folder of skills, or one level below it in a category. Rollouts
+A skill is a folder with a `SKILL.md`: YAML between two `---` lines with `name` and `description`, then Markdown
+(https://agentskills.io/specification). It is in the folder of skills, or one level below it in a category. Rollouts
 must not learn from each other, so there are no skills unless `skills_dir` is set.
 
-Invariants: no path leaves the folder of its skill, and no link is followed; a file is replaced whole; changes by
-several processes follow each other.
+Invariants: no path leaves the folder of its skill, and no link is followed; a file is replaced atomically; a lock
+orders changes of several processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, Too
 
 DOCUMENT = "SKILL.md"
 MAX_BYTES = 256 << 10
-"""Of one file of a skill."""
+"""The most bytes of one file of a skill."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _MAX_NAME, _MAX_DESCRIPTION = 64, 1024
 _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
@@ -80,7 +80,7 @@ MANAGE = ToolSchema(
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """One skill: its folder, and what its header says."""
+    """One skill: its folder, and the fields of its header."""
 
     name: str
     description: str
@@ -89,14 +89,14 @@ class Skill:
 
 
 class Skills:
-    """The skills of one folder. Methods block for as long as small files take. They raise `OSError`, and `ToolMistake`
-    for anything that a model can correct."""
+    """The skills of one folder. Methods block while they read or write small files. They raise `OSError`, and
+    `ToolMistake` for an error that a model can correct."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def all(self) -> list[Skill]:
-        """The skills with a usable header, by category and name. Of two with one name, the first counts."""
+        """The skills with a valid header, by category and name. Of two skills with one name, the first counts."""
         found: dict[str, Skill] = {}
         for document in sorted([*self.folder.glob(f"*/{DOCUMENT}"), *self.folder.glob(f"*/*/{DOCUMENT}")]):
             folder = document.parent
@@ -108,7 +108,7 @@ class Skills:
         return sorted(found.values(), key=lambda skill: (skill.category, skill.name))
 
     def find(self, name: str) -> Skill:
-        """The skill of this name. Raises `ToolMistake` with the names there are."""
+        """The skill of this name. Raises `ToolMistake` with the known names."""
         skills = self.all()
         for skill in skills:
             if skill.name == name:
@@ -139,7 +139,7 @@ class Skills:
             _write(self.find(name).folder, DOCUMENT, content)
 
     def patch(self, name: str, old: str, new: str, file_path: str = DOCUMENT, *, everywhere: bool = False) -> None:
-        """Replace a text in the document or another file."""
+        """Replace a text in the document or in another file."""
         with self._changing():
             folder = self.find(name).folder
             text = _read(folder, file_path)
@@ -184,7 +184,7 @@ class Skills:
 
 
 def read_header(text: str) -> tuple[str, str]:
-    """Name and description of a document. Raises `ToolMistake` if its header lacks them."""
+    """The name and description in a document's header. Raises `ToolMistake` if they are missing."""
     match = _FRONT.match(text)
     try:
         header = yaml.safe_load(match[1]) if match else None
@@ -268,7 +268,7 @@ def _check(name: str, content: str) -> None:
 
 
 def _inside(folder: Path, file_path: str) -> Path:
-    """The path of a file of the skill. Raises `ToolMistake` for one that could be elsewhere."""
+    """The path of a file of the skill. Raises `ToolMistake` for a path that could lead outside."""
     parts = PurePosixPath(file_path).parts
     if not parts or file_path.startswith("/") or "\0" in file_path or any(part.startswith(".") for part in parts):
         raise ToolMistake(f"{file_path!r} is not a file of the skill: give a path relative to it, without hidden names")

@@ -1,7 +1,7 @@
-"""Whether a file that was just written parses. Nothing from a slot is ever executed.
+"""Checks whether a file that was just written parses. Nothing from a slot is ever executed.
 
-Python is checked with this interpreter's grammar, which may differ from the slot's; the answer names the version. Size
-and depth are bounded because the text comes from a model and is parsed outside the slot.
+Python files are checked with this interpreter's grammar, which may differ from the slot's; the answer names the
+version. Size and depth are bounded because the text comes from a model and is parsed outside the slot.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 import yaml
 
 MAX_CHECKED_CHARS = 128 << 10
-"""Longer files are not checked: parsing blocks the event loop (about 1 ms per kilobyte at worst)."""
+"""Longer files are not checked, because parsing blocks the event loop (at worst about 1 ms per kilobyte)."""
 _MAX_DEPTH = 100
-"""Of a YAML file: the cost of a token grows with the depth."""
+"""The deepest nesting of a YAML file that is checked: the cost of a token grows with the depth."""
 _MAX_DOTS = 1000
-"""In a line of a TOML file: a key of very many parts takes minutes to parse."""
+"""The most dots in a line of a TOML file that is checked: a key of very many parts takes minutes to parse."""
 
 
 def check_syntax(path: str, text: str) -> str | None:
@@ -48,7 +48,7 @@ def check_syntax(path: str, text: str) -> str | None:
 
 def _python(text: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the model's file, not about this program
+        warnings.simplefilter("ignore")  # they concern the model's file, not this program
         ast.parse(text)
 
 

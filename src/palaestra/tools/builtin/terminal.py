@@ -1,8 +1,8 @@
-"""The `terminal` tool: one shell command in the rollout's slot, run to its end or time limit, or started in the
+"""The `terminal` tool: runs one shell command in the rollout's slot to its end or time limit, or starts it in the
 background for the `process` tool.
 
-Invariant (S5): the reply is bounded whatever a command prints, and has the true total. If the middle was cut out, a
-file in the slot holds all output, or its first megabytes (`full_output_bytes`). A command is never run twice.
+Invariant (S5): the reply is bounded whatever a command prints, and reports the full size. If the middle was cut out, a
+file in the slot has all output, or its first megabytes (`full_output_bytes`). A command is never run twice.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
 MAX_OUTPUT_CHARS = 50_000
-"""How much output a reply holds, head and tail together."""
+"""The most output in a reply, head and tail together."""
 HEAD_CHARS = 20_000
 MAX_KEPT_BYTES = 2 << 20
-"""How much output is captured; what exceeds the reply is written to a file in the slot."""
+"""The most output that is captured; if it exceeds the reply, it is written to a file in the slot."""
 MAX_COMMAND_BYTES = (128 << 10) - 1
 """The longest argument of a program on Linux."""
 SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which nobody else shares
@@ -34,8 +34,8 @@ MIN_CHECK_INTERVAL_S = 30.0
 
 
 class ContractReplies:
-    """Shared with a task's tools, it makes terminals reply as the contract's sandbox server does: standard error after
-    standard output and a line `[stderr]`, and also apart, with the facts of the sandbox."""
+    """Shared with a task's tools, it makes terminals reply like the contract's sandbox server: standard error follows
+    standard output and a line `[stderr]`; both streams are also separate keys, next to facts about the sandbox."""
 
 
 _FACTS = ("returncode", "timeout", "sandboxed", "network_isolated", "stateful")
@@ -58,7 +58,7 @@ _BACKGROUND: Mapping[str, JSON] = {
         "description": "With background: report output lines that contain one of these strings. Use for rare events.",
     },
 }
-"""Parameters for background commands. Their reports come with the next reply of the process tool."""
+"""Parameters of background commands, whose reports come with the next reply of the `process` tool."""
 
 SCHEMA = ToolSchema(
     name="terminal",
@@ -143,7 +143,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
 
 
 async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Start `command` as a session of the task: its `session_id`, or why it was not started."""
+    """Start `command` as a session of the task. Replies its `session_id`, or why it was not started."""
     slot = await run.slot()
     workdir = await in_full(slot, arguments.get("workdir") or WORKSPACE)
     interval_s = arguments.get("check_interval")
@@ -177,7 +177,7 @@ async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
 
 
 async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dict[str, JSON]:
-    """The reply of a command that has run: bounded, with true totals."""
+    """The bounded reply of a finished command, with the full size of a cut output."""
     kept = None
     if result.metadata.get("truncated"):
         names = ("output_total_bytes", "full_output_path", "full_output_bytes")
@@ -189,7 +189,7 @@ async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dic
 async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tuple[str, dict[str, JSON]]:
     """The output for a reply, and the keys that describe a cut.
 
-    `kept` is given if `text` is incomplete: `output_total_bytes`, and where the rest is.
+    `kept` is given if `text` is incomplete: it has `output_total_bytes` and the place of the rest.
     """
     if kept is not None:
         return cut(text, f"{kept['output_total_bytes']} bytes"), dict(kept)
@@ -203,7 +203,7 @@ async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tup
 
 
 def contract_facts(result: ExecutionResult) -> dict[str, JSON]:
-    """What `ContractReplies` adds to a reply."""
+    """The keys that `ContractReplies` adds to a reply."""
     facts = {name: result.metadata[name] for name in _FACTS}
     streams = {name: str(result.metadata[name]) for name in ("stdout", "stderr") if name in result.metadata}
     return facts | {
@@ -220,7 +220,7 @@ def cut(text: str, total: str) -> str:
 
 
 async def _spill(slot: Slot, text: str) -> str | None:
-    """Write the whole output into the slot, under a name derived from it (D2). None if that fails."""
+    """Write the whole output into the slot, under a name derived from its content (D2). None if that fails."""
     data = text.encode("utf-8", "replace")
     path = f"{SPILL_DIR}/{hashlib.sha256(data).hexdigest()[:12]}.txt"
     try:

@@ -1,7 +1,7 @@
-"""The `terminal_stateful` tool: commands in one shell of the rollout, which keeps directory, variables and functions.
+"""The `terminal_stateful` tool: runs commands in the rollout's shell, which keeps directory, variables and functions.
 
 A command has no terminal and no input, as in `terminal`. Invariant: there is one such shell per rollout, and its
-commands run one after the other. A restart of the shell, which loses its state, is in the reply.
+commands run one after the other. The reply reports a restart of the shell, which loses its state.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StatefulShell:
         self._shell: Shell | None = None
 
     async def of(self, slot: Slot) -> Shell:
-        """The shell, in the rollout's slot."""
+        """The rollout's shell, opened in its slot if necessary."""
         async with self._opening:
             if self._shell is None:
                 self._shell = await slot.shell()
@@ -59,7 +59,7 @@ class StatefulShell:
 
 
 async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Run `command`; the reply is that of `terminal`, with `shell_restarted` if that happened."""
+    """Run `command`; the reply is that of `terminal`, with `shell_restarted` if the shell was restarted."""
     check_command(arguments["command"])
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     approvals = run.found_state(Approvals)

@@ -1,7 +1,8 @@
-"""Files in a slot as text: lossless decoding, and errors that a model can act on. A file is held in memory whole.
+"""Reads and writes files in a slot as text: lossless decoding, and errors that a model can act on. Files are held in
+memory.
 
-Invariant: `decode` then `encode` returns the same bytes, whatever the encoding, line ends or byte order mark; so an
-edit changes nothing else.
+Invariant: `decode` then `encode` returns the same bytes, whatever the encoding, line ends or byte order mark, so an
+edit leaves the rest of the file unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PATH_PARAMETER: Mapping[str, JSON] = parameters.text(f"Path of the file, absolut
 _SNIFFED_BYTES = 8192
 _SHOWN_CHARS = 100
 _MOST_COMPARED = 500
-"""How many names of a directory are compared with a missing one; the comparison blocks the event loop."""
+"""The most names of a directory that are compared with a missing one, because that blocks the event loop."""
 _BOM = "\ufeff"
 
 
@@ -35,7 +36,7 @@ _BOM = "\ufeff"
 class DecodedFile:
     """A file's text with `\\n` line ends and no byte order mark; bytes that are not UTF-8 are kept as surrogates.
 
-    `mode` has its permission bits; None if they are unknown (behind a symlink) or the file is new.
+    `mode` has its permission bits, or None if they are unknown (behind a symlink) or the file is new.
     """
 
     text: str
@@ -49,12 +50,12 @@ class DecodedFile:
         return ((_BOM if self.bom else "") + text).encode("utf-8", "surrogateescape")
 
     def with_text(self, text: str) -> DecodedFile:
-        """The same kind of file with other text."""
+        """A copy with this text and the same encoding, line ends and mode."""
         return replace(self, text=text)
 
 
 def decode(data: bytes) -> DecodedFile:
-    """Bytes as text. Line ends are translated only if all are CRLF, so that they can be restored."""
+    """Decode bytes. Line ends are translated only if all are CRLF, so that `encode` can restore them."""
     text = data.decode("utf-8", "surrogateescape")
     bom = text.startswith(_BOM)
     text = text.removeprefix(_BOM)
@@ -63,7 +64,7 @@ def decode(data: bytes) -> DecodedFile:
 
 
 def is_binary(data: bytes) -> bool:
-    """Whether the beginning of a file holds a NUL byte, which text never does."""
+    """Whether the beginning of a file has a NUL byte, which text never has."""
     return b"\0" in data[:_SNIFFED_BYTES]
 
 
@@ -86,7 +87,7 @@ async def read_text_file(slot: Slot, path: str) -> DecodedFile:
 
 
 async def in_full(slot: Slot, path: str) -> str:
-    """The path with a leading `~` expanded as by a shell of the slot: models write paths as in commands."""
+    """The path with a leading `~` expanded as a shell in the slot does: models write paths as in commands."""
     if path != "~" and not path.startswith("~/"):
         return path
     home = await slot.execute('printf %s "$HOME"')
@@ -95,7 +96,7 @@ async def in_full(slot: Slot, path: str) -> str:
 
 @contextlib.contextmanager
 def as_mistake(problem: str) -> Iterator[None]:
-    """Turn an `OSError` of a slot's call into a `ToolMistake` that begins with `problem`; an `InfraError` passes."""
+    """Turn an `OSError` of a slot's call into a `ToolMistake` that begins with `problem`; let an `InfraError` pass."""
     try:
         yield
     except InfraError:
@@ -105,7 +106,7 @@ def as_mistake(problem: str) -> Iterator[None]:
 
 
 async def file_info(slot: Slot, path: str) -> FileInfo | None:
-    """The file information of a path, links not followed, or None. Raises `ToolMistake` for an invalid path."""
+    """The file information of a path, without following links, or None. Raises `ToolMistake` for an invalid path."""
     _check_name(path)
     with as_mistake(f"The path {shortened(path, _SHOWN_CHARS)} cannot be used"):
         return await slot.stat(path)
@@ -142,7 +143,7 @@ async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_
 
 
 async def not_found(slot: Slot, path: str) -> ToolMistake:
-    """The mistake of naming a file that does not exist, with similar names."""
+    """A `ToolMistake` for a file that does not exist, with similar names."""
     parent, name = posixpath.split(in_slot(path))
     try:
         entries = [posixpath.basename(info.path) for info in await slot.list_dir(parent)]
@@ -152,7 +153,7 @@ async def not_found(slot: Slot, path: str) -> ToolMistake:
         return ToolMistake(f"{path} does not exist, and neither does its directory {parent}")
     by_folded = {entry[:_SHOWN_CHARS].casefold(): entry for entry in sorted(entries)}
     wanted, known = name[:_SHOWN_CHARS].casefold(), sorted(by_folded)
-    first = max(0, bisect_left(known, wanted) - _MOST_COMPARED // 2)  # in a large directory, the names that begin alike
+    first = max(0, bisect_left(known, wanted) - _MOST_COMPARED // 2)  # only alphabetical neighbours
     close = difflib.get_close_matches(wanted, known[first : first + _MOST_COMPARED], n=5, cutoff=0.6)
     similar = [posixpath.join(posixpath.dirname(path), by_folded[folded]) for folded in close]
     hint = f". Did you mean {', '.join(similar)}?" if similar else ""
@@ -160,7 +161,7 @@ async def not_found(slot: Slot, path: str) -> ToolMistake:
 
 
 def reason(error: OSError) -> str:
-    """The system's message in one line."""
+    """The operating system's message in one line."""
     return error.strerror or str(error) or type(error).__name__
 
 

@@ -1,9 +1,9 @@
-"""The `tmux` tool: one terminal of the rollout, for programs that draw on a screen and wait for keys.
+"""The `tmux` tool: the rollout's one terminal, for programs that draw on a screen and wait for keys.
 
-No tmux runs: the terminal is the slot's, and the screen is emulated here.
+No tmux runs: the slot provides the terminal, and the screen is emulated here.
 
-Invariant: there is one such terminal per rollout. A reply shows the screen once nothing was written for a moment, or
-when the time was over; `still_running` reports a command that had not ended by then.
+Invariant: there is one such terminal per rollout. A reply shows the screen after a moment without output, or at the
+time limit; `still_running` reports a command that has not ended by then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 ROWS, COLUMNS = 40, 160
 DEFAULT_MAX_WAIT_S, MIN_QUIET_S = 10.0, 0.1
 MIN_TYPING_S = 1.0
-"""The least time that a program has to read what is typed."""
+"""The shortest time that a program gets to read typed keys."""
 DEFAULT_STREAM_BYTES = 20_000
 
 SCHEMA = ToolSchema(

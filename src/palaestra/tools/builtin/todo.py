@@ -1,4 +1,4 @@
-"""The `todo` tool: a list of the steps of a task. It belongs to one rollout, and needs no slot.
+"""The `todo` tool: a list of a task's steps. Each rollout has its own, which needs no slot.
 
 Parameters and reply are the contract's. Invariant: every reply is the whole list after the call; a refused call changes
 nothing.

@@ -4,8 +4,8 @@ The image is a file in the slot, a data URL, or an http(s) address. Parameters a
 is any server with chat completions: one user message with a text part and an `image_url` part that holds a data URL
 (https://platform.openai.com/docs/guides/images-vision), so the server fetches nothing itself.
 
-Invariant: only bytes that are recognised as an image, and no more than the settings allow, are sent. An address is
-fetched as pages are, so private networks are out of reach. The settings choose the model, never the calling model.
+Invariant: only bytes that are recognised as an image, and no more than the settings allow, are sent. Addresses are
+fetched like web pages, so private networks are out of reach. The settings choose the model, never the calling model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAGIC = {
     "image/gif": rb"GIF8[79]a",
     "image/webp": rb"RIFF....WEBPVP",
 }
-"""The types that chat servers take, and how their data begins."""
+"""The image types that chat servers accept, and how their data begins."""
 
 SCHEMA = ToolSchema(
     name="vision_analyze",
@@ -56,7 +56,7 @@ class Image:
     type: str
 
     def data_url(self) -> str:
-        """The image as chat servers take it (RFC 2397)."""
+        """The image as a data URL (RFC 2397), the form that chat servers accept."""
         return f"data:{self.type};base64,{base64.b64encode(self.data).decode()}"
 
 
@@ -74,14 +74,14 @@ def vision_tool(settings: ToolSettings) -> Tool:
 
 
 def vision_problem(settings: ToolSettings) -> str | None:
-    """Why no image can be looked at, with the remedy, or None."""
+    """The reason why no image can be analysed, and the remedy, or None."""
     if settings.vision_base_url is None:
         return missing_model("no model that looks at images is", "vision")
     return None
 
 
 async def look(settings: ToolSettings, image: Image, question: str) -> dict[str, JSON]:
-    """The model's `analysis` and `usage`. Raises `ToolMistake`, or `ToolUnavailable` if it does not answer."""
+    """Get the model's `analysis` and `usage`. Raises `ToolMistake`, or `ToolUnavailable` if it does not answer."""
     if (reason := vision_problem(settings)) is not None:
         raise ToolMistake(reason)
     server = model_server(
@@ -112,7 +112,7 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 
 async def _key(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
-    """For a path, the file's hash is part of what decides the reply."""
+    """The arguments, and for a path the file's hash too, because the reply depends on its content."""
     where = arguments["image_url"]
     if where.startswith(("http://", "https://", "data:")):
         return arguments
@@ -144,7 +144,7 @@ async def _read(settings: ToolSettings, path: str, run: ToolRun) -> Image:
 
 
 def _from_data_url(url: str, most_bytes: int) -> Image:
-    """The image that is written out in a data URL. Raises `ToolMistake`."""
+    """The image in a data URL. Raises `ToolMistake`."""
     head, comma, body = url.partition(",")
     if not comma:
         raise ToolMistake("This data URL has no comma, so it holds no data")
@@ -160,7 +160,7 @@ def _from_data_url(url: str, most_bytes: int) -> Image:
 
 
 def _recognised(data: bytes, most_bytes: int, name: str) -> Image:
-    """The image that these bytes are. Raises `ToolMistake` for other data, and for too much."""
+    """The bytes as an image. Raises `ToolMistake` for other data, and for too many bytes."""
     if len(data) > most_bytes:
         raise ToolMistake(f"{name} has {len(data)} bytes, more than the {most_bytes} that an image may have")
     if not data:

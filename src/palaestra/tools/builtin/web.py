@@ -1,6 +1,6 @@
 """The `web_search` and `web_extract` tools. Names and parameters are the contract's.
 
-Invariant: a reply is bounded, reports a cut with a way to get the rest, and is never a summary.
+Invariant: a reply is bounded, reports how to get the rest of a cut page, and is never a summary.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
 
 
 def page_reader(name: str, settings: ToolSettings) -> PageReader:
-    """This machine, or a provider. A user's own server is asked only for pages that this machine may read."""
+    """A reader on this machine, or a provider. A user's own server only gets pages that this machine may read."""
     policy = AddressPolicy(settings.web_allow)
     if name == "fetch":
         return Fetcher(policy, settings.lane())
@@ -88,7 +88,7 @@ def page_reader(name: str, settings: ToolSettings) -> PageReader:
 
 
 async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolReply:
-    """The results: `success`, and `data.web` with `position`, `title`, `url` and `description` of each."""
+    """Search; the reply has `success`, and `data.web` with `position`, `title`, `url` and `description` of each."""
     query, limit = str(arguments["query"]).strip(), int(arguments.get("limit", 5))
     if not query:
         raise ToolMistake("The query is empty; say what to search for")
@@ -106,8 +106,8 @@ async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolR
 
 
 async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolReply:
-    """`results`: for each address its `title` and `content` or its `error`, with `total_chars` and a `hint` if it is
-    cut; and an `error` of the whole if no page could be read."""
+    """Read pages; the reply has `results`: for each address its `title` and `content` or its `error`, with
+    `total_chars` and a `hint` if it is cut. It has an `error` if no page could be read."""
     urls, offset = [str(url) for url in arguments["urls"]], int(arguments.get("offset", 0))
     results = [shown(page, offset) for page in await pages.read(urls)]
     if all("error" in each for each in results):

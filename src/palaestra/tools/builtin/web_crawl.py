@@ -1,12 +1,12 @@
-"""The `web_crawl` tool: the pages of a site, from one on. Name and parameters are the contract's, with bounds added.
+"""The `web_crawl` tool: reads pages of a site, starting at one. Name and parameters are the contract's, with bounds.
 
-It is available on request only, because `web_search` and `web_extract` tell more with fewer pages. `instructions` only
+It is available on request only, because `web_search` and `web_extract` find more with fewer pages. `instructions` only
 decide which links are followed first. Links are followed within the host. Pages are read by `page_text.py`, each from
 an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
 
 Invariants: a reply is bounded, and reports cuts and omissions. Equal sites give equal pages in the same order
-unless the time is over, which is reported. The nearest pages come first, and of them those whose links have most of the
-wanted words.
+unless time runs out, which is reported. Pages fewer links away from the first come first, and of equally distant ones
+those whose links have most of the wanted words.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AGENT = "Palaestra"
 AT_ONCE = 4
 """Pages of one site that are read concurrently."""
 MAX_LINKS = 1000
-"""How many links of one page are considered."""
+"""The most links of one page that are considered."""
 MAX_ROBOTS_BYTES = 500 << 10
 _WORD = re.compile(r"\w+")
 
@@ -82,7 +82,7 @@ def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTo
 
 
 def _reply(crawl: _Crawl, over_s: float | None) -> dict[str, JSON]:
-    """`results` as those of web_extract, `links_left` not followed, and a `note` if the time of `over_s` was over."""
+    """The reply: `results` as in `web_extract`, the number `links_left`, and a `note` if the time `over_s` ran out."""
     results = [shown(page, 0, PAGE_CHARS, "read it whole with web_extract") for page in crawl.pages]
     reply: dict[str, JSON] = {"results": results, "links_left": crawl.left}
     if over_s is not None:
@@ -94,7 +94,7 @@ def _reply(crawl: _Crawl, over_s: float | None) -> dict[str, JSON]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Link:
-    """A waiting link; the least comes first. `missing` counts the wanted words that it lacks."""
+    """A queued link; links are read in sort order. `missing` counts the wanted words that are not in it."""
 
     depth: int
     missing: int
@@ -115,8 +115,8 @@ class _Visit:
 class _Crawl:
     """One crawl: at most `limit` pages, unreadable ones included, up to `depth` links away from the first.
 
-    `pages` are in the order they were read, each once, whichever of its addresses links lead to; `left` links were not
-    followed.
+    `pages` holds each page once, in reading order, also if links lead to several of its addresses; `left` links were
+    not followed.
     """
 
     def __init__(self, fetcher: Fetcher, arguments: Mapping[str, JSON]) -> None:
@@ -148,14 +148,14 @@ class _Crawl:
                 self._note(visit.links, link.depth + 1)
 
     def _next(self, most: int) -> list[_Link]:
-        """The next links; those to a page that was read by another address are dropped."""
+        """The next links, without those to a page that was already read at another address."""
         self._waiting = sorted(link for link in self._waiting if link.url not in self._read)
         batch, self._waiting = self._waiting[:most], self._waiting[most:]
         self.left = len(self._waiting)
         return batch
 
     def _take(self, visit: _Visit) -> None:
-        """Keep a page, unless it was read by another address."""
+        """Keep a page unless it was already read at another address."""
         if visit.place is None or visit.place not in self._read:
             self.pages.append(visit.page)
         if visit.place is not None:
@@ -173,14 +173,14 @@ class _Crawl:
             return _Visit(WebPage(url, error=str(why)), place)
 
     def _stay(self, url: URL) -> None:
-        """The first page defines the site. Raises `PageUnreadable` for a page of another site."""
+        """Raises `PageUnreadable` for a page of another site. The first page defines the site."""
         if self._site is None:
             self._site = url
         elif url.origin() != self._site.origin():
             raise PageUnreadable(f"it leads to another site, {url.origin()}")
 
     def _note(self, links: Sequence[tuple[str, str]], depth: int) -> None:
-        """Queue the links of a page that are to be read."""
+        """Queue the links of a page that should be read."""
         for url, text in links if depth <= self._depth else ():
             if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen | self._read:
                 continue
@@ -191,7 +191,7 @@ class _Crawl:
         self.left = len(self._waiting)
 
     async def _ask_robots(self, site: URL) -> None:
-        """A site without robots.txt, or that does not answer, allows everything."""
+        """Read the site's robots.txt. A site without one, or that does not answer, allows everything."""
         address, policy = str(site.origin() / "robots.txt"), self._fetcher.policy
         try:
             rules = await fetch(address, policy, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0)
@@ -202,7 +202,7 @@ class _Crawl:
 
 
 def _links(fetched: Fetched) -> list[tuple[str, str]]:
-    """The targets of an HTML page's links, each once and without its fragment, and the text of the link."""
+    """The targets of an HTML page's links, each once and without its fragment, with the text of the link."""
     if fetched.content_type.lower() not in HTML:
         return []
     html = importlib.import_module("lxml.html")

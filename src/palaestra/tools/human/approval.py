@@ -1,11 +1,11 @@
-"""Ask a person before a dangerous command, for interactive use.
+"""Asks a person before a dangerous command, for interactive use.
 
-Not a security boundary: slots are. The patterns match how people and models usually write what destroys work; commands
-assembled at run time, scripts, an interpreter's own calls, keys sent to `tmux` and input of background processes pass
-unseen. If you do not trust an agent, give it a slot with nothing to lose.
+This is not a security boundary; slots are. The patterns match the usual forms of destructive commands. They miss
+commands assembled at run time, scripts, an interpreter's own calls, keys sent to `tmux`, and input of background
+processes. If you do not trust an agent, give it a slot with nothing to lose.
 
-Without an `ask`, as in rollouts, every command runs. Invariant: a denied command is not run, and an approval holds for
-this command, or for the session for its kinds of danger.
+Without an `ask`, as in rollouts, every command runs. Invariant: a denied command is not run, and an approval covers
+only this command, or its kinds of danger for the session.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ApprovalAnswer(StrEnum):
     ONCE = "once"
     SESSION = "session"
     ALWAYS = "always"
-    """As `SESSION`; whoever asks keeps it for later sessions."""
+    """Like `SESSION`; the `ask` function also keeps it for later sessions."""
     DENY = "deny"
 
 
 @dataclass(frozen=True, slots=True)
 class ApprovalRequest:
-    """A command to approve. `dangers` are its kinds of danger, for a person to read."""
+    """A command to approve. `dangers` lists its kinds of danger, for a person to read."""
 
     command: str
     dangers: Sequence[str]
@@ -40,7 +40,7 @@ class ApprovalRequest:
 Ask: TypeAlias = Callable[[ApprovalRequest], Awaitable[ApprovalAnswer]]
 
 _START = r"(?:^|[;&|(`\n]|\$\(|\b(?:sudo|exec|xargs|env|nohup|time|then|do|else)\s)\s{0,20}(?:/[\w./-]{0,100}/)?"
-"""The position of a program's name: at the start of a command, perhaps after another program that starts it."""
+"""The position of a program's name: at the start of a command, or after another program that starts it."""
 
 _GIT = r"\bgit\s+(?:-\S+\s+(?:[^-\s]\S*\s+)?){0,4}?"
 """`git` with options before its command."""
@@ -65,7 +65,7 @@ _DANGERS: Sequence[tuple[str, str]] = (
     ("starts processes without end", r":\s*\(\s*\)\s*\{\s*:\s*\|\s*:"),
     ("drops scheduled work", _START + r"crontab\s+(?:\S+\s+){0,20}?-r\b"),
 )
-"""Kinds of danger, each with how it is usually written. Keep the table in docs/tools.md equal."""
+"""Kinds of danger, each with a pattern of its usual form. Keep the table in docs/tools.md in step."""
 
 _COMPILED = [(danger, re.compile(pattern)) for danger, pattern in _DANGERS]
 _MOST_CHARS = 20_000

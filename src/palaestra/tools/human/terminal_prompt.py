@@ -1,11 +1,11 @@
-"""Questions to a person at a terminal: before dangerous commands (`Approvals`), and those of `clarify`.
+"""Asks a person at a terminal: before dangerous commands (`Approvals`), and for `clarify`.
 
     person = TerminalPerson()
     ToolSession(shared=[Approvals(person.approve), User(person.answer)])
 
-It uses the terminal for one question at a time and restores it. Invariants: no answer, an interrupt (Ctrl-C), the end
-of input (Ctrl-D) and anything typed before the question are never a yes; a model's text is shown whole, with its
-control characters spelled out, so it cannot imitate the prompt.
+It uses the terminal for one question at a time and restores it. Invariants: silence, an interrupt (Ctrl-C), the end of
+input (Ctrl-D) and anything typed before the question never count as a yes; a model's text is shown in full, with its
+control characters escaped, so it cannot imitate the prompt.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _INTERRUPT = b"\x03"
 
 
 class TerminalPerson:
-    """The person at `terminal`, by default the one that the process was started from.
+    """The person at `terminal`, by default the terminal that started the process.
 
-    A question without an answer after `timeout_s` seconds is refused. Raises `ConfigError` without a terminal.
+    A question without an answer after `timeout_s` seconds counts as refused. Raises `ConfigError` without a terminal.
     """
 
     def __init__(self, terminal: str | Path = "/dev/tty", *, timeout_s: float = 300.0) -> None:
@@ -57,7 +57,7 @@ class TerminalPerson:
         return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:
-        """The answer to a question, one of the choices or not, or None: the `ask` of a `User`."""
+        """The answer to a question, which need not be one of the choices, or None: the `ask` of a `User`."""
         offered = "".join(f"\n  {number}: {_plain(choice)}" for number, choice in enumerate(choices, 1))
 
         def understood(line: str) -> str | None:
@@ -68,7 +68,7 @@ class TerminalPerson:
         return await self._ask(f"A question:\n{_quoted(question)}{offered}", prompt, understood, None)
 
     async def _ask(self, what: str, prompt: str, understood: Callable[[str], T | None], refused: T) -> T:
-        """The meaning of the first line that is understood; `refused` if none is."""
+        """The value of the first line that `understood` accepts; `refused` if there is none."""
         async with self._asking:
             with contextlib.suppress(OSError, termios.error), self._opened() as terminal, _line_by_line(terminal):
                 try:
@@ -83,7 +83,7 @@ class TerminalPerson:
                             if (answer := understood(line.strip())) is not None:
                                 return answer
                 except TimeoutError:
-                    termios.tcflush(terminal, termios.TCIFLUSH)  # half an answer must not be read by others
+                    termios.tcflush(terminal, termios.TCIFLUSH)  # no later reader gets half an answer
                     os.write(terminal, f"\nNo answer in {self._timeout_s:g} s.\n".encode())
             return refused  # also after a hang-up
 
@@ -98,7 +98,7 @@ class TerminalPerson:
 
 @contextlib.contextmanager
 def _line_by_line(terminal: int) -> Iterator[None]:
-    """While the block runs, the terminal passes on each line that is typed from now on, and Ctrl-C."""
+    """During the block, pass on each newly typed line, and Ctrl-C; drop earlier input."""
     before = termios.tcgetattr(terminal)
     termios.tcsetattr(terminal, termios.TCSANOW, _asking_mode(before))
     try:
@@ -109,7 +109,7 @@ def _line_by_line(terminal: int) -> Iterator[None]:
 
 
 def _asking_mode(mode: list[int | list[bytes | int]]) -> list[int | list[bytes | int]]:
-    """The terminal mode that passes on a line at its end, and at Ctrl-C, which interrupts no process."""
+    """A terminal mode that passes on a line at its end or at Ctrl-C, and in which Ctrl-C sends no signal."""
     iflag, oflag, cflag, lflag, ispeed, ospeed, characters = mode
     assert isinstance(iflag, int)
     assert isinstance(lflag, int)
@@ -156,5 +156,5 @@ def _quoted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with everything spelled out that could move the cursor or change the order of display."""
+    """The text with all characters escaped that could move the cursor or change the order of display."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -1,3 +1,3 @@
-"""Tools of MCP servers, each of which is a toolset: `mcp_config` has the settings, `connection` one session with a
-server, `mcp_server` a server over its sessions, `run_servers` several.
+"""Tools of MCP servers. Each server is a toolset: `mcp_config` has the settings, `connection` is one session with a
+server, `mcp_server` one server across sessions, `run_servers` several servers.
 """

@@ -1,7 +1,7 @@
 """One session with an MCP server: opened, used by concurrent calls, closed. The only user of the package `mcp`.
 
 A server that is a command runs on this machine, outside every slot, with the rights of this process;
-`core/io/supervised_command.py` ends it with us, and `StderrTail` keeps the end of its stderr.
+`core/io/supervised_command.py` ends it with this process, and `StderrTail` keeps the end of its stderr.
 
 Invariant: the session's own task enters and leaves the package's scopes, so that a cancelled caller leaves no process
 behind; an error is a `ToolServerError` that names the server.
@@ -36,7 +36,7 @@ _TAIL_BYTES = 4096
 
 
 class StderrTail:
-    """The last kilobytes of a server's stderr, read without blocking; `ended` once no process can write there."""
+    """The last kilobytes of a server's stderr, read without blocking; `ended` once no process can write to it."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -46,7 +46,7 @@ class StderrTail:
         self._at_end = asyncio.Event()
 
     def opened(self) -> TextIO:
-        """The end that the server writes to."""
+        """Open a pipe and return the end that the server writes to."""
         self._reading, writing = os.pipe()
         os.set_blocking(self._reading, False)
         asyncio.get_running_loop().add_reader(self._reading, self._read)
@@ -54,7 +54,7 @@ class StderrTail:
         return self._writing
 
     def let_go(self) -> None:
-        """Close our copy of the server's end, so that the end of the server is seen."""
+        """Close our copy of the writing end, so that the reader sees when the server ends."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.close()
@@ -97,11 +97,11 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 15.0
 _MOST_PAGES = 100
 _SESSION_GONE = "Session terminated"
-"""The package's error for a session that an HTTP server has forgotten; it did not look at the call."""
+"""The package's error for a session that an HTTP server has dropped; the server did not handle the call."""
 
 
 class NotCarriedOut(ToolServerUnavailable):
-    """The session had ended before the call was taken, so it may be sent again."""
+    """The session had ended before the server took the call, so it may be sent again."""
 
 
 class Connection:
@@ -120,7 +120,7 @@ class Connection:
 
     @classmethod
     async def opened(cls, name: str, config: MCPServerConfig) -> Connection:
-        """A session that is ready for calls; `config` has its variables replaced.
+        """Open a session that is ready for calls. `config` must have its variables replaced.
 
         Raises `ConfigError` if the extra is not installed, `ToolServerUnavailable` and `ToolServerRefused`.
         """
@@ -143,7 +143,7 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether the session is not known to have ended."""
+        """Whether the session is open as far as is known."""
         return self._task is not None and not self._task.done() and not self._stderr.ended and not self._stop.is_set()
 
     async def list_tools(self) -> list[Tool]:
@@ -172,7 +172,7 @@ class Connection:
         raise ToolServerReplyError(f"MCP server '{self.name}' lists its tools without end")
 
     async def call(self, tool: str, arguments: Mapping[str, JSON]) -> CallToolResult:
-        """One call. Cancelling it notifies the server.
+        """Make one call. Cancelling it notifies the server.
 
         Raises `TimeoutError`, `ServerSaid`, and `NotCarriedOut` or `ToolServerUnavailable` if the session has ended.
         """
@@ -195,13 +195,13 @@ class Connection:
             raise ServerSaid(error.message) from None
         except RuntimeError as error:  # structured content that does not fit the tool's output schema
             raise ServerSaid(str(error)) from None
-        except ValueError as error:  # the package's models refuse the reply
+        except ValueError as error:  # the package's validation refuses the reply
             raise ToolServerReplyError(
                 f"MCP server '{self.name}' answered {tool} with what is no result: {error}"
             ) from None
 
     async def aclose(self) -> None:
-        """End the session, and a server that is a command with all that it started."""
+        """End the session, and a server that is a command with all processes that it started."""
         self._stop.set()
         task = self._task
         if task is None or task is asyncio.current_task():
@@ -278,7 +278,7 @@ class Connection:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        # A call's own time limit is the session's; the client's only has to be no shorter.
+        # The session applies a call's time limit; the HTTP client's only must not be shorter.
         timeout = httpx2.Timeout(self._config.connect_timeout, read=self._config.timeout + _CLOSE_S)
         client = httpx2.AsyncClient(
             headers=dict(self._config.headers), timeout=timeout, event_hooks={"response": [self._note_status]}
@@ -286,11 +286,11 @@ class Connection:
         return streamable_http_client(url, http_client=await stack.enter_async_context(client))
 
     async def _note_status(self, response: httpx2.Response) -> None:
-        """Keep the status, which the package's errors lack."""
+        """Keep the HTTP status, which the package's errors lack."""
         self._status = response.status_code
 
     async def _hear(self, message: object) -> None:
-        """Handle notifications. A run keeps the tools that it began with, and warns once if they change."""
+        """Handle notifications. A run keeps the tools that it began with, and logs one warning if they change."""
         method = getattr(message, "method", "")
         if method == "notifications/tools/list_changed" and not self._told_of_change:
             self._told_of_change = True
@@ -308,7 +308,7 @@ class ServerSaid(ValueError):
 
 
 async def _need_extra(name: str) -> None:
-    """Import the package in a thread: that takes a second."""
+    """Import the package in a thread, because that takes a second. Raises `ConfigError` if it is not installed."""
     try:
         await asyncio.to_thread(import_module, "mcp")
     except ImportError:

@@ -1,12 +1,12 @@
-"""Settings of MCP servers: `MCPServerConfig`, in the shape in which other programs keep `mcpServers`.
+"""Settings of MCP servers: `MCPServerConfig`, in the `mcpServers` format of other programs.
 
     mcpServers:
       files: {command: npx, args: [-y, "@modelcontextprotocol/server-filesystem", /data]}
       tickets: {url: "https://tickets.example.org/mcp", headers: {Authorization: "Bearer ${TICKETS_TOKEN}"}}
 
-`${NAME}` and `${NAME:-default}` stand for environment variables. They are replaced when a server is opened, with the
-variables that the command line or a session hands over (`take_variables`), so that a run records the name and never the
-value. Durations are in seconds.
+`${NAME}` and `${NAME:-default}` stand for environment variables. They are replaced when a server opens, with
+variables that the command line or a session passes (`take_variables`), so a run records the name and never the value.
+Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADINGS = ("mcpServers", "mcp_servers")
 
 
 class MCPToolChoice(Settings):
-    """Which of a server's tools an agent has; names are the server's own."""
+    """The choice of a server's tools for an agent; names are the server's own."""
 
     include: list[str] | None = Field(default=None, description="Offer only these; default: all.")
     exclude: list[str] = Field(default_factory=list, description="Do not offer these.")
@@ -40,7 +40,7 @@ class MCPToolChoice(Settings):
 
 
 class MCPServerConfig(Settings):
-    """One server: a `command` to run on this machine (stdio), or the `url` of one that runs (streamable HTTP)."""
+    """One server: a `command` to run on this machine (stdio), or the `url` of a running server (streamable HTTP)."""
 
     command: str | None = Field(default=None, description="The program to run; it speaks over stdin and stdout.")
     args: list[str] = Field(default_factory=list, description="Its arguments.")
@@ -93,7 +93,7 @@ class MCPServerConfig(Settings):
 
     @field_serializer("env", "headers")
     def _without_values(self, values: dict[str, str]) -> dict[str, str]:
-        """For records: names, and values that only name a variable."""
+        """The mapping for records: values that name no variable are hidden."""
         return {name: value if _VARIABLE.search(value) else HIDDEN for name, value in values.items()}
 
     def __repr_args__(self) -> Iterable[tuple[str | None, JSON]]:
@@ -115,7 +115,7 @@ class MCPServerConfig(Settings):
                 )
 
     def resolved(self) -> MCPServerConfig:
-        """A copy with every variable replaced. Raises `ConfigError` for one that was not handed over."""
+        """A copy with every variable replaced. Raises `ConfigError` for a variable that was not passed."""
         env = {name: self._value(value) for name, value in self.env.items()}
         headers = {name: self._value(value) for name, value in self.headers.items()}
         remember_named({**self._variables, **env, **headers})
@@ -163,7 +163,7 @@ def read_servers(path: Path) -> dict[str, JSON]:
 def servers_of(
     told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
 ) -> dict[str, MCPServerConfig]:
-    """The servers of a file, or of its content, with their variables. Raises `ConfigError`, also for a missing one."""
+    """The servers in a file, or in its content, with their variables. Raises `ConfigError`, also if one is not set."""
     written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
     servers = configured(written)
     checked_names(servers)
@@ -191,7 +191,7 @@ def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServer
 
 
 def hand_over(environ: Mapping[str, str], servers: Mapping[str, MCPServerConfig]) -> None:
-    """Give every enabled server the variables it refers to. Raises `ConfigError` for a missing one."""
+    """Pass every enabled server the variables it refers to. Raises `ConfigError` for a missing variable."""
     for name, server in servers.items():
         if server.used:
             try:

@@ -1,7 +1,7 @@
-"""One MCP server of a run and its tools, which are listed once, so all rollouts of a run have the same.
+"""One MCP server of a run and its tools, which are listed once, so that all rollouts of the run have the same tools.
 
-Calls run concurrently over one session; a call reopens an ended session once. A result becomes bounded text; images,
-sound and files are named with their type and size.
+Calls run concurrently over one session; if it has ended, a call opens a new one once. A result becomes bounded text,
+with the type and size of images, sound and files in their place.
 
 Invariant: a call that the server may have carried out is not sent again, unless the server declares it idempotent.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TOOLSET_PREFIX = "mcp-"
 _MOST_NAME = 64
-"""Characters of a tool's name: what model servers take."""
+"""The most characters of a tool's name that model servers accept."""
 
 
 def toolset_of(server: str) -> str:
@@ -40,7 +40,7 @@ def toolset_of(server: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tool as the server names it; `again` if it may be called twice."""
+    """A tool as the server names it. `again`: it may be called twice with no further effect."""
 
     name: str
     again: bool
@@ -88,7 +88,7 @@ class MCPServer:
     async def _called(
         self, known: _Known, arguments: Mapping[str, JSON], not_carried_out: type[ToolServerUnavailable]
     ) -> CallToolResult:
-        """The result of a call, sent again over a new session if that cannot carry it out twice."""
+        """The result of a call. If its session ended, a call that had no effect or may be repeated is sent again."""
         connection = await self._session()
         try:
             return await connection.call(known.name, arguments)
@@ -98,7 +98,7 @@ class MCPServer:
         return await (await self._session(instead_of=connection)).call(known.name, arguments)
 
     async def _session(self, instead_of: Connection | None = None) -> Connection:
-        """The live session, opened if necessary. `instead_of` has just ended."""
+        """The live session, opened if necessary. `instead_of` is a session that has just ended."""
         from palaestra.tools.mcp.connection import Connection
 
         async with self._opening:
@@ -152,7 +152,7 @@ def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
 
 
 def owner_of(tool: str, servers: Iterable[str]) -> str | None:
-    """The server with a tool of this name, as `tool_names` makes them."""
+    """The server of a tool with a name made by `tool_names`."""
     found = [server for server in servers if tool.startswith(f"mcp_{_plain(server)}_")]
     return max(found, key=len, default=None)
 
@@ -162,13 +162,13 @@ def schema_of(name: str, tool: ServersTool) -> ToolSchema:
     given = dict(tool.input_schema)
     parameters, required = given.pop("properties", None) or {}, given.pop("required", None) or ()
     given.pop("type", None)
-    given.pop("$schema", None)  # of no use to a model
+    given.pop("$schema", None)  # useless to a model
     given.pop("title", None)
     return ToolSchema(name, (tool.description or tool.title or "").strip(), parameters, tuple(required), keywords=given)
 
 
 def tool_names(server: str, tools: Sequence[str]) -> list[str]:
-    """`mcp_<server>_<tool>` for each, unique and with only the characters that model servers accept.
+    """`mcp_<server>_<tool>` for each tool, unique and with only the characters that model servers accept.
 
     A name that would be too long or ambiguous ends in a part of the original name's hash.
     """
@@ -188,7 +188,7 @@ def _hash(text: str) -> str:
 
 
 def _problem(schema: ToolSchema) -> str | None:
-    """Why the schema cannot check calls, or None."""
+    """The reason why the schema cannot check calls, or None."""
     try:
         compiled(schema)
     except ConfigError as error:
@@ -197,7 +197,7 @@ def _problem(schema: ToolSchema) -> str | None:
 
 
 def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
-    """`{"output": …}`, with `structured` content unless the text has it, and `output_total_chars` if it was cut.
+    """`{"output": …}`, with `structured` content unless the text repeats it, and `output_total_chars` if it was cut.
 
     Raises `ToolMistake` with the same text for a result that is an error.
     """
@@ -216,7 +216,7 @@ def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
 
 
 def _bounded(text: str, most_chars: int) -> str:
-    """The beginning and the end of a long text, with the number of missing characters between."""
+    """The beginning and the end of a long text, with the number of missing characters between them."""
     if len(text) <= most_chars:
         return text
     head = most_chars // 2
@@ -225,7 +225,7 @@ def _bounded(text: str, most_chars: int) -> str:
 
 
 def _says(text: str, structured: JSON) -> bool:
-    """Whether the text equals the structured content: servers send both for clients that know only one."""
+    """Whether the text repeats the structured content: servers send both for clients that support only one."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):

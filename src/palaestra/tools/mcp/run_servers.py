@@ -1,7 +1,7 @@
-"""Several MCP servers: `MCPServers` for a run, opened together at its start, and `ServersOnDemand` for a session, each
-started by the first call that needs one of its tools.
+"""Several MCP servers: `MCPServers` opens those of a run together at its start; `ServersOnDemand` starts each server
+of a session with the first call of one of its tools.
 
-Invariant: after `aclose`, however opening went, no server that was started here is left.
+Invariant: after `aclose`, no server that was started here still runs, even if opening failed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from palaestra.tools.tool import FunctionTool, ToolSchema
 logger = logging.getLogger(__name__)
 
 HAND_ON = frozenset({"delegate_task", "execute_code"})
-"""Tools that call all others, and so need every server."""
+"""Tools that may call any other tool and therefore need every server."""
 
 
 class MCPServers:
     """Servers by name. An async context manager; without servers it does nothing and loads nothing.
 
-    `without` are disabled toolsets, whose servers need not run. With `forgiving` a server that cannot be opened, even a
-    required one, is a toolset that reports why it is empty.
+    `without` lists disabled toolsets, whose servers need not run. With `forgiving`, a server that cannot be opened,
+    even a required one, becomes an empty toolset that reports the reason.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MCPServers:
         *,
         without: Collection[str] = (),
     ) -> MCPServers:
-        """The servers of a recording: tools with the schemas of `definitions`, and nothing to open."""
+        """The servers of a recording: tools with the schemas of `definitions`; no server is opened."""
         servers = cls(configs, without=without)
         known: dict[str, list[FunctionTool]] = {name: [] for name in servers._configs}
         for definition in definitions:
@@ -74,7 +74,7 @@ class MCPServers:
         return servers
 
     async def open(self) -> None:
-        """Open all servers concurrently and list their tools. Raises the error of the first failed required one."""
+        """Open all servers concurrently and list their tools. Raises the error of a required server that fails."""
         if self._installed:
             return
         self._servers = {name: MCPServer(name, config) for name, config in self._configs.items()}
@@ -110,7 +110,7 @@ def _installed(name: str, tools: Iterable[FunctionTool], problem: BaseException 
 
 
 class ServersOnDemand:
-    """Servers by name. A server that starts adds its tools to `registry` for good."""
+    """Servers by name. A server that starts adds its tools to `registry` permanently."""
 
     def __init__(self, configs: Mapping[str, MCPServerConfig], registry: ToolRegistry) -> None:
         self._required = {name: config.required for name, config in configs.items() if config.used}
@@ -128,7 +128,7 @@ class ServersOnDemand:
             await self.start(owner)
 
     async def all(self) -> None:
-        """Start every server. Raises the first required one's error; others that fail are logged."""
+        """Start every server. Raises the error of the first required server that fails; other failures are logged."""
         ended = await asyncio.gather(*map(self.start, self._servers), return_exceptions=True)
         for name, error in zip(self._servers, ended, strict=True):
             if error is None:
@@ -138,7 +138,7 @@ class ServersOnDemand:
             logger.warning("a server that is not required is left out: %s", error)
 
     async def start(self, name: str) -> None:
-        """Start one, once. Raises `ConfigError` and `ToolServerError`; the next call tries again."""
+        """Start one server unless it runs. Raises `ConfigError` and `ToolServerError`; the next call tries again."""
         closed = ToolServerUnavailable(f"The session was closed while MCP server '{name}' was being started")
         async with self._ending.block(closed), self._starting[name]:
             if name in self._started:

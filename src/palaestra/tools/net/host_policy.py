@@ -1,14 +1,14 @@
-"""Which hosts a tool on this machine may reach for a model: `AddressPolicy` for web tools, `HostPolicy` for browsers.
+"""Decides which hosts tools on this machine may reach: `AddressPolicy` for web tools, `HostPolicy` for browsers.
 
-A model names hosts; what counts is the address that is connected to. `AddressPolicy` checks it where the socket is
-made, so a name that resolves to something else later, or a redirect, is checked too. It refuses loopback, private,
-link-local (cloud metadata), shared, reserved and multicast addresses, also inside IPv6 ones (mapped, NAT64; the tunnels
-6to4 and Teredo are never used). The behaviour of public servers is not covered.
+A model names hosts, but the address of the connection decides. `AddressPolicy` checks it when the socket is created,
+which covers redirects and names that later resolve to another address. It refuses loopback, private,
+link-local (cloud metadata), shared, reserved and multicast addresses, also inside IPv6 addresses (mapped, NAT64; the
+tunnels 6to4 and Teredo are never used). It does not check what public servers do.
 
 `HostPolicy` has lists and does no I/O: call `refusal` before the look-up and `address_refusal` for each address found,
-and connect to that address, not to the name. Invariant: cloud metadata is refused whatever the lists say; other
-addresses that the internet does not route only if the allow-list does not name the address itself (or `localhost`).
-Slots have their own network, but the same rules (`sandbox`).
+and connect to that address, not to the name. Invariant: cloud metadata is refused whatever the lists say, and so are
+other non-public addresses unless the allow-list names the address itself (or `localhost`). Slots have their own
+network, but the same rules (`sandbox`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ IPAddress: TypeAlias = IPv4Address | IPv6Address
 IPNetwork: TypeAlias = IPv4Network | IPv6Network
 
 _REFUSAL = "it is at a private or reserved address, which web tools do not reach"
-"""The same for all addresses of a name, so that one error remains, and it does not reveal the address."""
+"""The same text for all addresses of a name, so that they give one error, which does not reveal the address."""
 
 
 _UNICAST = IPv6Network("2000::/3")
-"""The addresses of version 6 that the internet routes."""
+"""The IPv6 addresses that the internet routes."""
 
 _SPECIAL: tuple[IPNetwork, ...] = tuple(
     ipaddress.ip_network(text)
@@ -43,15 +43,15 @@ _SPECIAL: tuple[IPNetwork, ...] = tuple(
         "3fff::/20",  # documentation
     )
 )
-"""Special addresses that some versions of Python take for global ones. Source: IANA's special-purpose registries."""
+"""Special addresses that some versions of Python treat as global. Source: IANA's special-purpose registries."""
 
 
 class PrivateAddress(PermissionError):
-    """The address of a name must not be reached."""
+    """The address of a host must not be reached."""
 
 
 class AddressPolicy:
-    """The addresses that may be connected to: public ones, and the private ones of `allowed`."""
+    """The addresses to which tools may connect: public ones, and the private ones in `allowed`."""
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
         self._allowed: list[IPNetwork] = []
@@ -62,7 +62,7 @@ class AddressPolicy:
                 raise ConfigError(f"web_allow: {each!r} is no address and no network such as 10.1.0.0/16") from None
 
     def covers(self, address: IPAddress) -> bool:
-        """Whether the address may be connected to. Cloud metadata never is, whatever is allowed."""
+        """Whether tools may connect to the address. Cloud metadata is refused, whatever `allowed` has."""
         if allowlist.is_metadata(address):
             return False
         address = _carried(address)
@@ -81,14 +81,14 @@ class AddressPolicy:
         return socket.socket(family, kind, protocol)
 
     def check(self, resolved: str) -> None:
-        """Raises `PrivateAddress` for an address that may not be connected to."""
+        """Raises `PrivateAddress` for an address that `covers` refuses."""
         address = ipaddress.ip_address(resolved.partition("%")[0])
         if not self.covers(address):
             raise PrivateAddress(_REFUSAL)
 
 
 def _carried(address: IPAddress) -> IPAddress:
-    """The IPv4 address inside an IPv6 one, which is then the target, else the address itself."""
+    """The IPv4 address that an IPv6 address carries, which is then the target, else the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if any(address in network for network in allowlist.TRANSLATED):
@@ -97,14 +97,14 @@ def _carried(address: IPAddress) -> IPAddress:
 
 
 class HostPolicy:
-    """Lists of hosts in the form of `AllowList`, `*:*` by default. Raises ValueError for an invalid entry."""
+    """Lists of hosts in the form of `AllowList`; the default allows `*:*`. Raises ValueError for an invalid entry."""
 
     def __init__(self, allowed: Iterable[str] = ("*:*",), blocked: Iterable[str] = ()) -> None:
         self._allowed = tuple(allowlist.parse(entry) for entry in allowed)
         self._blocked = tuple(allowlist.parse(entry) for entry in blocked)
 
     def refusal(self, host: str, port: int) -> str | None:
-        """Why a host must not be reached, or None if it may be looked up."""
+        """The reason why a host must not be reached, or None if it may be looked up."""
         try:
             host = allowlist.normal(host)
         except ValueError as error:
@@ -123,7 +123,7 @@ class HostPolicy:
         return None
 
     def address_refusal(self, host: str, port: int, address: Address) -> str | None:
-        """Why an address, found for an allowed host or written as one, must not be connected to, or None."""
+        """The reason not to connect to `address` for `host`, which may be the address itself, or None."""
         if allowlist.is_metadata(address):
             return f"{_as(host, address)} answers questions about the machine and is never reached"
         if any(_covers(rule, str(address), port) for rule in self._blocked):
@@ -152,7 +152,7 @@ def _is_localhost(host: str) -> bool:
 
 
 def _covers(rule: allowlist.Rule, host: str, port: int) -> bool:
-    """A range covers every spelling of its addresses: version 4 may be written inside version 6."""
+    """Whether a rule covers a host. A range covers every spelling of its addresses: IPv4 may be written inside IPv6."""
     address = allowlist.literal(host)
     if rule.range is None or not isinstance(address, ipaddress.IPv6Address):
         return rule.covers(host, port)

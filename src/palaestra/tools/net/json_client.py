@@ -1,8 +1,8 @@
 """JSON over HTTP, with retries and typed errors, to a server that the user configured for a tool.
 
-Addresses that a model names go through `web/fetch.py`, which refuses private ones; the agent's model server has
-`inference/http/transport.py`. Invariant: every failure is the model's mistake, which it reads (`ToolMistake`), or
-`ToolUnavailable`, an infrastructure failure. No key is ever in a message.
+Addresses that a model names go through `web/fetch.py`, which refuses private ones; requests to the agent's model
+server through `inference/http/transport.py`. Invariant: every failure is a mistake that the model reads
+(`ToolMistake`), or an infrastructure failure (`ToolUnavailable`). Messages never contain a key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TRY_TIMEOUT_S = 30.0
 TIMEOUT_S = 120.0
-"""For one try, and for one request with all its tries."""
+"""Limits of one attempt, and of one request with all its attempts."""
 MAX_REPLY_BYTES = 16 << 20
 RETRY = RetryPolicy(attempts=5, first_s=0.5, longest_s=30.0)
 _SHOWN_CHARS = 300
@@ -37,7 +37,7 @@ _HEADERS = {"Accept": "application/json"}
 
 @dataclass(slots=True)
 class JsonServer:
-    """A provider's server. `key` names the setting to check if it refuses the caller; `headers` carry the key itself.
+    """A provider's server. `key` names the setting to check if it refuses access; `headers` carry the key itself.
 
     `lane` bounds concurrent requests.
     """
@@ -61,7 +61,7 @@ class JsonServer:
         return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def post_for_bytes(self, path: str, payload: JSON) -> bytes:
-        """The reply to a POST as it is. Raises as `post` does."""
+        """The unparsed reply to a POST. Raises as `post` does."""
         return await self._ask_for_bytes("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:
@@ -77,7 +77,7 @@ class JsonServer:
         async def send(tries: int, left_s: float) -> bytes:
             try:
                 status, told, retry_after = await self._send(method, url, body, min(left_s, self.try_timeout_s))
-            except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError too
+            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError too
                 why = str(error) or type(error).__name__
                 raise TransientFailure(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
             if status in RETRIED_STATUSES:
@@ -129,7 +129,7 @@ class JsonServer:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """The text of a chat completion, why it ended, and the whole reply."""
+    """The text of a chat completion, its finish reason, and the whole reply."""
 
     text: str
     finish_reason: JSON
@@ -152,7 +152,7 @@ def model_server(
 
 
 def missing_model(what: str, prefix: str, models: str = "") -> str:
-    """Says that `what` is not configured, and which settings name the model: `models`, or `prefix`_model."""
+    """The message that `what` is not configured, with the settings to set: `models`, or else `prefix`_model."""
     return (
         f"{what} configured: set {prefix}_base_url (--env.{prefix}_base_url http://HOST/v1), "
         f"{models or f'{prefix}_model'} and, if the server needs a key, {prefix}_api_key"

@@ -10,17 +10,17 @@ from typing import Literal, TypeAlias
 Opcode: TypeAlias = tuple[Literal["replace", "delete", "insert", "equal"], int, int, int, int]
 
 MAX_DIFF_CHARS = 20_000
-"""How much of a diff a reply carries."""
+"""The most characters of a diff in a reply."""
 _MAX_EXACT_LINES, _MAX_COMPARED_LINES = 1_000, 50_000
-"""The most lines (of both texts) of a changed part that is compared exactly, and that is compared at all."""
+"""The most lines (of both texts) of a changed part for an exact comparison, and for any comparison."""
 _MAX_LOOKED_AT = 5_000_000
-"""How many pairs of equal lines the comparison may look at; the rest counts as replaced."""
+"""The most pairs of equal lines that the comparison examines; the rest counts as replaced."""
 _MOSTLY_SAME = 0.75
 _CONTEXT = 3
 
 
 def unified_diff(before: str | None, after: str | None, path: str) -> str:
-    """The change of `path` in git's notation; None stands for no file. Cut visibly after `MAX_DIFF_CHARS`."""
+    """The change of `path` in git's format; None stands for no file. A note marks a cut at `MAX_DIFF_CHARS`."""
     old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
     new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
     old, new = _lines(before), _lines(after)
@@ -35,7 +35,7 @@ def unified_diff(before: str | None, after: str | None, path: str) -> str:
 
 
 def _lines(text: str | None) -> list[str]:
-    """Lines with their ends, split at line feeds alone, as other tools count them."""
+    """The lines with their ends, split only at line feeds, as other tools count them."""
     if not text:
         return []
     lines = [line + "\n" for line in text.split("\n")]
@@ -58,10 +58,10 @@ def _hunks(old: list[str], new: list[str]) -> Iterator[str]:
 
 
 class _Trimmed(difflib.SequenceMatcher[str]):
-    """A comparison of the changed part alone: an equal head and tail are set aside first."""
+    """A comparison of only the changed part, without the equal head and tail of both texts."""
 
     b2j: dict[str, list[int]]
-    """The places of each line that does not recur too often; documented, but not in the type stubs."""
+    """The places of each line that is not too frequent; documented, but not in the type stubs."""
 
     def __init__(self, old: list[str], new: list[str]) -> None:
         self._head = _common(old, new)
@@ -77,7 +77,7 @@ class _Trimmed(difflib.SequenceMatcher[str]):
         self._left = _MAX_LOOKED_AT
 
     def _line_by_line(self) -> list[Opcode]:
-        """The script of an edit that changed a few of very many lines and moved none; empty for other edits."""
+        """The edit script if only a few of very many lines changed and none moved; empty for other edits."""
         old, new = self._inner
         if len(old) != len(new) or len(old) + len(new) <= _MAX_EXACT_LINES:
             return []
@@ -95,7 +95,7 @@ class _Trimmed(difflib.SequenceMatcher[str]):
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
     ) -> difflib.Match:
-        """Stops after `_MAX_LOOKED_AT` pairs: lines that recur often would take hours."""
+        """Finds nothing more after `_MAX_LOOKED_AT` pairs, because frequent lines would take hours."""
         self._left -= self._pairs[-1 if ahi is None else ahi] - self._pairs[alo]
         if self._left < 0:
             return difflib.Match(alo, blo, 0)
@@ -121,7 +121,7 @@ def _common(a: list[str], b: list[str]) -> int:
 
 
 def _range(start: int, end: int) -> str:
-    """A hunk range as `diff -u` writes it: an empty one names the line before it."""
+    """A hunk range in the form of `diff -u`: an empty range names the line before it."""
     if end - start == 1:
         return str(start + 1)
     return f"{start + 1 if end > start else start},{end - start}"

@@ -1,7 +1,7 @@
-"""Find the text that a model meant to replace, although it wrote it a little differently.
+"""Finds the text that a model meant to replace, even if the model wrote it slightly differently.
 
-Strategies from exact to loose are tried in order, and the first that finds anything decides. If it finds more than one
-place, also overlapping ones, the answer is `Ambiguous`, never a looser try and never the first hit. The caller
+Strategies from exact to loose are tried in order, and the first that finds anything decides. If it finds several
+places, even overlapping ones, `Ambiguous` is raised: no looser strategy is tried, and no place is chosen. The caller
 normalises files whose line ends are all CRLF.
 
 Invariant: text outside the replaced spans is returned unchanged, character for character.
@@ -19,21 +19,21 @@ from typing import TypeAlias
 from palaestra.tools.patching.lines import Reindent, carriage_return, nearest, places
 
 BLOCK_SIMILARITY = 0.8
-"""How alike the inner lines of a block must be if only its first and last line match exactly."""
+"""The least similarity of the inner lines of a block if only its first and last line match exactly."""
 _MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
-"""The most lines, and pairs of letters, of such blocks that are compared."""
+"""The most lines, and the most pairs of characters, of such blocks that are compared."""
 _MAX_LINES_LOOKED_AT = 2_000_000
-"""The most lines, of all places together, that are compared by their depth."""
+"""The most lines, of all places together, whose indentation is compared."""
 _MOST_NAMED = 10
-"""How many places an `Ambiguous` error names."""
+"""The most places that an `Ambiguous` error names."""
 
 
 class NoMatch(ValueError):
-    """The text was not found in any form; the message shows the nearest lines."""
+    """The text was not found in any form. The message shows the nearest lines."""
 
 
 class Ambiguous(ValueError):
-    """The text was found more than once; the message names the lines."""
+    """The text was found more than once. The message names the lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class EditSpan:
 def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Replacement:
     """`text` with `old` replaced by `new`. Raises `NoMatch` or `Ambiguous`; `old` must not be empty."""
     if not old.strip():
-        strategies: tuple[tuple[str, Strategy], ...] = STRATEGIES[:1]  # blank text has nothing to match loosely
+        strategies: tuple[tuple[str, Strategy], ...] = STRATEGIES[:1]  # a looser match of blank text means nothing
     else:
         strategies = STRATEGIES
     for name, strategy in strategies:
         every = replace_all and name != "block_anchor"
-        # There may be millions of ambiguous places: only as many are looked for as the error names.
+        # There may be millions of ambiguous places; the search stops after those that the error names.
         spans = list(itertools.islice(strategy(text, old, new, every), None if every else _MOST_NAMED + 1))
         if not spans:
             continue
@@ -73,8 +73,8 @@ def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Repl
 
 
 Strategy: TypeAlias = Callable[[str, str, str, bool], Iterable[EditSpan]]
-"""`strategy(text, old, new, apart)`: the places, in order. With `apart`, only those that begin after the end of the one
-before, for replacing all; otherwise also overlapping ones."""
+"""`strategy(text, old, new, apart)` finds the places, in order, including overlapping ones. With `apart`, for replacing
+all, each place begins after the end of the one before."""
 
 
 def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
@@ -83,7 +83,7 @@ def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
 
 
 def _found(text: str, wanted: str, step: int) -> Iterator[int]:
-    """The places where `wanted` begins, continuing `step` characters after each."""
+    """The places where `wanted` begins; the search continues `step` characters after each."""
     at = text.find(wanted)
     while at >= 0:
         yield at
@@ -91,7 +91,7 @@ def _found(text: str, wanted: str, step: int) -> Iterator[int]:
 
 
 def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
-    """Whole lines that are equal after `same`. With `reindent` the new text gets the file's indentation."""
+    """Finds whole lines that are equal after `same`. With `reindent`, the new text gets the file's indentation."""
 
     def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
         wanted, ends_line = _split(old)
@@ -104,7 +104,7 @@ def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
 
 
 def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
-    """The same lines at another depth: equal without their common indentation."""
+    """Finds the same lines at another depth: equal without their common indentation."""
     wanted, ends_line = _split(old)
     dedented = _dedent(wanted)
     keys = [line.strip() for line in wanted]
@@ -113,7 +113,7 @@ def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpa
 
 
 def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Superfluous blank lines before or after the text, removed from old and new alike."""
+    """Removes superfluous blank lines before or after the text, from both old and new."""
     begins, ends = old.startswith("\n"), old.endswith("\n")
     if not (begins or ends):
         return ()
@@ -121,7 +121,7 @@ def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpa
 
 
 def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Whole lines copied together with the `12|` prefixes of read_file."""
+    """Finds whole lines that were copied with the `12|` prefixes of read_file."""
     bare_old, bare_new = _without_numbers(old), _without_numbers(new)
     if bare_old is None or not bare_old.strip():
         return ()
@@ -131,7 +131,7 @@ def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[EditSp
 def _of_lines(
     text: str, old: str, new: str, apart: bool, *, begins: bool = True, ends: bool = True
 ) -> Iterator[EditSpan]:
-    """The places of `old` that begin (`begins`) and end (`ends`) with a whole line."""
+    """The places of `old` that begin at the start of a line (`begins`) and end at the end of one (`ends`)."""
     wanted = "\n" * begins + old + "\n" * ends
     for at in _found(f"\n{text}\n", wanted, len(old) if apart else 1):
         start = at + begins - 1
@@ -139,13 +139,13 @@ def _of_lines(
 
 
 def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Text escaped once too often, with a backslash and n for a line end. Both texts are unescaped alike."""
+    """Finds text that was escaped once too often, as `\\n` for a line end. Unescapes both texts."""
     bare = _unescape(old)
     return _exact(text, bare, _unescape(new), apart) if bare != old and bare.strip() else ()
 
 
 def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[EditSpan]:
-    """The first and last line match; the lines between are as many and nearly the same."""
+    """Finds blocks of the same length whose first and last line match and whose other lines are nearly equal."""
     wanted, ends_line = _split(old)
     if len(wanted) < 3:
         return []
@@ -168,7 +168,7 @@ def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[EditSpan]:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Consecutive whole lines of the file; `start` is the offset of the first, `end` that after the last."""
+    """Consecutive whole lines of the file, from offset `start` to `end`, without the last line end."""
 
     lines: list[str]
     start: int
@@ -191,7 +191,7 @@ def _windows(
     apart: bool,
     fits: Callable[[list[str]], bool] | None = None,
 ) -> Iterator[_Window]:
-    """Windows whose lines equal `keys` after `same`, and that `fit`; none if too many lines would be compared."""
+    """Windows whose lines equal `keys` after `same` and pass `fits`; none if too many lines would be compared."""
     lines = text.split("\n")
     starts = places([same(line) for line in lines], keys)
     if fits is not None and len(starts) * len(keys) > _MAX_LINES_LOOKED_AT:
@@ -241,7 +241,7 @@ _NUMBERED = re.compile(r" *(\d+)\|(.*)", re.DOTALL)
 
 
 def _without_numbers(text: str) -> str | None:
-    """The text without `12|` prefixes if every line has one and they count up, else None."""
+    """The text without `12|` prefixes if every line has one and the numbers are consecutive, else None."""
     lines, ends_line = _split(text)
     matches = [_NUMBERED.fullmatch(line) for line in lines]
     parts = [(int(match[1]), match[2]) for match in matches if match is not None]
@@ -259,12 +259,12 @@ def _unescape(text: str) -> str:
 
 
 def _unlike(a: list[str], b: list[str]) -> list[tuple[str, str]]:
-    """The pairs of lines at equal places that differ, each cut to 500 characters."""
+    """The pairs of lines at the same position that differ, each cut to 500 characters."""
     return [(x[:500], y[:500]) for x, y in zip(a, b, strict=True) if x != y]
 
 
 def _similarity(unlike: list[tuple[str, str]], count: int) -> float:
-    """The mean similarity of `count` pairs of lines, 0 to 1, of which these are the ones that differ."""
+    """The mean similarity (0 to 1) of `count` pairs of lines; `unlike` holds those that differ."""
     ratios = [difflib.SequenceMatcher(None, x, y, autojunk=False).ratio() for x, y in unlike]
     return (count - len(unlike) + sum(ratios)) / count
 
@@ -297,4 +297,4 @@ STRATEGIES: tuple[tuple[str, Strategy], ...] = (
     ("escapes", _escapes),
     ("block_anchor", _block_anchor),
 )
-"""From exact to loose; all but the last replace only text that differs in form."""
+"""From exact to loose. All but the last only accept differences in form."""

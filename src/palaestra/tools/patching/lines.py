@@ -1,4 +1,4 @@
-"""Lines of text: where some stand among others, their indentation, and which are most like some other text."""
+"""Lines of text: their positions, their indentation, and the lines most similar to another text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _WORD = re.compile(r"\w+")
 _COMPARED_LINES, _COMPARED_CHARS = 50, 200
-"""How many lines are compared letter by letter, and how much of each, because the comparison is costly."""
+"""The most lines, and characters of each, that are compared by character, because the comparison is costly."""
 _MAX_LINES = 20_000
 
 
@@ -41,7 +41,7 @@ def _falls(wanted: Sequence[str]) -> list[int]:
 
 
 def nearest(text: str, old: str) -> str:
-    """A sentence with the lines of `text` most like `old`, so that a model can try again."""
+    """A message with the lines of `text` most similar to `old`, so that a model can try again."""
     wanted = [line.strip() for line in old.split("\n") if line.strip()]
     lines = text.split("\n")[:_MAX_LINES]
     if not wanted or not any(lines):
@@ -59,7 +59,7 @@ def nearest(text: str, old: str) -> str:
 
 
 def _sharing_words(line: str, others: set[str]) -> list[str]:
-    """The few lines that share most words with `line`: a cheap choice before the costly comparison."""
+    """The few lines that share the most words with `line`: a cheap filter before the costly comparison."""
     words = set(_WORD.findall(line))
     shared = {other: len(words.intersection(_WORD.findall(other))) for other in others}
     return heapq.nlargest(_COMPARED_LINES, sorted(other for other in others if shared[other]), key=shared.__getitem__)
@@ -67,13 +67,13 @@ def _sharing_words(line: str, others: set[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Reindent:
-    """Maps each indentation that a model wrote to the one that the file has there."""
+    """Maps each indentation that a model wrote to the file's indentation there."""
 
     mapping: Mapping[str, str]
 
     @classmethod
     def between(cls, written: Sequence[str], real: Sequence[str]) -> Reindent:
-        """Learn from lines that correspond one to one; the first pair with an indentation decides."""
+        """Build the map from pairs of corresponding lines; the first pair with an indentation decides."""
         mapping: dict[str, str] = {}
         for model_line, file_line in zip(written, real, strict=True):
             if model_line.strip() and file_line.strip():
@@ -81,7 +81,7 @@ class Reindent:
         return cls(mapping)
 
     def apply(self, text: str) -> str:
-        """The text with every line's indentation translated; a deeper unknown one keeps what exceeds a known one."""
+        """The text with every line's indentation translated. One deeper than a known one keeps the difference."""
         return "\n".join(self._line(line) for line in text.split("\n"))
 
     def _line(self, line: str) -> str:
@@ -94,7 +94,7 @@ class Reindent:
         return self._shallower(indent) + line[len(indent) :]
 
     def _shallower(self, indent: str) -> str:
-        """An indentation less deep than any known one: the file's is shallower by as much as the model's is."""
+        """Translate an indentation less deep than any known one: the file's is shallower by the same amount."""
         nearest = min((seen for seen in self.mapping if seen.startswith(indent)), key=len, default=None)
         if nearest is None:
             return indent
@@ -108,5 +108,5 @@ def indent_of(line: str) -> str:
 
 
 def carriage_return(real: Sequence[str]) -> str:
-    """The carriage return that ends each of these lines, or nothing: files may have mixed line ends."""
+    """A carriage return if each of these lines ends with one, else nothing: files may have mixed line ends."""
     return "\r" if real and all(line.endswith("\r") for line in real) else ""

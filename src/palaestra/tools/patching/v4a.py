@@ -1,4 +1,4 @@
-"""V4A patches, the `*** Begin Patch` format that several models are trained to write: read and applied in memory.
+"""Reads V4A patches, the `*** Begin Patch` format that several models are trained to write, and applies them in memory.
 
     *** Begin Patch
     *** Add File: path            every following line starts with +
@@ -12,10 +12,10 @@
     *** End of File               (optional: the change is at the end of the file)
     *** End Patch
 
-Places are found by their text; line numbers mean nothing. The caller writes the files.
+Places are found by their text; line numbers are ignored. The caller writes the files.
 
-Invariant: a patch is read and applied whole or raises `PatchError`, also if it was cut off before its end. A change
-whose place is not certain is an error, never the first hit; context lines stay exactly as the file has them.
+Invariant: a patch is read and applied completely or raises `PatchError`, also if it was cut off before its end. A
+change with an uncertain place is an error; context lines stay exactly as the file has them.
 Source: the apply_patch format of OpenAI's published prompting guide for GPT-4.1; `Move File` is a common dialect.
 """
 
@@ -33,7 +33,7 @@ _MOVE_FILE, _MOVE_TO = "*** Move File: ", "*** Move to: "
 
 
 class PatchError(ValueError):
-    """The patch cannot be read or does not fit. Nothing of it was applied."""
+    """The patch cannot be read or does not fit. No part of it was applied."""
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class PatchHunk:
 
     @property
     def old(self) -> list[str]:
-        """The lines that must be in the file: context and removed ones."""
+        """The lines that must be in the file: context and removed lines."""
         return [line for mark, line in self.lines if mark != "+"]
 
     def result(self, real: Sequence[str]) -> list[str]:
-        """The lines that replace the `real` ones found for `old`: context stays exactly as the file has it."""
+        """The lines that replace `real`, the lines found for `old`. Context stays exactly as the file has it."""
         reindent, end = Reindent.between(self.old, real), carriage_return(real)
         rest = iter(real)
         done = []
@@ -170,13 +170,13 @@ def _check(changes: Sequence[FileChange]) -> None:
 
 
 _MAX_LINES_LOOKED_AT = 20_000_000
-"""The most lines of a file times changes of the patch that are looked through."""
+"""The largest product of lines and changes of one file that is searched."""
 
 
 def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None]) -> dict[str, str | None]:
     """The new text of each touched path; None if the file is removed.
 
-    `contents` has the present text of every path the patch names (line ends are \\n), None for a missing file.
+    `contents` has the current text of every path that the patch names (line ends are \\n), None for a missing file.
     Raises `PatchError` for the first change that does not fit.
     """
     results: dict[str, str | None] = {}
@@ -221,13 +221,13 @@ def _updated(change: FileChange, before: str) -> str:
 
 
 def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
-    """The line index where the hunk goes, not before `at`. Raises `PatchError` unless it is certain."""
+    """The line index of the hunk, at or after `at`. Raises `PatchError` unless there is exactly one."""
     below = _below_anchors(lines, at, hunk.anchors)
     if not hunk.old:
         return _insertion(lines, below, hunk)
     found = _places(lines, at, hunk)
     if hunk.anchors:
-        # the line an anchor names may itself be the first line of the change
+        # the anchor's line may itself be the first line of the change
         nexts = {_first(found, start - 1) for start in below}
         found = sorted(place for place in nexts if place is not None)
     if not found:
@@ -238,7 +238,7 @@ def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
 
 
 def _insertion(lines: list[str], below: list[int], hunk: PatchHunk) -> int:
-    """The index for added lines without any context."""
+    """The line index for added lines without context."""
     if hunk.at_end or not lines:
         return len(lines)
     if not hunk.anchors:
@@ -249,7 +249,7 @@ def _insertion(lines: list[str], below: list[int], hunk: PatchHunk) -> int:
 
 
 def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[int]:
-    """The indices just below every place where the anchors occur one after the other."""
+    """The index below every place where the anchors occur in sequence."""
     starts: list[int] | None = None
     for anchor in anchors:
         found = _anchor_places(lines, at, anchor)
@@ -270,7 +270,7 @@ def _first(found: Sequence[int], start: int) -> int | None:
 
 
 def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
-    """The lines that the anchor names: equal, else equal but for white space, else beginning with it."""
+    """The lines that match the anchor: equal ones, else equal except for white space, else beginning with it."""
     bare = anchor.strip()
     tests: tuple[Callable[[str], bool], ...] = (
         lambda line: line == anchor,
@@ -282,7 +282,7 @@ def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
 
 
 def _places(lines: list[str], at: int, hunk: PatchHunk) -> list[int]:
-    """The places of the old lines, by the strictest comparison that finds any."""
+    """The places of the old lines, from the strictest comparison that finds any."""
     old = hunk.old
     for same in _SAME:
         found = places([same(line) for line in lines], [same(line) for line in old], at)

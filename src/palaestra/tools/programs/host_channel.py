@@ -1,10 +1,11 @@
-"""Tool calls of `execute_code`'s programs: the module that they import, and the host's end of their channel.
+"""Serves the tool calls of `execute_code`'s programs: the module that they import, and the host's end of the channel.
 
-`module_text` writes the module `palaestra_tools` into the slot, with one function per tool of the agent, named and
-parametrised like it; any Python from 3.7 on runs it. `ProgramChannel` reads the program's frames from the output of a
-background process and writes answers to its input; `program_supervisor.py`, which runs in the slot, describes them.
+`module_text` writes the module `palaestra_tools` into the slot, with one function for each tool of the agent, with
+the tool's name and parameters, for Python 3.7 or newer. `ProgramChannel` reads the program's frames from the output
+of a background process and writes answers to its input; `program_supervisor.py`, which runs in the slot, describes
+them.
 
-Invariant: whatever comes from the slot is bounded and checked here, because the program can write there as it likes;
+Invariant: all data from the slot is bounded and checked here, because the program can write anything to the channel;
 anything that is not a frame ends the program. The tool runtime checks the calls.
 """
 
@@ -19,14 +20,14 @@ from palaestra.tools.tool import ToolSchema
 
 MODULE = "palaestra_tools"
 MAX_REQUEST_BYTES = 8 << 20
-"""The longest call; a longer one is read to its end and refused."""
+"""The longest call in bytes; a longer call is read to its end and refused."""
 
 _FRAME_BYTES = 32768
 _HEADER_BYTES = 16
 _KINDS = b"ocCe"
 
 AnswerCall = Callable[[bytes | None], Awaitable[bytes]]
-"""Answers one request; None stands for one that is too long."""
+"""Answers one request; None stands for a request that is too long."""
 
 _HEAD = '''\
 """The tools of this agent as functions. A call gives what the tool replies: a dict, or text.
@@ -73,14 +74,14 @@ def _call(name, arguments):
 
 
 def module_text(schemas: Iterable[ToolSchema]) -> str:
-    """The source of the module. `call_tool(name, arguments)` calls a tool whose name no function can have."""
+    """The source of the module. `call_tool(name, arguments)` calls tools whose names are not valid for a function."""
     functions = [_function(schema) for schema in schemas if _usable(schema.name)]
     any_tool = 'def call_tool(name, arguments=None):\n    """Call a tool by its name."""\n'
     return "\n\n".join([_HEAD, f"{any_tool}    return _call(name, dict(arguments or {{}}))\n", *functions])
 
 
 def _function(schema: ToolSchema) -> str:
-    """One function: required parameters first, then the others; `**others` takes names that no parameter can have."""
+    """One function: required parameters, then the others; `**others` takes names that are not valid for a parameter."""
     names = [name for name in schema.parameters if _usable(name)]
     required = [name for name in names if name in schema.required]
     optional = [f"{name}=_LEFT_OUT" for name in names if name not in schema.required]
@@ -117,9 +118,9 @@ class ProgramChannel:
         self.output = Capture(max_output_bytes)
 
     async def serve(self, answer: AnswerCall) -> int | None:
-        """Serve until the program has ended. Returns its exit status, or None if its supervisor ended without one.
+        """Serve until the program has ended. Returns its exit status, or None if its supervisor did not report one.
 
-        Raises `BrokenChannel`, and what `answer` and the slot raise.
+        Raises `BrokenChannel`, and the errors of `answer` and of the slot.
         """
         async for kind, payload in self._frames():
             reply = b""
@@ -134,7 +135,7 @@ class ProgramChannel:
                     self._request, self._too_long = bytearray(), False
             try:
                 await self._process.write(b"%d\n" % len(reply) + reply)
-            except BrokenPipeError:  # it was killed from inside; its remaining output is still read
+            except BrokenPipeError:  # something in the slot killed it; its remaining output is still read
                 continue
         return None
 
@@ -155,7 +156,7 @@ class ProgramChannel:
 
 
 def _first(buffer: bytearray) -> tuple[bytes, bytes] | None:
-    """Take the first frame out of the buffer; None while it is incomplete."""
+    """Remove the first frame from the buffer and return it; None while it is incomplete."""
     line, newline, _ = buffer[:_HEADER_BYTES].partition(b"\n")
     if not newline:
         if len(buffer) >= _HEADER_BYTES:

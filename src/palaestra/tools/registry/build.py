@@ -1,15 +1,15 @@
-"""The tools that exist and those that a rollout gets: `build_tool_registry` and `get_tool_definitions`.
+"""Selects the tools of a rollout from all known ones: `build_tool_registry` and `get_tool_definitions`.
 
-The modules of built-in tools are loaded by toolset, so that a run loads only those that it uses. Other packages offer
-tools through entry points in the group `palaestra.tools`:
+The modules of built-in tools are loaded by toolset, so a run loads only those that it uses. Other packages offer tools
+through entry points in the group `palaestra.tools`:
 
     [project.entry-points."palaestra.tools"]
     weather = "weather_package.tools:TOOLS"
 
 The entry point's name is the toolset. Its value is a tool, a list of tools, or a function that returns one of these.
 
-Invariants: a requested tool is in the registry or, with the reason, in `missing`; with `strict` the latter is an error.
-A package that cannot be loaded does not affect the others.
+Invariants: a requested tool is in the registry or, with the reason, in `missing`; with `strict`, a missing tool is an
+error. A package that cannot be loaded does not affect the others.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _BUILTIN: Mapping[str, tuple[str, ...]] = {
     "rl": ("builtin.rl_training:rl_tools",),
 }
 # fmt: on
-"""Where the tools of each toolset are, `module:name` below `palaestra.tools`: a tool, several, or a function that
-makes them from the settings."""
+"""References to each toolset's tools, `module:name` below `palaestra.tools`: to a tool, several tools, or a function
+that makes them from the settings."""
 
 BUILTIN_NAMES: Mapping[str, str] = {name: toolset for toolset in _BUILTIN for name in TOOLSETS[toolset].tools}
 """The names of the built-in tools, each with its toolset, in the order in which `builtin_tools` returns them."""
@@ -78,7 +78,7 @@ class Installed:
 
 
 def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str] | None = None) -> tuple[Tool, ...]:
-    """The tools of the package, or of some of its `toolsets`, in a fixed order. Missing ones are included."""
+    """The tools of the package, or of some of its `toolsets`, in a fixed order; includes tools that cannot be used."""
     settings = settings or ToolSettings()
     wanted = _BUILTIN if toolsets is None else [toolset for toolset in _BUILTIN if toolset in toolsets]
     found: list[Tool] = []
@@ -100,11 +100,11 @@ def installed_tools() -> tuple[Installed, ...]:
 
 
 def load(point: EntryPoint) -> Installed:
-    """Load one entry point. Never raises: an error is in `problem`."""
+    """Load one entry point. Never raises: `problem` reports an error."""
     origin = f"{point.dist.name} ({point.value})" if point.dist is not None else point.value
     try:
         return Installed(point.name, origin, _tools(point.load()))
-    except Exception as error:  # another package's code: it may raise anything
+    except Exception as error:  # another package's code may raise anything
         return Installed(point.name, origin, problem=f"{origin} could not be loaded: {type(error).__name__}: {error}")
 
 
@@ -119,12 +119,12 @@ def _tools(offered: object) -> tuple[Tool, ...]:
 
 
 def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
-    """Every tool of the package, then those of others (`usable_packages`), missing ones included."""
+    """Every tool of the package, then those of others (`usable_packages`); includes tools that cannot be used."""
     return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
-    """The tools of other packages, by default of entry points. For a taken name, a package has a `problem` instead."""
+    """The tools of other packages, by default of entry points. A package with a taken name has a `problem` instead."""
     taken = set(BUILTIN_NAMES)
     kept: list[Installed] = []
     for each in installed_tools() if others is None else others:
@@ -141,9 +141,9 @@ def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed
 
 @dataclass(frozen=True, slots=True)
 class RunConditions:
-    """Conditions of a run for its tools.
+    """The conditions under which a run uses its tools.
 
-    Without `network`, tools that touch the world are chosen only by the name of their toolset. With `replayed`, such
+    Without `network`, tools with `touches_world` are chosen only by the name of their toolset. With `replayed`, such
     tools are never missing, because a recording answers. `shared` holds the objects that the run's rollouts share.
     """
 
@@ -164,13 +164,13 @@ def build_tool_registry(
     conditions: RunConditions = RunConditions(),
     provided: Iterable[Tool] = (),
 ) -> ToolRegistry:
-    """The tools of the enabled toolsets (None: all that work here) without those of the disabled ones.
+    """The tools of the enabled toolsets (None: all that work here) without those of the disabled toolsets.
 
-    `extra` are an environment's own tools, which only `disabled_toolsets` removes. `provided` ones take the place
-    of built-in tools of their name, which are missing where nobody provides them. `installed` are those of other
-    packages, by default of entry points. External tools run at `tool_server_url` (an address, `inprocess`, or a link)
-    if given. Tools that cannot be used are left out and named in the registry's `missing`; with `strict` they are an
-    error, and the toolsets must be named. Raises `ConfigError` also for unknown toolsets and two tools of one name.
+    `extra` are an environment's own tools, which only `disabled_toolsets` removes. `provided` tools replace known tools
+    of the same name, such as built-in ones that need a provider. `installed` are tools of other packages, by default
+    from entry points. External tools run at `tool_server_url` (an address, `inprocess`, or a link) if given. The
+    registry leaves out tools that cannot be used, and lists them in `missing`; with `strict` they are an error, and the
+    toolsets must be named. Raises `ConfigError` also for unknown toolsets and for two tools of one name.
     """
     if strict and enabled_toolsets is None:
         raise ConfigError(
@@ -220,8 +220,8 @@ def get_tool_definitions(
 def unrestricted(
     registry: ToolRegistry | None = None, settings: ToolSettings | None = None, *, replayed: bool = False
 ) -> ToolRegistry:
-    """Every known tool, missing ones included, for code and never shown to a model. Tools of `registry` replace others
-    of their name; the others get `settings`, or the registry's."""
+    """Every known tool, also those that cannot be used, for calls from code; models never see it. Tools of `registry`
+    replace others of the same name; the other tools get `settings`, or the registry's."""
     registry = ToolRegistry(replayed=replayed) if registry is None else registry
     settings = settings or registry.settings
     others = (tool for tool in all_tools(settings) if registry.get(tool.name) is None)
@@ -232,7 +232,7 @@ def unrestricted(
 def chosen_tools(
     tools: Iterable[Tool], enabled_toolsets: Iterable[str] | None, disabled_toolsets: Iterable[str] | None
 ) -> list[Tool]:
-    """The tools in the enabled toolsets (None: in all that are not on request) and in no disabled one.
+    """The tools in the enabled toolsets (None: all except those on request) that are in no disabled one.
 
     Raises `ConfigError` for an unknown toolset.
     """

@@ -20,16 +20,16 @@ TOOL_TO_TOOLSET_MAP: Mapping[str, str] = MappingProxyType(dict(BUILTIN_NAMES))
 TOOLSET_REQUIREMENTS: Mapping[str, Mapping[str, JSON]] = MappingProxyType(
     {name: {"name": name, "env_vars": [], "tools": resolve_toolsets([name])} for name in TOOLSETS}
 )
-"""What each toolset needs. No tool here reads an environment variable, so `env_vars` are empty."""
+"""The requirements of each toolset. No tool here reads environment variables, so `env_vars` is empty."""
 
 
 def get_all_tool_names() -> list[str]:
-    """All known tools, missing ones included."""
+    """The names of all known tools, including those that cannot be used."""
     return [tool.name for tool in all_tools()]
 
 
 def get_toolset_for_tool(tool_name: str) -> str | None:
-    """The toolset of a tool, by any of its names; None for an unknown name."""
+    """The toolset of a tool, given any of its names; None for an unknown name."""
     name = TOOL_ALIASES.get(tool_name, tool_name)
     return next((tool.toolset for tool in all_tools() if tool.name == name), None)
 
@@ -38,7 +38,7 @@ def get_available_toolsets(
     settings: ToolSettings | None = None, others: Iterable[Installed] | None = None
 ) -> dict[str, dict[str, JSON]]:
     """Each toolset: `available` (at least one tool works here), `tools`, `description`, and `missing` tools with the
-    reason. `others` are by default what packages offer."""
+    reason. `others` defaults to the tools of installed packages."""
     known = {tool.name: tool for tool in all_tools(settings, others)}
     builtin = ((name, toolset.description, resolve_toolsets([name])) for name, toolset in TOOLSETS.items())
     offered = (
@@ -49,7 +49,7 @@ def get_available_toolsets(
 
 
 def check_toolset_requirements() -> dict[str, bool]:
-    """Which toolsets are available."""
+    """Whether each toolset is available."""
     return {name: each["available"] for name, each in get_available_toolsets().items()}
 
 

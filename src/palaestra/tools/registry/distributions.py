@@ -1,6 +1,6 @@
-"""Random draws of toolsets: the named distributions, as data, and one draw.
+"""Draws toolsets at random: the named distributions, as data, and a function for one draw.
 
-Names and numbers are the contract's: for each toolset the chance, in percent, that a draw has it. The chances are
+Names and numbers are the contract's: for each toolset the chance, in percent, that a draw includes it. The chances are
 independent of each other. Invariant: a draw depends only on the distribution and the generator. A run gives each group
 a generator of its own, so the rollouts of a group share one draw, and a resumed run makes the same draws.
 """
@@ -65,7 +65,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
 
 
 def find_distribution(name: str) -> Distribution:
-    """The distribution of that name. Raises `ConfigError` with the nearest name."""
+    """The distribution of that name. Raises `ConfigError`, with the nearest name, for an unknown one."""
     found = DISTRIBUTIONS.get(name)
     if found is None:
         raise ConfigError(
@@ -76,7 +76,7 @@ def find_distribution(name: str) -> Distribution:
 
 
 def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random | None = None) -> list[str]:
-    """One draw: each toolset by its own chance; if none came up, the likeliest (of equals the first).
+    """One draw: each toolset by its own chance; if none is drawn, the likeliest one (the first of equals).
 
     Without `rng` a draw cannot be repeated. Raises `ConfigError` for an unknown name.
     """

@@ -1,6 +1,6 @@
 """`ToolRegistry`: the tools of a rollout by name. `build.py` creates one from toolsets.
 
-Invariant: schemas leave a registry as fresh copies, so no caller can change those of another one.
+Invariant: `definitions` returns fresh copies, so no caller can change another caller's schemas.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from palaestra.tools.tool import States, Tool, ToolRun, ToolSchema, run_tool
 
 
 class ToolRegistry:
-    """Tools by name, in the order of registration. `missing` has the reasons of requested tools that are not here.
+    """Tools by name, in the order of registration. `missing` has the requested tools that are not here, with reasons.
 
-    `shared` holds the objects that rollouts with these tools share, and its creator closes it; with None each rollout
-    has its own. With `replayed`, a recording answers for tools that touch the world, so they are never missing.
+    `shared` holds the objects that rollouts with these tools share, and its creator closes it; with None, each rollout
+    has its own. With `replayed`, a recording answers for tools with `touches_world`, so they are never missing.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class ToolRegistry:
         return schema
 
     def missing_reason(self, name: str) -> str | None:
-        """Why the tool cannot be used here, or None if it can or is unknown."""
+        """The reason why the tool cannot be used here; None if it can be used or is unknown."""
         tool = self._tools.get(name)
         return None if tool is None else tool.missing_in(replayed=self.replayed)
 
     def known_as(self, name: str) -> str:
-        """The registered name of a tool that code calls by `name`, else `name`."""
+        """The registered name of a tool that code calls by the alias `name`, else `name`."""
         other = TOOL_ALIASES.get(name, name)
         return other if name not in self._tools and other in self._tools else name
 
@@ -125,7 +125,7 @@ class ToolRegistry:
         return "\n".join(schema.to_prompt_description() for schema in self.get_schemas())
 
     def parallel_safe(self) -> frozenset[str]:
-        """Names of the tools that may run concurrently."""
+        """The names of tools whose calls may run concurrently."""
         return frozenset(tool.name for tool in self._tools.values() if tool.parallel_safe)
 
     async def execute(self, call: ToolCall) -> ToolResult:

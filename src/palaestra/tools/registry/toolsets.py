@@ -1,7 +1,7 @@
-"""The named groups of tools, as data, and the tool names of a choice of groups. Names and members are the contract's.
+"""The named groups of tools, as data, and the tool names of selected groups. Names and members are the contract's.
 
-Invariant: `enabled` is applied first, then `disabled`. Disabling a toolset removes the tools that it lists itself, and
-included ones only if it is a pure bundle, so disabling one toolset never strips a tool that another one owns.
+Invariant: `enabled` is applied first, then `disabled`. Disabling a toolset removes the tools that it lists itself;
+it removes included tools only from a pure bundle. So disabling one toolset never removes a tool that another one owns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Toolset:
     tools: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
     on_request: bool = False
-    """Only available by name: it duplicates another tool, or needs something arranged (a user, a folder for notes)."""
+    """Only enabled by name, because it duplicates another tool or needs setup (a user, a folder for notes)."""
 
 
 # fmt: off
@@ -92,7 +92,7 @@ ALIASES: Mapping[str, str] = {
     "cronjob_tools": "cronjob",
     "rl_tools": "rl",
 }
-"""Older names of toolsets, still understood everywhere a toolset is named."""
+"""Older names of toolsets, still accepted in place of the current ones."""
 
 TOOL_ALIASES: Mapping[str, str] = {
     "bash": "terminal",
@@ -101,7 +101,7 @@ TOOL_ALIASES: Mapping[str, str] = {
     "todo_list": "todo",
     "cronjob_manage": "cronjob",
 }
-"""Other names that code may use for a tool. A model's call by such a name is an unknown tool."""
+"""Other names that code may use for a tool. For a model, such a name is an unknown tool."""
 
 
 def resolve_toolsets(
@@ -109,10 +109,10 @@ def resolve_toolsets(
     disabled: Iterable[str] | None = None,
     toolsets: Mapping[str, Toolset] = TOOLSETS,
 ) -> list[str]:
-    """The tool names of the enabled toolsets (None: of all that are not on request) without those of the disabled, each
-    once, in table order. Raises `ConfigError` for an unknown toolset, with the nearest name."""
+    """The tool names of the enabled toolsets (None: all except those on request) without those of the disabled ones,
+    each once, in table order. Raises `ConfigError` for an unknown toolset, with the nearest name."""
     chosen: set[str] = set()
-    if enabled is None:  # their own tools: what a bundle includes has a line of its own
+    if enabled is None:  # only their own tools, because included toolsets have entries of their own
         chosen.update(*(toolset.tools for toolset in toolsets.values() if not toolset.on_request))
     else:
         chosen.update(*(_members(name, toolsets) for name in _known(enabled, toolsets)))
@@ -139,7 +139,7 @@ def _canonical(name: str, toolsets: Mapping[str, Toolset]) -> str:
 
 
 def _members(name: str, toolsets: Mapping[str, Toolset], above: frozenset[str] = frozenset()) -> set[str]:
-    """Own tools and those of all includes; an inclusion in a circle counts once."""
+    """The tools of a toolset and of those it includes; circular includes count once."""
     toolset = toolsets[name]
     inner = [included for included in toolset.includes if included not in above]
     return set(toolset.tools).union(*(_members(included, toolsets, above | {name}) for included in inner))

@@ -1,5 +1,5 @@
-"""Tools of the contract that this version lacks, or that only some programs provide: `palaestra gateway` puts its own
-tools in their place (`build_tool_registry`). Others are never shown to a model, and answer with the reason."""
+"""Tools of the contract that this version lacks, or that only some programs provide: `palaestra gateway` replaces some
+with its own tools (`build_tool_registry`). The rest are never shown to a model, and answer with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Parameters = Mapping[str, Mapping[str, JSON]]
 def unavailable(
     toolset: str, reason: str, tools: Mapping[str, tuple[str, Parameters, tuple[str, ...]]]
 ) -> tuple[FunctionTool, ...]:
-    """Tools by name, each with its description, its parameters and the required ones."""
+    """Tools that always refuse. `tools` maps names to a description, parameters, and required parameters."""
 
     async def refuse(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise ToolMistake(f"This tool cannot be used here: {reason}")

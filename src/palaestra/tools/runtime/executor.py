@@ -1,11 +1,11 @@
-"""Run tool calls for many trajectories: `ToolExecutor`, the contract's entry to tools in slots.
+"""Runs tool calls for many trajectories: `ToolExecutor`, the contract's interface to tools in slots.
 
-For code that names trajectories by id and lets the executor lease, keep and return their slots. The agent loop uses one
-`ToolRuntime` per rollout instead.
+It serves code that names trajectories by id and lets the executor lease, keep and return their slots. The agent loop
+uses one `ToolRuntime` per rollout instead.
 
 Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories never
-wait for each other. A trajectory keeps one slot from its first call to its release. The configuration decides on
-network and isolation, never the model's arguments.
+wait for each other. A trajectory keeps one slot from its first call to its release. The configuration, not
+the model's arguments, decides on network and isolation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.tool import States, ToolOutcome
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
-"""Arguments that are dropped from every call: the configuration decides them."""
+"""Arguments that are dropped from every call, because the configuration decides them."""
 _KEPT_LATENCIES = 1024
 _CONTRACT_REPLIES = ContractReplies()
 
@@ -62,15 +62,15 @@ class ToolExecutorConfig(BaseModel):
     require_sandbox: bool = False
     """Refuse slots below isolation level userns."""
     require_stateful_sandbox: bool = False
-    """The same as `require_sandbox`: stateful shells live in the same slots."""
+    """The same as `require_sandbox`, because stateful shells run in the same slots."""
     tool_server_url: str | None = None
-    """Where external tools run: an address of `palaestra serve tools`; None or `inprocess`: in this process."""
+    """The address of the `palaestra serve tools` for external tools; None or `inprocess`: this process runs them."""
     tool_server_token: str | None = None
     """The bearer token of that server."""
 
 
 class DelegationSource(Protocol):
-    """Does the work of `delegate_task` for the trajectories of a `ToolExecutor`, whose agents are elsewhere."""
+    """Does the work of `delegate_task` for the trajectories of a `ToolExecutor`, whose agents run elsewhere."""
 
     def work(self, tools: ToolRuntime) -> Work:
         """The work function of the trajectory with these tools."""
@@ -95,7 +95,7 @@ class ToolExecutor:
 
     `backend` (or `pool`, the same) hands out the slots, made from `spec` with the configured network. `shared` are
     objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of `delegate_task`
-    and are closed with the executor. `world` records or replays tools that touch the world (`open_world`); its owner
+    and are closed with the executor. `world` records or replays tools with `touches_world` (`open_world`); its owner
     closes it. A released trajectory that returns is recorded as `NAME#2`. Tools may be added to `registry` later.
     """
 
@@ -136,7 +136,7 @@ class ToolExecutor:
         self._closed = False
 
     async def start(self) -> None:
-        """Do nothing: the tasks that make calls run them. Kept for the contract."""
+        """Do nothing: calls run in the tasks of their callers. Kept for the contract."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,7 +145,7 @@ class ToolExecutor:
         await self.close()
 
     def queue_size(self) -> int:
-        """Calls that run or wait for a slot or their turn."""
+        """The number of calls that run or wait for a slot or their turn."""
         return self._in_flight
 
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
@@ -186,27 +186,27 @@ class ToolExecutor:
         return result_of(outcome.reply, call.uniq_id)
 
     async def read_artifact(self, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:
-        """A file of the trajectory's workspace; if it cannot be read, the response has an `error`."""
+        """Read a file of the trajectory's workspace. If that fails, the response has an `error`."""
         work = artifacts.read(self.slot_of(request.trajectory_id), request)
         return await artifacts.or_error(work, ArtifactReadResponsePayload)
 
     async def list_artifacts(self, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
-        """The entries of a directory of the trajectory's workspace."""
+        """List a directory of the trajectory's workspace."""
         work = artifacts.entries(self.slot_of(request.trajectory_id), request)
         return await artifacts.or_error(work, ArtifactListResponsePayload)
 
     async def archive_artifacts(self, request: ArtifactArchiveRequestPayload) -> ArtifactArchiveResponsePayload:
-        """A file or directory of the trajectory's workspace as a compressed tar file."""
+        """Pack a file or directory of the trajectory's workspace into a compressed tar file."""
         work = artifacts.archive(self.slot_of(request.trajectory_id), request)
         return await artifacts.or_error(work, ArtifactArchiveResponsePayload)
 
     def slot_of(self, trajectory_id: str) -> Slot | None:
-        """The slot that the trajectory has now; None before its first call that needs one."""
+        """The trajectory's current slot; None before its first call that needs one."""
         known = self.trajectories.get(trajectory_id)
         return None if known is None else known.slot
 
     def trajectory(self, trajectory_id: str) -> TrajectoryTools:
-        """A trajectory by its id, new or known. Raises `StaleLease` if the executor is closed."""
+        """The trajectory with this id, created if it is new. Raises `StaleLease` if the executor is closed."""
         if self._closed:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
         known = self.trajectories.get(trajectory_id)
@@ -222,7 +222,7 @@ class ToolExecutor:
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
         """Return the trajectory's slot. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
 
-        `reset_workspace` is the contract's; it has no effect, because no returned slot is ever reused as it was.
+        `reset_workspace` is the contract's and has no effect, because no returned slot is reused without a reset.
         """
         known = self.trajectories.pop(trajectory_id, None)
         if known is not None:
@@ -274,27 +274,27 @@ class TrajectoryTools:
             tools.share(Delegation(self._ending(executor.delegates.work(tools))))
 
     async def call(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None = None) -> ToolOutcome:
-        """Run one call after those before it. Raises `PalaestraError`, `StaleLease` if it was released."""
+        """Run one call after the earlier ones. Raises `PalaestraError`; `StaleLease` if the trajectory was released."""
         async with self._turn:
             self._check()
             return await self.tools.call(name, arguments, timeout_s=timeout_s)
 
     async def spawn(self, command: str, **options: JSON) -> ProcessSession:
-        """Start a background process in the slot; `options` and errors are `ProcessRegistry.spawn`'s."""
+        """Start a background process in the slot; `options` and errors are those of `ProcessRegistry.spawn`."""
         async with self._turn:
             self._check()
             slot = await self.tools.slot()
             return await self.tools.state(ProcessRegistry).spawn(slot, command, task_id=self._trajectory_id, **options)
 
     async def is_busy(self) -> bool:
-        """Whether a background process of the trajectory runs."""
+        """Whether the trajectory has a running background process."""
         return await self.tools.state(ProcessRegistry).has_active_processes(self._trajectory_id)
 
     async def lease(self) -> Slot:
-        """The trajectory's slot, acquired if it has none."""
+        """The trajectory's slot, acquired if it has none yet."""
         if self.slot is None:
             slot = await self._executor.lease(self._trajectory_id)
-            if self._released:  # while this call waited for a slot
+            if self._released:  # it was released while this call waited for a slot
                 await self._executor.source.release(slot)
                 self._check()
             self.slot = slot
@@ -312,7 +312,7 @@ class TrajectoryTools:
                 await self._executor.source.release(slot)
 
     def _ending(self, done: Work) -> Work:
-        """The same work, which ends with the trajectory: it may wait long for a model."""
+        """The same work, ended with the trajectory, because it may wait long for a model."""
 
         async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
             released = StaleLease(f"Trajectory {self._trajectory_id} was released while sub-agents worked for it")
@@ -328,5 +328,5 @@ class TrajectoryTools:
 
 def _with_network(spec: SlotSpec, allow: bool) -> SlotSpec:
     if allow and isinstance(spec.network, AllowList):
-        return spec  # a call may never do more than the slot was made for
+        return spec  # a call never gets more network than its slot's specification
     return replace(spec, network=Network.ON if allow else Network.OFF)

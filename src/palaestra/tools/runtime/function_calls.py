@@ -1,14 +1,14 @@
-"""Tools by function call, for code written to the contract: `handle_function_call` and what belongs to it.
+"""Tools as plain function calls, for code written to the contract: `handle_function_call` and its companions.
 
     reply = handle_function_call("terminal", {"command": "ls"}, task_id="t1")   # JSON text
     cleanup_vm("t1")
 
 Each task id has its own slot on this machine, created by its first call and kept until it is cleaned up. Rollouts use
-a slot of their run's pool instead. A `ToolSession` is the same for code that does not share it with the process.
+a slot of their run's pool instead. A `ToolSession` offers the same without being shared by the whole process.
 
 Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks concurrently.
 No slot outlives the process, however it ends, unless the backend keeps slots (`LocalBackend(service=…)`) for the next
-session. The calls are synchronous and run on their own loop; on a running loop use `handle_function_call_async`.
+session. The calls are synchronous and use their own loop; on a running loop, use `handle_function_call_async`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from palaestra.tools.tool import ToolOutcome
 T = TypeVar("T")
 
 IMAGES = ("docker_image", "singularity_image", "modal_image", "daytona_image")
-"""Overrides that name a task's image for one backend or another; the first that is given counts."""
+"""Overrides that name a task's image for different backends; the first one given counts."""
 OVERRIDES = (*IMAGES, "cwd")
 DEFAULT_TASK = "default"
 _CLOSE_S = 30.0
@@ -60,12 +60,12 @@ class ToolSessionConfig(ToolExecutorConfig):
     """The permissions of a session's calls, the lifetime of its slots, and its MCP servers."""
 
     idle_s: float | None = None
-    """Seconds after a task's last call until its slot is ended, unless a background process of the task still runs. Its
-    next call then raises `StaleLease` until the task is released. None: slots stay."""
+    """Seconds from a task's last call to the end of its slot, unless a background process of the task still runs. Later
+    calls raise `StaleLease` until the task is released. None: slots stay."""
     checkpoint_path: Path | None = None
-    """A file that lets the session after this one find the background processes, with a backend whose slots stay."""
+    """A file with which the next session finds the background processes, if the backend keeps slots."""
     mcp: str | Path | dict[str, JSON] | None = None
-    """MCP servers: a file of them, or its content. The first call that needs one of its tools starts a server."""
+    """MCP servers: a file, or its content. The first call of one of its tools starts a server."""
     variables: dict[str, str] = Field(default_factory=dict, repr=False, exclude=True)
     """Values of `${NAME}` in `mcp`."""
 
@@ -73,10 +73,10 @@ class ToolSessionConfig(ToolExecutorConfig):
 class ToolSession:
     """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
 
-    `registry` has every tool by default, with keys from `settings`; a missing one answers with the reason. `shared` are
-    objects that the tools of all tasks share: `Approvals`, `Notes`. `delegates` do the work of `delegate_task`. `world`
-    records or replays tools that touch the world (`open_world`), and is closed with the session. `told` has the
-    notifications of background processes. Slots of a backend that keeps them end with `release`, not with `close`.
+    `registry` has every tool by default, with keys from `settings`; a tool that cannot be used answers with the reason.
+    `shared` are objects that the tools of all tasks share: `Approvals`, `Notes`. `delegates` do the work of
+    `delegate_task`. `world` records or replays tools with `touches_world` (`open_world`), and is closed with the
+    session. `told` has the notifications of background processes. If the backend keeps slots, only `release` ends them.
     """
 
     def __init__(
@@ -125,31 +125,31 @@ class ToolSession:
     ) -> str:
         """Run one call in its task's slot and return the JSON text that a model would read.
 
-        Mistakes and failures of a tool are replies, and so is a missing image of the task. Raises `InfraError`.
+        Mistakes, failures of a tool and a missing image of the task are replies. Raises `InfraError`.
         """
         return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
 
     async def handle_async(
         self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
     ) -> str:
-        """`handle`, to be awaited. Cancelling it kills the command."""
+        """The async form of `handle`. Cancelling it kills the command."""
         return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
 
     def definitions(
         self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
     ) -> list[dict[str, JSON]]:
-        """The OpenAI definitions of the tools that work here. Starts all MCP servers, whose toolsets are `mcp-NAME`.
+        """The OpenAI definitions of the tools that work here. Starts all MCP servers; their toolsets are `mcp-NAME`.
 
         Raises `ConfigError` for an unknown toolset, `ToolServerError` for a required server that does not start.
         """
         return self._wait(self._definitions(enabled_toolsets, disabled_toolsets))
 
     def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
-        """Start a background process in the task's slot; `options` and errors are `ProcessRegistry.spawn`'s."""
+        """Start a background process in the task's slot; `options` and errors are those of `ProcessRegistry.spawn`."""
         return self._wait(self._spawn(task_id, command, options))
 
     def recover(self) -> int:
-        """Take over the slots of an earlier session, as the first call does. Returns the number of processes found.
+        """Take over the slots of an earlier session; the first call does it too. Returns the number of processes found.
 
         Raises `ConfigError` for an unreadable checkpoint, `SandboxError` while another process has the slots.
         """
@@ -157,7 +157,7 @@ class ToolSession:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop on which the session's slots live."""
+        """The event loop to which the session's slots belong."""
         return self._loop
 
     def post(self, work: Coroutine[object, object, T]) -> Future[T]:
@@ -176,20 +176,20 @@ class ToolSession:
         self._slots.overrides[task_id] = dict(overrides)
 
     def clear_override(self, task_id: str) -> None:
-        """Forget a task's overrides."""
+        """Remove a task's overrides."""
         self._slots.overrides.pop(task_id, None)
 
     def release(self, task_id: str) -> None:
-        """End the task's slot with everything that runs in it. Its next call gets a new one."""
+        """End the task's slot with everything that runs in it. The task's next call gets a new slot."""
         if self._thread.is_alive() or self._lasting is not None:
             self._wait(self._release(task_id))
 
     def tasks(self) -> list[str]:
-        """The tasks that have a slot now."""
+        """The ids of the tasks that have a slot now."""
         return self._wait(self._holders()) if self._thread.is_alive() or self._lasting is not None else []
 
     def close(self) -> None:
-        """End the loop and every slot that does not stay. Idempotent; a closed session takes no calls."""
+        """End the loop, and every slot that the backend does not keep. Idempotent; a closed session takes no calls."""
         with self._starting:
             already, self._closed = self._closed, True
         if not already and self._thread.is_alive():
@@ -212,7 +212,7 @@ class ToolSession:
         name = self._registry.known_as(name)
         cwd = self._slots.overrides.get(task_id, {}).get("cwd")
         if cwd is not None and name == "terminal" and self._registry.get(name) is not None:
-            with contextlib.suppress(InvalidArguments):  # the call will be refused for them
+            with contextlib.suppress(InvalidArguments):  # the call will be refused because of its arguments
                 arguments = {"workdir": cwd, **self._registry.argument_schema(name).parse(arguments)}
         await self._recover()
         with self._in_use(task_id):
@@ -228,7 +228,7 @@ class ToolSession:
             return await self._executor.trajectory(task_id).spawn(command, **options)
 
     async def _recover(self) -> int:
-        """Once: the slots that stayed, each for its task, and the processes in them."""
+        """Take over, once, the kept slots of each task and the processes in them."""
         async with self._recovering:
             if self._lasting is not None and self._recovered is None:
                 await self._slots.start()
@@ -251,7 +251,7 @@ class ToolSession:
         await self._end_task(task_id)
 
     async def end_task(self, task_id: str) -> None:
-        """`release`, on the session's loop."""
+        """The async form of `release`, on the session's loop."""
         await self._release(task_id)
 
     async def _end_task(self, task_id: str) -> None:
@@ -297,7 +297,7 @@ class ToolSession:
 
 
 class _TaskSlots(SlotPool):
-    """The pool of a session: it starts with its first slot, and makes slots as their task's overrides say."""
+    """The pool of a session. It starts with its first slot and applies the task's overrides to each slot."""
 
     def __init__(self, backend: LocalBackend) -> None:
         super().__init__(SlotPoolConfig(), backend)
@@ -335,7 +335,7 @@ _choosing = threading.Lock()
 
 
 def default_session() -> ToolSession:
-    """The process's own session: that of `use_session`, else a plain one. It is closed when the interpreter ends."""
+    """The process's session: the one of `use_session`, else a plain one. It is closed when the interpreter exits."""
     global _own
     with _choosing:
         if _own is None:
@@ -345,7 +345,7 @@ def default_session() -> ToolSession:
 
 
 def use_session(session: ToolSession) -> None:
-    """Make this the session of `handle_function_call` and `process_registry`, and close the one before it."""
+    """Make this the session of `handle_function_call` and `process_registry`, and close the previous one."""
     global _own
     with _choosing:
         before, _own = _own, session
@@ -373,7 +373,7 @@ async def handle_function_call_async(
     task_id: str | None = None,
     user_task: str | None = None,
 ) -> str:
-    """`handle_function_call`, to be awaited; `HermesAgentLoop` calls it by default."""
+    """The async form of `handle_function_call`; `HermesAgentLoop` calls it by default."""
     if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
         return await found.tools().handle(function_name, function_args)
     return await default_session().handle_async(function_name, function_args, task_id, user_task)
@@ -385,7 +385,7 @@ def register_task_env_overrides(task_id: str, overrides: Mapping[str, JSON]) -> 
 
 
 def clear_task_env_overrides(task_id: str) -> None:
-    """Forget a task's overrides."""
+    """Remove a task's overrides."""
     default_session().clear_override(task_id)
 
 

@@ -1,7 +1,7 @@
-"""The calls that programs made inside tool calls. Records, no I/O.
+"""Records of the calls that programs make inside tool calls. No I/O.
 
 The model sees only a program's output. The rollout takes the calls into its record after each turn
-(`InnerCalls.taken`). Invariant: kept texts are bounded, and mark a cut.
+(`InnerCalls.taken`). Invariant: recorded texts are bounded, with a mark where they are cut.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from palaestra.core.types import JSON
 
 KEPT_CHARS = 20_000
-"""How much of one call's arguments, and of one reply, is kept."""
+"""The most characters that are kept of one call's arguments, and of one reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerCall:
-    """One call that a program made, in the turn of that number. `arguments` and `reply` are JSON texts, bounded."""
+    """One call that a program made in turn number `turn`. `arguments` and `reply` are bounded JSON texts."""
 
     tool: str
     arguments: str
@@ -27,7 +27,7 @@ class InnerCall:
 
 @dataclass(slots=True)
 class InnerCalls:
-    """The calls of one rollout since they were last taken."""
+    """The calls of one rollout since the last `taken`."""
 
     calls: list[InnerCall] = field(default_factory=list)
 
@@ -36,13 +36,13 @@ class InnerCalls:
         self.calls.append(InnerCall(tool, _kept(json.dumps(arguments, ensure_ascii=False)), _kept(reply)))
 
     def taken(self, turn: int) -> list[InnerCall]:
-        """The calls so far, marked with the turn that made them. They are not kept any longer."""
+        """Remove and return the calls so far, marked with the turn that made them."""
         calls, self.calls = self.calls, []
         return [replace(call, turn=turn) for call in calls]
 
 
 def _kept(text: str) -> str:
-    """The text as it is recorded: encodable, and cut in its middle if it is too long."""
+    """The text to record: encodable as UTF-8, and cut in the middle if it is too long."""
     text = text.encode("utf-8", "replace").decode()
     if len(text) <= KEPT_CHARS:
         return text

@@ -30,7 +30,7 @@ class CheckedCall:
     """A call that may run: the tool exists and `arguments` fit its schema.
 
     `conversation` is the runtime's. `by_agent` is false for a call from code: a program, a hook, another tool.
-    `call_id` is the model's id of a call by the agent.
+    `call_id` is the model's id of the agent's call.
     """
 
     tool: Tool
@@ -47,7 +47,7 @@ class CheckedCall:
 
 Next: TypeAlias = Callable[[CheckedCall], Awaitable[ToolOutcome]]
 ToolMiddleware: TypeAlias = Callable[[CheckedCall, Next], Awaitable[ToolOutcome]]
-"""`await middleware(call, next)` answers a call, with `await next(call)` or without. Raises `PalaestraError`."""
+"""`await middleware(call, next)` answers a call; it may use `await next(call)`. Raises `PalaestraError`."""
 
 
 class ToolRecordings(Protocol):
@@ -55,11 +55,11 @@ class ToolRecordings(Protocol):
 
     @property
     def replayed(self) -> bool:
-        """Whether all answers come from a recording, so that its tools need no key and no network."""
+        """Whether all answers come from a recording, so that the tools need no key and no network."""
         ...
 
     def rollout(self, rollout_id: str, /) -> ToolMiddleware:
-        """The middleware of one trajectory, from its beginning."""
+        """The middleware of one trajectory, starting at the beginning of its recording."""
         ...
 
     def close(self) -> None:
@@ -70,9 +70,9 @@ class ToolRecordings(Protocol):
 class ToolRuntime(ToolRun):
     """The tools of a registry, for one rollout or one of its conversations.
 
-    `slot_source` hands out the sandbox; without one, tools that need a sandbox fail. `middleware` surrounds every call,
-    also of sub-agents and programs; the first is the outermost. `shared` defaults to the registry's. `conversation`
-    names a sub-agent or another part of the rollout, and is empty for its own agent. `aclose` leaves the slot alone.
+    `slot_source` hands out the sandbox; without one, tools that need a sandbox fail. `middleware` wraps every call,
+    also of sub-agents and programs; the first one is the outermost. `shared` defaults to the registry's. `conversation`
+    names a sub-agent or another part of the rollout, and is empty for its own agent. `aclose` does not end the slot.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ToolRuntime(ToolRun):
         by_agent: bool = False,
         timeout_s: float | None = None,
     ) -> ToolOutcome:
-        """Check a call and run it. Raises `PalaestraError`; every other failure is in the outcome.
+        """Check a call and run it. Raises `PalaestraError`; the outcome reports every other failure.
 
         An external tool is ended after `timeout_s`; other tools end their own commands.
         """
@@ -170,7 +170,7 @@ class ToolRuntime(ToolRun):
 
 @dataclass(frozen=True, slots=True)
 class TaskTools:
-    """The tools of the rollout whose environment's code runs here, under the name of its task."""
+    """The tools of the current rollout, for code of its environment that names its task."""
 
     task_id: str
     tools: Callable[[], ToolRuntime]
@@ -181,8 +181,7 @@ TASK_TOOLS: ContextVar[TaskTools | None] = ContextVar("task_tools", default=None
 
 
 def tools_of_task(task_id: str | None) -> TaskTools | None:
-    """The tools of the current rollout if that is the task or none is named; otherwise the task has a slot of its
-    own."""
+    """The tools of the current rollout if `task_id` is None or its task, else None: then the task has its own slot."""
     found = TASK_TOOLS.get()
     return found if found is not None and task_id in (None, found.task_id) else None
 
@@ -192,7 +191,7 @@ def _surrounded(middleware: ToolMiddleware, then: Next) -> Next:
 
 
 class _SlotOnce:
-    """Acquires a slot on the first call. A failed attempt is repeated by the next call."""
+    """Acquires a slot on the first call. After a failure, the next call tries again."""
 
     def __init__(self, source: Callable[[], Awaitable[Slot]]) -> None:
         self._source = source

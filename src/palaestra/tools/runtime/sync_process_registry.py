@@ -1,13 +1,14 @@
-"""`process_registry`: background processes by session id for synchronous code, as the contract has it.
+"""`process_registry`: the contract's access to background processes by session id, for synchronous code.
 
     session = process_registry.spawn_local("python -m http.server", task_id="t1")
     process_registry.poll(session.id)
 
-For reward functions and scripts. It asks the registry of this process (one per rollout, and that of
-`handle_function_call`'s session) that has the session.
+It serves reward functions and scripts. Each rollout, and the session of `handle_function_call`, has its own registry in
+this process; a call goes to the registry that has the session.
 
 Invariant: a call runs on the loop of its registry. It works in threads, in code without a loop, and in reward functions
-and hooks, which are bridged; in another task of a running loop it raises `RuntimeError` with the method to await.
+and hooks, which are bridged; in another task of a running loop it raises `RuntimeError` with the method to
+await instead.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ T = TypeVar("T")
 def _of_session(
     method: Callable[Concatenate[ProcessRegistry, str, P], Coroutine[object, object, Reply]],
 ) -> Callable[Concatenate[SharedProcesses, str, P], Reply]:
-    """The same method for the registry that has the session."""
+    """A method that calls the same method of the registry that has the session."""
 
     @functools.wraps(method)
     def call(self: SharedProcesses, session_id: str, /, *args: P.args, **options: P.kwargs) -> Reply:
         having = [(session.started_at, each) for each in living() if (session := each.get(session_id)) is not None]
         if not having:
             return not_found(session_id)
-        registry = max(having, key=lambda pair: pair[0])[1]  # of a run and its repetition, the later one
+        registry = max(having, key=lambda pair: pair[0])[1]  # if a repeated run has the same session, the later one
         try:
             return _wait(registry, functools.partial(method, registry, session_id, *args, **options), method.__name__)
         except (SlotLost, StaleLease) as error:
@@ -86,7 +87,7 @@ class SharedProcesses:
         *,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in a slot of any backend, as a session of `task_id`, else of the slot's trajectory.
+        """Start a command line in a slot of any backend, as a session of `task_id` or else of the slot's trajectory.
 
         A slot without a `loop` must belong to the loop that runs a bridged function. Raises TimeoutError after
         `timeout` seconds, and the errors of `ProcessRegistry.spawn`.
@@ -119,7 +120,7 @@ class SharedProcesses:
 
     @property
     def pending_watchers(self) -> list[Reply]:
-        """The watched sessions whose output is to be reported at intervals, until they are taken out."""
+        """The watched sessions that report their output at intervals, until the caller removes them."""
         return default_session().told.pending_watchers
 
     def get(self, session_id: str) -> ProcessSession | None:
@@ -135,11 +136,11 @@ class SharedProcesses:
     _wait_for = _of_session(ProcessRegistry.wait)
 
     def wait(self, session_id: str, timeout: float | None = None) -> Reply:
-        """Wait until it has ended, for `timeout` seconds, at most 180."""
+        """Wait until the process has ended, for at most `timeout` seconds and never more than 180."""
         return self._wait_for(session_id, timeout)
 
     def list_sessions(self, task_id: str | None = None) -> list[Reply]:
-        """All sessions of the task, or all there are."""
+        """All sessions of the task, or of all tasks."""
         return [each for listed in self._each(ProcessRegistry.list_sessions, task_id) for each in listed]
 
     def has_active_processes(self, task_id: str | None = None) -> bool:
@@ -147,11 +148,11 @@ class SharedProcesses:
         return any(self._each(ProcessRegistry.has_active_processes, task_id))
 
     def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Whether any process of that conversation runs, of at most `max_age_s`."""
+        """Whether the conversation has a running process that is not older than `max_age_s`."""
         return any(self._each(ProcessRegistry.has_active_for_session, session_key, max_age_s))
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:
-        """End the waits for processes of that task and that conversation, and no others. Returns how many."""
+        """End only the waits for processes of that task and that conversation. Returns how many."""
 
         async def interrupt(registry: ProcessRegistry) -> int:
             return registry.interrupt(task_id=task_id, session_key=session_key)
@@ -159,7 +160,7 @@ class SharedProcesses:
         return sum(self._each(interrupt))
 
     def kill_all(self, task_id: str | None = None) -> int:
-        """End every process of the task, or all there are. Returns how many ran."""
+        """End every process of the task, or of all tasks. Returns how many ran."""
         return sum(self._each(ProcessRegistry.kill_all, task_id))
 
     def _each(
@@ -168,7 +169,7 @@ class SharedProcesses:
         *args: P.args,
         **options: P.kwargs,
     ) -> list[T]:
-        """The answer of each registry; one whose slot has ended gives none."""
+        """The answers of all registries, except those whose slot has ended."""
         answers = []
         for registry in living():
             with contextlib.suppress(SlotLost, StaleLease):
@@ -177,10 +178,10 @@ class SharedProcesses:
 
 
 process_registry = SharedProcesses()
-"""The contract's global."""
+"""The global object of the contract."""
 
 
 def _wait(registry: ProcessRegistry, work: Callable[[], Coroutine[object, object, T]], method: str) -> T:
-    """Run on the registry's own loop."""
-    assert registry.loop is not None  # it has had a session, or `living` would not name it
+    """Run the work on the registry's own loop."""
+    assert registry.loop is not None  # `living` only lists registries that have had a session
     return wait_on(registry.loop, work, f"ProcessRegistry.{method}")

@@ -1,7 +1,8 @@
-"""TTL tracker: expires trajectories whose client has gone away, so that their owner can free their resources.
+"""Expires trajectories whose client has gone away, so that their owner can free their resources.
 
-Invariant: a trajectory in use never expires, and an expired one is refused until it is ended by name, so that no client
-mistakes a new workspace for its old one. If all of its calls failed, it has nothing to lose and is forgotten.
+Invariant: a trajectory in use never expires, and an expired one is refused until a caller ends it by name, so that no
+client mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to lose; it is dropped
+and not refused later.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from palaestra.core.errors import StaleLease
 logger = logging.getLogger(__name__)
 
 Busy: TypeAlias = Callable[[str], Awaitable[bool]]
-"""Whether a trajectory is active without a call: it has a background process."""
+"""Whether a trajectory is active without a call, because it has a background process."""
 
 _MOST_EXPIRED = 10_000
-"""How many expired trajectories are remembered."""
+"""The most expired trajectories that are remembered."""
 
 
 class Leases:
-    """Trajectories with a time to live: `ttl_s` seconds after their last call they expire."""
+    """Trajectories with a time to live: they expire `ttl_s` seconds after their last call."""
 
     def __init__(self, ttl_s: float, clock: Clock | None = None) -> None:
         self.ttl_s = ttl_s
@@ -40,7 +41,7 @@ class Leases:
 
     @contextmanager
     def in_use(self, trajectory_id: str) -> Iterator[None]:
-        """For the time of a call. Raises `StaleLease` when the trajectory has expired."""
+        """Mark a trajectory as in use during the block. Raises `StaleLease` if it has expired."""
         if trajectory_id in self._expired:
             raise StaleLease(
                 f"trajectory {trajectory_id} made no call for {self.ttl_s:g} s, so what it had was given to others: "
@@ -65,7 +66,7 @@ class Leases:
         self._expired.pop(trajectory_id, None)
 
     async def sweep(self, release: Callable[[str], Awaitable[None]], busy: Busy | None = None) -> None:
-        """Expire and `release` trajectories until cancelled; one that is `busy` gets more time."""
+        """Expire and `release` trajectories until cancelled; a `busy` trajectory gets more time."""
         while True:
             await self._clock.sleep(self.ttl_s / 4)
             for name in self._overdue():
@@ -73,7 +74,7 @@ class Leases:
                     if name in self._used:
                         self._used[name] = self._clock.monotonic()
                     continue
-                if name not in self._overdue():  # used meanwhile
+                if name not in self._overdue():  # a call used it meanwhile
                     continue
                 del self._used[name]
                 if name in self._worked:

@@ -1,3 +1,3 @@
 """Tools over HTTP: `tool_server` runs external tools and `tool_server_client` calls them; `executor_service` runs all
-tools in slots and gives access to `artifacts`. `payloads` has the bodies, `http_common` the shared part.
+tools in slots and gives access to `artifacts`. `payloads` has the bodies, `http_common` the shared code.
 """

@@ -1,10 +1,10 @@
-"""The executor service: slots and tools for programs that name trajectories over HTTP. `palaestra serve executor`.
+"""`palaestra serve executor`: slots and tools over HTTP, for programs that name trajectories by id.
 
 The contract's routes over one `ToolExecutor` and one pool: POST /execute, /release, /artifacts/{read,list,archive}; GET
 /, /health, /status.
 
-Invariants: a trajectory without calls is released after its lease and refused from then on (`Leases`); a draining
-service takes no new calls and finishes those it has taken.
+Invariants: a trajectory without calls is released after its lease, and its later calls are refused (`Leases`); a
+draining service refuses new calls and finishes the running ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RequestT = TypeVar("RequestT", ArtifactReadRequestPayload, ArtifactListRequestPa
 
 
 class ExecutorService:
-    """The routes. `token` is what callers must send; None accepts every program of this machine."""
+    """The routes of the service. Callers must send `token`; None accepts every program on this machine."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ExecutorService:
             yield url
 
     async def drain(self, patience_s: float = DEFAULT_DRAIN_S) -> int:
-        """Refuse new calls and wait for the running ones. Returns how many were left when the time was over."""
+        """Refuse new calls and wait for the running ones. Returns how many still ran at the time limit."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
@@ -150,7 +150,7 @@ class ExecutorService:
         work: Callable[[Slot | None, RequestT], Awaitable[BaseModel]],
         response: Callable[..., BaseModel],
     ) -> Handle:
-        """Handles a request for an artifact; a failure has its status and the contract's body."""
+        """A handler for artifact requests; a failure has its own HTTP status and the contract's body."""
 
         async def handle(body: bytes) -> JSON:
             request = read(body, model)

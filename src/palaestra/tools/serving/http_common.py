@@ -1,6 +1,6 @@
-"""HTTP of the tool server and the executor service: the check of callers, request bodies, and error replies.
+"""HTTP code shared by the tool server and the executor service: access checks, request bodies, and error replies.
 
-Invariant: a token is in no message; every failure is a JSON object with `detail` and
+Invariant: no message contains a token; every failure is a JSON object with `detail` and
 `error`, the name of its class.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Handle = Callable[[bytes], Awaitable[JSON]]
-"""From a request body to the value of a reply with status 200."""
+"""Maps a request body to the value of a reply with status 200."""
 
 MOST_REQUEST_BYTES = 64 << 20
 OPEN_PATHS = frozenset({"/", "/health"})
@@ -39,7 +39,7 @@ OPEN_PATHS = frozenset({"/", "/health"})
 
 
 class RequestRefused(Exception):
-    """A reply other than 200. `status` is HTTP's."""
+    """A reply with a status other than 200. `status` is the HTTP status."""
 
     def __init__(self, status: int, detail: str, error: str = "Refusal", **more: JSON) -> None:
         super().__init__(detail)
@@ -48,7 +48,7 @@ class RequestRefused(Exception):
 
 
 def read(body: bytes, model: type[ModelT]) -> ModelT:
-    """A request body. Raises `RequestRefused` with status 422."""
+    """Parse a request body. Raises `RequestRefused` with status 422."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -68,7 +68,7 @@ def _status(error: PalaestraError) -> int:
 
 
 def application(token: str | None, gets: Mapping[str, Handle], posts: Mapping[str, Handle]) -> web.Application:
-    """An application that replies to these paths with the result of their `Handle`, or its failure with a status."""
+    """A web application that replies with the result of each path's `Handle`, or with a status for its failure."""
     app = web.Application(client_max_size=MOST_REQUEST_BYTES, middlewares=[guard(token, OPEN_PATHS)])
     for method, routes in (("GET", gets), ("POST", posts)):
         for path, handle in routes.items():
@@ -99,7 +99,7 @@ def _handler(handle: Handle) -> Callable[[web.Request], Awaitable[web.Response]]
 
 @asynccontextmanager
 async def running(work: Awaitable[None]) -> AsyncIterator[None]:
-    """Run endless work for as long as the block runs."""
+    """Run endless work in the background during the block."""
     task = asyncio.ensure_future(work)
     try:
         yield

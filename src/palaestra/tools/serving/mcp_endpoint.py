@@ -1,11 +1,11 @@
-"""Tools for one MCP client: the messages of the Model Context Protocol, without its connections.
+"""Serves tools to one MCP client: the messages of the Model Context Protocol, without the HTTP connections.
 
     status, reply = await McpTools(definitions, call).answer(body)
 
-Format: the protocol's transport "Streamable HTTP" (modelcontextprotocol.io, 2025-06-18), of which a server without
-sessions and without messages of its own needs this: every request is answered with JSON, and notifications with 202.
+Format: the protocol's transport "Streamable HTTP" (modelcontextprotocol.io, 2025-06-18), of which this is the part
+for a server without sessions and messages of its own: requests are answered with JSON, notifications with status 202.
 
-Invariant: whatever a client sends is answered; only what `call` raises is raised.
+Invariant: every message of a client is answered; only errors of `call` are raised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.tool import ToolOutcome
 
 VERSIONS = ("2025-06-18", "2025-11-25", "2025-03-26", "2024-11-05")
-"""The versions of the protocol in which this is written the same way. Others are answered with the first."""
+"""The protocol versions in which these messages are the same. A request for another version gets the first."""
 
 _PARSE_ERROR, _INVALID_REQUEST, _METHOD_NOT_FOUND, _INVALID_PARAMS = -32700, -32600, -32601, -32602
 
@@ -30,7 +30,7 @@ CallTool: TypeAlias = Callable[[str, str], Awaitable[ToolOutcome]]
 
 
 class McpTools:
-    """Answers the messages of a client that knows these tools. `definitions` are OpenAI function schemas."""
+    """Answers the messages of a client that uses these tools. `definitions` are OpenAI function schemas."""
 
     def __init__(self, definitions: Iterable[Mapping[str, JSON]], call: CallTool) -> None:
         functions = [each.get("function", each) for each in definitions]
@@ -38,7 +38,7 @@ class McpTools:
         self._call = call
 
     async def answer(self, body: bytes) -> tuple[int, JSON]:
-        """The status and the JSON of the reply, None for an empty one. Raises what a call raises."""
+        """The HTTP status and the JSON of the reply, None for an empty reply. Raises the errors of `call`."""
         try:
             message = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The bodies of the tool server and of the executor service. Names, fields and defaults are the contract's.
+"""Request and reply bodies of the tool server and the executor service. Names, fields and defaults are the contract's.
 
 Unknown fields are ignored, because clients of other versions send more. Sizes are in bytes, times in seconds.
 """
@@ -72,12 +72,12 @@ class ToolServerExecuteRequest(BaseModel):
 
 
 class ToolServerResultPayload(ToolResultPayload):
-    """Its result; `reply` is the tool's own, for a caller that shows it to a model."""
+    """The result of an external tool's call. `reply` is the tool's own, for callers that show it to a model."""
 
     reply: JSON = None
 
 
 def encoded(value: JSON) -> bytes:
-    """A body. What UTF-8 cannot hold, such as parts of odd file names, is replaced as it is for models."""
+    """A body as bytes. Characters that UTF-8 cannot encode, such as in odd file names, are replaced as in replies."""
     plain = value.model_dump() if isinstance(value, BaseModel) else value
     return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")

@@ -1,9 +1,9 @@
-"""The tool server: runs external tools for executors elsewhere. `palaestra serve tools`.
+"""`palaestra serve tools`: a server that runs external tools for executors elsewhere.
 
 It serves the tools of its registry that need no slot: those marked `external`, such as a search with a key that only
 this machine has or the tools of MCP servers, and subclasses of `Tool` that only define `execute`. Each trajectory has
-its own tool state, dropped when it made no call for a while. The contract's `POST /execute`, and `GET /health`,
-`GET /tools` and `POST /release`.
+its own tool state, which is dropped after a while without calls. The routes are the contract's `POST /execute`, and
+`GET /health`, `GET /tools` and `POST /release`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFAULT_LEASE_S = 3600.0
 
 
 class ToolServer:
-    """External tools by trajectory. Callers must send `token`; None accepts every program of this machine."""
+    """Runs external tools by trajectory. Callers must send `token`; None accepts every program on this machine."""
 
     def __init__(
         self,
@@ -136,5 +136,5 @@ def _needs_no_slot(tool: Tool) -> bool:
 
 
 def external(tool: FunctionTool) -> FunctionTool:
-    """The same tool, marked as one that needs no slot."""
+    """The same tool, marked as needing no slot."""
     return replace(tool, schema=replace(tool.schema, external=True))

@@ -1,7 +1,7 @@
 """The client of a tool server: `ToolServerLink`, which makes external tools run there.
 
-Invariants: nothing is sent twice; mistakes of the model come back as the tool's own reply, every other failure is a
-`ToolServerError` that names the server and the remedy.
+Invariants: no request is sent twice; mistakes of the model come back as the tool's own reply, and every other failure
+is a `ToolServerError` that names the server and the remedy.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INPROCESS = "inprocess"
-"""In place of an address: external tools run in this process, as without a tool server."""
+"""Used in place of an address: external tools run in this process, as without a tool server."""
 _CONNECT_S = 10.0
 _SLACK_S = 10.0
-"""How much longer than the call's own limit its reply may take."""
+"""Seconds that a reply may take beyond the call's own limit."""
 _SHOWN_CHARS = 300
 
 
 class ToolServerLink:
     """A tool server at an address; with `inprocess`, tools stay as they are.
 
-    Opens on first use, and again after `aclose`, which is idempotent. Raises `ConfigError` for an invalid address and
-    for a token that cannot be sent.
+    It connects on first use, and again after `aclose`, which is idempotent. Raises `ConfigError` for an invalid address
+    and for a token that cannot be sent.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
@@ -60,7 +60,7 @@ class ToolServerLink:
         self._session: aiohttp.ClientSession | None = None
 
     def served(self, tools: Iterable[Tool]) -> list[Tool]:
-        """The tools, with the external ones run by the server, so that they need nothing here."""
+        """The tools, with external ones replaced by calls to the server, which need no key or package here."""
         return [self._proxy(tool) if tool.schema.external and self._address is not None else tool for tool in tools]
 
     async def offered(self) -> list[ToolSchema]:
@@ -91,7 +91,7 @@ class ToolServerLink:
                 run.state(_Used).by.add((self, run.task_id))
             return await self._call(ToolCall(tool.name, dict(arguments)), run.task_id, limit_s)
 
-        # A tool that is not marked as touching the world may still remember earlier calls at the server.
+        # A tool without `touches_world` may still remember earlier calls at the server.
         stateful = not tool.touches_world and not tool.parallel_safe
         return FunctionTool(
             tool.schema,
@@ -104,7 +104,7 @@ class ToolServerLink:
         )
 
     async def _call(self, call: ToolCall, trajectory_id: str, timeout_s: float) -> ToolReply:
-        """Run one call there. Raises `ToolServerError`."""
+        """Run one call at the server. Raises `ToolServerError`."""
         tool = ToolCallPayload.from_tool_call(call)
         request = ToolServerExecuteRequest(trajectory_id=trajectory_id or None, tool=tool, timeout_s=timeout_s)
         body = await self._send("POST", "/execute", encoded(request), timeout_s, call.name)
@@ -126,12 +126,12 @@ class ToolServerLink:
         return ToolServerUnavailable(text) if status >= 500 else ToolServerRefused(text)
 
     async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
-        """The body of the reply with status 200. Another status is an error about `name`."""
-        import aiohttp  # here, because most runs have no tool server
+        """The body of the reply with status 200. Raises an error about `name` for another status."""
+        import aiohttp  # imported here because most runs have no tool server
 
         assert self._address is not None
         if self._session is None or self._session.closed:
-            connector = aiohttp.TCPConnector(limit=0)  # callers bound how many calls run
+            connector = aiohttp.TCPConnector(limit=0)  # callers limit concurrent calls
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         headers = {"Content-Type": "application/json"}
         if self._token:
@@ -159,13 +159,13 @@ class ToolServerLink:
 
 
 class _Used:
-    """The tool servers that a rollout has called, each with the trajectory: they drop its state when it ends."""
+    """The tool servers that a rollout has called, each with the trajectory whose state to drop at the end."""
 
     def __init__(self) -> None:
         self.by: set[tuple[ToolServerLink, str]] = set()
 
     async def aclose(self) -> None:
-        """At a server that cannot be reached, the trajectory's lease runs out."""
+        """Release the trajectories. If a server cannot be reached, its lease of the trajectory expires later."""
         while self.by:
             link, name = self.by.pop()
             try:
@@ -175,7 +175,7 @@ class _Used:
 
 
 def elsewhere(schema: ToolSchema) -> FunctionTool:
-    """A tool that only its server has; `served` makes it callable."""
+    """A tool that exists only at its server; `served` makes it callable."""
     return FunctionTool(schema, _elsewhere, "tool-server")
 
 

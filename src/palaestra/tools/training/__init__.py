@@ -1,1 +1,1 @@
-"""Trainings that agents start: `palaestra train` as a process of its own, and its folder."""
+"""Trainings that agents start: each is a `palaestra train` process with its own folder."""

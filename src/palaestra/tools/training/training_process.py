@@ -1,13 +1,13 @@
-"""One training that an agent started: a folder, and a `palaestra train` in it that is a process of its own.
+"""One training that an agent started: a folder, and a separate `palaestra train` process that works in it.
 
-    request.json   what is trained, for whom, with which settings, and the process that trains
+    request.json   the environment, the owner, the settings, and the process of the training
     config.yaml    the environment's settings, for --config
     run/           the run's folder; its `training/` has the steps and checkpoints (docs/train.md)
     train.log      its progress and errors; result.json has its result
-    lock           held (flock(2)) as long as the training runs, whichever process asks
-    ended          why it was ended, if its end was asked for: stopped or interrupted
+    lock           held (flock(2)) as long as the training runs, so that any process can check
+    ended          the reason if it was ended on request: stopped or interrupted
 
-Invariant: at most one process trains in a folder. It outlives the process that started it, unless that one stops it.
+Invariant: at most one process trains in a folder. A training outlives its starter, unless the starter stops it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ REQUEST_SCHEMA = "palaestra.rl-run/1"
 TRAIN = (sys.executable, "-m", "palaestra", "train")
 
 READY_S = 60.0
-"""How long a start waits until the training is ready; loading a large model or checking an environment takes longer."""
+"""How long `start` waits until the training is ready; to load a large model or check an environment takes longer."""
 STOP_S = 60.0
-"""How long a training may finish its rollouts after SIGTERM before it is killed."""
+"""How long a training may take to finish its rollouts after SIGTERM before it is killed."""
 _KILL_S = 10.0
 _POLL_S = 0.1
 _LOCK_FD = 3
 """The descriptor that holds the lock in the training's process."""
 _LOG_BYTES = 2000
-"""How much of the log's end an error shows."""
+"""The most bytes of the log's end in an error."""
 
 STARTING, RUNNING, COMPLETED, FAILED = "starting", "running", "completed", "failed"
 STOPPED, INTERRUPTED = "stopped", "interrupted"
 
 
 class TrainingRequest(msgspec.Struct, kw_only=True):
-    """What is trained. `flags` are words for `palaestra train`, without the environment and its settings."""
+    """The request for a training. `flags` are those of `palaestra train`, without the environment and its settings."""
 
     schema: str = REQUEST_SCHEMA
     run_id: str
@@ -67,7 +67,7 @@ class TrainingRequest(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class TrainingProcess:
-    """The training in a folder. Every method reads the folder anew, so that any process may ask."""
+    """The training in a folder. Every method reads the folder again, so any process may use it."""
 
     path: Path
 
@@ -89,16 +89,16 @@ class TrainingProcess:
         return self.path / "config.yaml"
 
     def request(self) -> TrainingRequest:
-        """What is trained. Raises `ToolUnavailable` if the folder is damaged."""
+        """Read the request. Raises `ToolUnavailable` if the folder is damaged."""
         try:
             return msgspec.json.decode((self.path / "request.json").read_bytes(), type=TrainingRequest)
         except (OSError, msgspec.MsgspecError) as error:
             raise ToolUnavailable(f"the training {self.id} cannot be read: {error}") from None
 
     def alive(self) -> bool:
-        """Whether a process trains here."""
+        """Whether a training process runs in this folder."""
         with contextlib.suppress(ChildProcessError, OSError):
-            os.waitpid(self.request().pid, os.WNOHANG)  # reap it if it is ours
+            os.waitpid(self.request().pid, os.WNOHANG)  # reap it if it is our child
         try:
             descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -131,7 +131,7 @@ class TrainingProcess:
         return found if isinstance(found, dict) else None
 
     def error(self) -> str:
-        """Why the training failed: its error message, or the end of its log."""
+        """The reason why the training failed: its error message, or the end of its log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
@@ -144,13 +144,13 @@ class TrainingProcess:
             return text
 
     def lines(self) -> list[dict[str, JSON]]:
-        """The metrics of steps and evaluations, in order. A torn last line is left out."""
+        """The metrics of steps and evaluations, in order. An incomplete last line is left out."""
         return list(read_lines(self.run / "training" / "steps.jsonl"))
 
     async def start(self, request: TrainingRequest, command: Sequence[str] = TRAIN) -> str:
         """Start the training, or continue it from its last checkpoint, and wait until it is ready, has ended, or
-        `READY_S` are over. Returns its status. The caller has checked that nothing trains here. `command` takes the
-        words of `palaestra train`."""
+        `READY_S` are over. Returns its status. The caller must have checked that no training runs here. `command` takes
+        the arguments of `palaestra train`."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         begun = (self.run / "training" / "settings.json").is_file()
         for left in (self.path / "ended", self.path / "result.json"):
@@ -164,7 +164,7 @@ class TrainingProcess:
             config = ["--config", str(self.config)] if request.settings else []
             words = [request.reference, "--out", str(self.run), *config, *request.flags]
         request.started = time.time()
-        self._write(request)  # before the process exists: a kill in between leaves a failed training and no orphan
+        self._write(request)  # before the process exists, so a kill in between leaves a failed training and no orphan
         request.pid = await self._spawn([*command, *words, "--json"])
         self._write(request)
         until = time.monotonic() + READY_S
@@ -173,7 +173,7 @@ class TrainingProcess:
         return status
 
     async def stop(self, why: str = STOPPED) -> None:
-        """End the training. It may finish its rollouts for `STOP_S`. Idempotent."""
+        """End the training, after at most `STOP_S` to finish its rollouts. Idempotent."""
         if not self.alive():
             return
         (self.path / "ended").write_text(why)
@@ -186,11 +186,11 @@ class TrainingProcess:
                 await asyncio.sleep(_POLL_S)
 
     async def _spawn(self, command: list[str]) -> int:
-        """Start the process in a session of its own, with the lock. Returns its id. It is not a `Popen`, because it
-        may outlive the event loop."""
+        """Start the process in its own session, with the lock. Returns its id. It is not a `Popen`, because it may
+        outlive the event loop."""
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)  # only a reader has it, for a moment
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)  # at most a reader holds it, for a moment
             written = os.O_WRONLY | os.O_CREAT
             return os.posix_spawn(  # noqa: ASYNC221 - it returns when the process exists
                 command[0],
@@ -219,7 +219,7 @@ def trainings(folder: Path) -> list[TrainingProcess]:
 
 
 def words_of(settings: Mapping[str, JSON]) -> list[str]:
-    """Settings as flags of `palaestra train`; None is left out."""
+    """The settings as flags of `palaestra train`, without those that are None."""
     return [f"--{name.replace('_', '-')}={json.dumps(value) if isinstance(value, bool) else value}"
             for name, value in settings.items() if value is not None]  # fmt: skip
 

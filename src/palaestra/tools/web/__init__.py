@@ -1,1 +1,1 @@
-"""Web pages and searches for tools: `fetch`, `page_text` and `crawl` read pages from here, `providers` ask others."""
+"""Web pages and searches for tools: `fetch`, `page_text` and `extract_article` read pages, `providers` use APIs."""

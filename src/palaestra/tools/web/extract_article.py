@@ -1,11 +1,11 @@
-"""The title and the main text of an HTML page, as Markdown, by trafilatura (extra `web`).
+"""Extracts the title and the main text of an HTML page as Markdown, with trafilatura (extra `web`).
 
 Finding the main text can cost a minute of CPU time per megabyte of HTML, and the author of the page controls that. So a
-large page is read in a process of its own with a limit on time and memory; if it reaches the limit, all text is used.
+separate process with limits on time and memory reads large pages; if it reaches a limit, all text is used.
 
     python -m palaestra.tools.web.extract_article URL < page.html      # that process: JSON to stdout
 
-Invariant: equal pages give equal text unless the note reports that a limit was reached.
+Invariant: equal pages give equal text unless `note` reports that a limit was reached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_MEMORY_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """The text of a page. `note` is set if it is all text and not the main one."""
+    """The text of a page. `note` is set if it is all text instead of the main text."""
 
     title: str
     text: str
@@ -32,7 +32,7 @@ class Article:
 
 
 async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Article:
-    """The article of a page; its text may be empty. A large page is read in a process."""
+    """The article of a page; its text may be empty. A separate process reads a large page."""
     if len(source) <= LARGE_CHARS:
         return await asyncio.to_thread(find_article, source, url)
     found = await _apart(source, url, limit_s)
@@ -43,7 +43,7 @@ async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Ar
 
 
 def find_article(source: str, url: str) -> Article:
-    """The article of a page. May take very long: the caller must limit it."""
+    """The article of a page. This may take very long, so the caller must limit the time."""
     title, everything = all_text(source)
     extracted = importlib.import_module("trafilatura").extract(
         source, url=url, output_format="markdown", include_links=True, include_tables=True, include_comments=False
@@ -52,7 +52,7 @@ def find_article(source: str, url: str) -> Article:
 
 
 def all_text(source: str) -> tuple[str, str]:
-    """The title, and all text that a reader would see."""
+    """The title, and all visible text."""
     html = importlib.import_module("lxml.html")
     try:
         tree = html.document_fromstring(source.encode("utf-8", "replace"), parser=html.HTMLParser(encoding="utf-8"))
@@ -66,7 +66,7 @@ def all_text(source: str) -> tuple[str, str]:
 
 
 async def _apart(source: str, url: str, limit_s: float) -> Article | None:
-    """`find_article` in a process of its own; None if it reached a limit."""
+    """Run `find_article` in a separate process; None if it reached a limit."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__, url),
         stdin=asyncio.subprocess.PIPE,

@@ -1,8 +1,8 @@
-"""Fetch a page that a model names: one GET with bounds on everything, and never from a private address.
+"""Fetches a page that a model names: one GET with bounds on time and size, and never from a private address.
 
 A page that cannot be fetched raises `PageUnreadable`, whose message the model reads: missing, slow or forbidden pages
-are not infrastructure failures. Invariant: no request is sent to an address that was not checked; `cut` marks a
-body that is incomplete.
+are not infrastructure failures. Invariant: requests go only to checked addresses; `cut` marks an incomplete
+body.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class PageUnreadable(ValueError):
-    """Why a page could not be read, for the model."""
+    """The reason why a page could not be read, for the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Fetched:
 async def fetch(
     url: str, policy: AddressPolicy, *, max_bytes: int = MAX_BYTES, timeout_s: float = TIMEOUT_S
 ) -> Fetched:
-    """What lies at the address, after redirects. Raises `PageUnreadable`."""
+    """Fetch the document at the address, after redirects. Raises `PageUnreadable`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _follow(_checked(url), policy, max_bytes)
@@ -103,7 +103,7 @@ async def _taken(reply: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
             cut = True
             break
     if cut:
-        reply.close()  # do not wait for the rest
+        reply.close()  # closes without waiting for the rest
     return Fetched(str(reply.url), reply.content_type, reply.charset, bytes(body), cut)
 
 

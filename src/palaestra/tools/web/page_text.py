@@ -1,4 +1,4 @@
-"""From a fetched document to text: pages by their article, plain text as it is; anything else is refused.
+"""Turns a fetched document into text: HTML into its article, plain text as it is; other types are refused.
 
 `shown` bounds the text for a reply. Invariant: nothing is summarised or guessed; equal bytes give equal text.
 """
@@ -37,7 +37,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Reads pages from this machine. `lane` bounds how many are read concurrently."""
+    """Reads pages from this machine. `lane` limits concurrent reads."""
 
     policy: AddressPolicy
     lane: asyncio.Semaphore
@@ -55,7 +55,7 @@ class Fetcher:
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """A provider on the user's own machines: it is not asked for pages that this machine must not reach."""
+    """A provider on the user's own machines. It is not asked for pages that this machine must not reach."""
 
     pages: PageReader
     policy: AddressPolicy
@@ -95,7 +95,7 @@ async def as_text(url: str, fetched: Fetched) -> WebPage:
 
 
 def decoded(fetched: Fetched) -> str:
-    """The text in the declared charset, else UTF-8; invalid bytes are marked."""
+    """The text, decoded with the declared charset or else UTF-8; invalid bytes are marked."""
     body, charset = fetched.body, fetched.charset
     if charset is None and fetched.content_type.lower() in HTML:
         charset = _declared(body)
@@ -113,7 +113,7 @@ def _declared(body: bytes) -> str | None:
 
 
 def _pretty(kind: str, text: str) -> str:
-    """Indent JSON of one line, which is hard to read and to cut."""
+    """Indent JSON of one line, because it is hard to read and to cut."""
     if not kind.endswith("json") or "\n" in text.strip():
         return text
     try:
@@ -123,7 +123,7 @@ def _pretty(kind: str, text: str) -> str:
 
 
 def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
-    """`most` characters of a page from an offset on, or its error. `way` is how to continue if it is cut."""
+    """At most `most` characters of a page from `offset`, or its error. `way` is the hint on how to continue."""
     if page.error:
         return {"url": page.url, "error": page.error}
     total = len(page.content)

@@ -1,7 +1,7 @@
-"""Providers of web searches and pages: what one is, the APIs of seven of them, and which one a configuration names.
+"""Providers of web searches and pages: their protocol, the APIs of seven of them, and the choice by configuration.
 
-A provider's key is `web_api_keys.NAME`; its address is `web_urls.NAME`, or the public one. Nothing is requested here
-before `search` or `read`.
+A provider's key is `web_api_keys.NAME`; its address is `web_urls.NAME`, or the public one. No request is sent before
+`search` or `read`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Provider:
     server: JsonServer
 
     def results(self, reply: JSON, path: tuple[str, ...], url: str, *description: str) -> list[SearchResult]:
-        """The results at a path of a reply, whose address and extract have these names."""
+        """The results at `path` of a reply, with their address and extract in the fields of these names."""
         return [
             SearchResult(text(row, "title"), text(row, url), text(row, *description))
             for row in rows(self.server, reply, *path)
@@ -112,7 +112,7 @@ class Exa(_Provider):
 class Brave(_Provider):
     """`GET /res/v1/web/search`. API: https://api-dashboard.search.brave.com/documentation.
 
-    It marks the words it found with HTML, which is removed. One request has at most 20 results and a query of 400
+    It marks the found words with HTML, which is removed. One request has at most 20 results and a query of 400
     characters.
     """
 
@@ -141,14 +141,14 @@ class Firecrawl(_Provider):
     async def read(self, urls: Sequence[str]) -> list[WebPage]:
         pages = await asyncio.gather(*(self._page(url) for url in urls), return_exceptions=True)
         for page in pages:
-            if isinstance(page, BaseException):  # raised once no request runs any more
+            if isinstance(page, BaseException):  # raised only after all requests have ended
                 raise page
         return [page for page in pages if isinstance(page, WebPage)]
 
     async def _page(self, url: str) -> WebPage:
         try:
             reply = await self.server.post("/v2/scrape", {"url": url, "formats": ["markdown"]})
-        except ToolMistake as refused:  # this address alone
+        except ToolMistake as refused:  # only this address failed
             return WebPage(url, error=str(refused))
         data: JSON = reply.get("data") if isinstance(reply, dict) else None
         if not isinstance(data, dict):
@@ -162,7 +162,7 @@ class Firecrawl(_Provider):
 
 
 class Searxng(_Provider):
-    """`GET /search?format=json` of one's own instance. API: https://docs.searxng.org/dev/search_api.html.
+    """`GET /search?format=json` of your own instance. API: https://docs.searxng.org/dev/search_api.html.
 
     Its settings.yml must allow JSON (`search: formats: [html, json]`); otherwise it replies with status 403.
     """
@@ -174,10 +174,10 @@ class Searxng(_Provider):
 
 @dataclass(frozen=True, slots=True)
 class Ddgs:
-    """Public search engines without a key, by the library `ddgs` (extra `web`).
+    """Public search engines without a key, through the library `ddgs` (extra `web`).
 
-    It reads pages made for people, so it is slower than an API and is refused sooner. `lane` bounds concurrent
-    searches.
+    It reads pages made for people, so it is slower than an API and the engines refuse it sooner. `lane` bounds
+    concurrent searches.
     """
 
     lane: asyncio.Semaphore
@@ -238,7 +238,7 @@ def choose_searcher(settings: ToolSettings) -> ProviderChoice:
 
 
 def choose_reader(settings: ToolSettings) -> ProviderChoice:
-    """What reads pages for web_extract."""
+    """The page reader of web_extract."""
     name = settings.web_extract_provider
     if name != "fetch":
         return ProviderChoice(name, _lacks(name, settings))
@@ -251,13 +251,13 @@ def choose_reader(settings: ToolSettings) -> ProviderChoice:
 
 
 def searcher(name: str, settings: ToolSettings) -> Searcher:
-    """The provider of that name, which must not lack anything."""
+    """The search provider of that name, whose requirements must be met."""
     made: Searcher = Ddgs(settings.lane()) if name == "ddgs" else _made(name, settings)
     return made
 
 
 def reader(name: str, settings: ToolSettings) -> PageReader:
-    """The same for pages; `fetch` is not a provider."""
+    """The page provider of that name, whose requirements must be met; `fetch` is not a provider."""
     made: PageReader = _made(name, settings)
     return made
 
