@@ -34,17 +34,18 @@ class SessionContext:
 
 
 class ChatServer:
-    """A model server as the agent loop calls it, and `self.server` in contract environments.
+    """The interface of a model server for the agent loop; contract environments have it as `self.server`.
 
     `ledger` has the exact tokens of its conversations; None for a server that only chats. A resumed rollout sets
     `recorded`, which returns the recorded sample for a prompt's checksum; only servers with a ledger use it. `segments`
-    are those of the ledger that hold this server's own conversation.
+    are the ledger segments of this server's own conversation.
     """
 
     recorded: Callable[[int], list[Piece] | None] | None = None
     features: frozenset[str] = frozenset()
-    """What it takes besides text, tools and sampling settings: `images`, `response_format`, `tool_choice`, and
-    `on_delta` for a hook that gets the reply as it is written; of an engine `on_ids`, for one that gets token ids."""
+    """The inputs accepted besides text, tools and sampling settings: `images`, `response_format`, `tool_choice`, and
+    `on_delta`, a hook that gets the reply as it is written. Engines may also accept `on_ids`, a hook that gets token
+    ids."""
 
     @property
     def ledger(self) -> Ledger | None:
@@ -65,15 +66,15 @@ class ChatServer:
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """One reply. Raises `EngineError` after the retries."""
+        """Return one reply. Raises `EngineError` after the retries."""
         raise NotImplementedError
 
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
-        """Continuations of a text. Raises `ConfigError` for a server that only chats."""
+        """Return continuations of a text. Raises `ConfigError` for a server that only chats."""
         raise ConfigError(f"{type(self).__name__} only chats: it does not continue a text")
 
     def child(self, number: int = 0) -> ChatServer:
-        """The server for the sub-agent of this number, whose conversation is apart from this one."""
+        """The server for the sub-agent with this number, whose conversation is separate from this one."""
         return self
 
     def declare(self, reason: SegmentReason) -> None:
@@ -85,8 +86,8 @@ class ChatServer:
 
 
 class ForeignChat(ChatServer):
-    """A chat server that is not ours, such as an environment's own client. Its `get_state`, if it has one, is also
-    used, and the `ledger` in it."""
+    """A chat server from outside this package, such as an environment's own client. If it has a `get_state`, that state
+    and the `ledger` in it are used."""
 
     def __init__(self, server: object) -> None:
         self.server: Any = server
@@ -109,13 +110,13 @@ def chat_server(server: object) -> ChatServer:
 
 
 class Engine(Protocol):
-    """Something that samples. Opened once per run; every rollout gets a session of its own."""
+    """Samples replies. It is opened once per run, and every rollout gets its own session."""
 
     @property
     def name(self) -> str: ...
 
     async def start(self) -> None:
-        """Connect and check. Raises `EngineUnavailable` or `EngineRefused` with the fix."""
+        """Connect to the server and check it. Raises `EngineUnavailable` or `EngineRefused` with the fix."""
         ...
 
     async def aclose(self) -> None: ...
@@ -124,8 +125,8 @@ class Engine(Protocol):
 
 
 class ServerEngine(ChatServer):
-    """The engine of one configured model server, which can also be called directly. Implements `Engine`. `token_exact`:
-    it continues token ids, and its `managed_server` opens token-exact chat."""
+    """The engine of one configured model server, which can also be called directly. Implements `Engine`. If
+    `token_exact` is true, it continues token ids and its `managed_server` opens token-exact chat."""
 
     config: APIServerConfig
     token_exact = False
@@ -138,11 +139,11 @@ class ServerEngine(ChatServer):
         raise NotImplementedError
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Send one request with these tools, if a server may refuse them. Raises `EngineRefused` with the fix."""
+        """Send one request with these tools if the server might refuse them. Raises `EngineRefused` with the fix."""
 
     async def aclose(self) -> None:
         raise NotImplementedError
 
     def session(self, context: SessionContext) -> ChatServer:
-        """The engine itself: a conversation's whole state is its messages."""
+        """The engine itself, because a conversation's whole state is its messages."""
         return self

@@ -1,8 +1,8 @@
 """Checks a model server or a model's folder, and reports failures with their fixes.
 
-The token checks request a few tokens from the engine. The template checks use tokenizer, template and parser, with the
-renderer of a run. Only the given endpoint is contacted, and a tokenizer is fetched only for a model that the user
-named.
+The token checks request a few tokens from the engine. The template checks use the tokenizer, template and parser with
+the same renderer as a run. Only the given endpoint is contacted, and a tokenizer is fetched only for a model that the
+user named.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """One question and its answer. `way_out` is the fix for a failed check, or the requirement of one that is not
-    applicable."""
+    """One question and its answer. `way_out` is the fix for a failed check, or the unmet requirement of an inapplicable
+    one."""
 
     name: str
     state: CheckState
@@ -67,8 +67,8 @@ def not_applicable(name: str, found: str, way_out: str = "") -> DoctorCheck:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """All checks, in the order of their dependencies. `server` is the kind of server. `refusal` is set if it could not
-    be reached or refused; the other checks are then not applicable."""
+    """All checks, in the order of their dependencies. `server` is the kind of server. `refusal` is set if the server
+    could not be reached or refused; the other checks are then not applicable."""
 
     target: str
     server: str = ""
@@ -92,7 +92,7 @@ _ASKED = 4
 
 
 async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncIterator[DoctorCheck]:
-    """The three token checks. An error of the engine is an answer, too."""
+    """Run the three token checks. An engine error counts as a failed check."""
     try:
         sampled = await engine.generate(prompt, {"max_tokens": _ASKED, "temperature": 1.0})
     except EngineError as error:
@@ -152,7 +152,7 @@ TOOL: dict[str, JSON] = {
     },
 }
 ARGUMENTS = {"word": 'näive "x" </tool_call>', "limit": 3}
-"""Arguments that are easy to get wrong: quotes, a closing tag, letters beyond ASCII, a number."""
+"""Arguments that are easy to get wrong: quotes, a closing tag, non-ASCII letters, a number."""
 
 _PLAIN_ARGUMENTS = {"word": "naive", "limit": 3}
 _USER: Message = {"role": "user", "content": "Which word?"}
@@ -175,7 +175,7 @@ def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> I
 
 
 def _prefix(renderer: TurnRenderer) -> DoctorCheck:
-    """Whether the sampled text is still there when the conversation continues."""
+    """Check that the continued conversation still contains the sampled text."""
     problems = []
     for after, reply, new in (
         ("a tool's result", _calling(ARGUMENTS), _RESULT),
@@ -202,8 +202,7 @@ def _prefix(renderer: TurnRenderer) -> DoctorCheck:
 
 
 def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, parser: str) -> DoctorCheck:
-    """Whether the parser reads the calls that the template writes, because the model has learned the template's
-    form."""
+    """Check that the parser reads calls in the template's form, which the model has learned."""
     written = {}
     for arguments in (_PLAIN_ARGUMENTS, ARGUMENTS):
         text = _written(renderer, template, tokenizer, arguments)
@@ -268,7 +267,7 @@ _ONLY_CHATS = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`where` is an address or a model's folder. `server_type` None detects it."""
+    """`where` is an address or a model's folder. If `server_type` is None, it is detected."""
 
     where: str
     model: str | None = None
@@ -279,7 +278,7 @@ class Target:
 
 
 async def diagnose(target: Target) -> Diagnosis:
-    """Run all checks. Raises `ConfigError` for an invalid target, and nothing for failures of the server."""
+    """Run all checks. Raises `ConfigError` for an invalid target; server failures are reported, not raised."""
     if "://" in target.where:
         return await _Examination(target).endpoint()
     if local_path(target.where).is_dir():
@@ -340,7 +339,7 @@ class _Examination:
         return models
 
     async def _kind(self, engine: OpenAIEngine, models: list[ListedModel]) -> str:
-        """By the list of models, else by an address that only one of them has."""
+        """Detect the server kind by its list of models, else by a path that only one kind serves."""
         kind = server_kind(models)
         if kind != "other":
             return kind

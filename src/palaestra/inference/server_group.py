@@ -30,7 +30,7 @@ ENGINES: Mapping[str, str] = {
     "transformers": "palaestra.inference.engines.transformers:TransformersEngine",
     "vllm": "palaestra.inference.engines.token_engine:VLLMEngine",
 }
-"""Server type to the class of its engine, whose argument is the config."""
+"""The engine class of each server type. Its argument is the config."""
 
 
 def create_engine(config: APIServerConfig) -> ServerEngine:
@@ -78,7 +78,7 @@ class ServerGroup(ChatServer):
             raise failures.exceptions[0] from None
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Send every server that may refuse tools one request with them. Raises `EngineRefused`."""
+        """Send one request with tools to every server that might refuse them. Raises `EngineRefused`."""
         for server in self.servers:
             await server.probe(tools)
 

@@ -34,11 +34,11 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 class Tokenizer(Protocol):
     """Anything that encodes and decodes, such as the tokenizers of `transformers`. Optional attributes:
-    `chat_template`, `special` or `bos_token` and its kin, `stop_ids` or `eos_token_id`, `special_ids` or
-    `all_special_ids`, and the length."""
+    `chat_template`, `special` or `bos_token` and the like, `stop_ids` or `eos_token_id`, `special_ids` or
+    `all_special_ids`, and a length."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> Sequence[int]:
-        """Token ids of the text. Special tokens in it become themselves."""
+        """Token ids of the text. Special tokens in it get their own ids."""
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -76,11 +76,11 @@ class FastTokenizer:
         """Token ids of the text. Lone surrogates, which tool output can hold, become question marks."""
         try:
             return self._encoded(text, add_special_tokens)
-        except TypeError:  # what the library says to text that UTF-8 cannot hold
+        except TypeError:  # the library's error for text that UTF-8 cannot encode
             return self._encoded(text.encode(errors="replace").decode(), add_special_tokens)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Encoding is most of what a turn costs; this form does not find out where in the text each token lies.
+        # Encoding is most of the cost of a turn; this method skips the position of each token in the text.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -106,8 +106,8 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> FastTokenizer:
-    """The tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a name may fetch files. Raises
-    `ConfigError` for a missing tokenizer or extra."""
+    """The tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a model's name may download
+    files. Raises `ConfigError` for a missing tokenizer or extra."""
     if name in ("", "none", "default"):
         raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
     path = local_path(name)
@@ -141,9 +141,9 @@ def _fetched(name: str, file: str) -> Path | None:
         raise _missing_extra() from None
     try:
         return Path(hf_hub_download(name, file))
-    except Exception as error:  # whatever the hub's client raises: no such model, no network, no right
+    except Exception as error:  # all errors of the hub's client: no such model, no network, no permission
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            return None  # the local one means that the hub could not be reached
+            return None  # `LocalEntryNotFoundError` means that the hub could not be reached
         raise ConfigError(
             f"No tokenizer '{name}': it is neither a folder here nor could it be fetched ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}). Set --openai.tokenizer_name to a local folder."

@@ -1,1 +1,1 @@
-"""Who learns from rollouts: one folder per way of handing them over."""
+"""The trainers that learn from rollouts, and the protocols that deliver rollouts to them."""

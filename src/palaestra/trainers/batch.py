@@ -1,4 +1,4 @@
-"""From groups to rows with advantages, and what is refused on the way.
+"""Makes rows with advantages from groups, and refuses those that should not be trained.
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
 advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share have the mean of
@@ -38,7 +38,7 @@ def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of one step. `refused` counts what was left out, by reason; `rewards` are of all scored rollouts."""
+    """The rows of one step. `refused` counts the refusals by reason; `rewards` are of all scored rollouts."""
 
     rows: list[TrainedRow] = field(default_factory=list)
     groups: int = 0
@@ -48,7 +48,7 @@ class Batch:
 
     def add(self, group: Group, *, version: int, most_behind: int, scaled: bool = True) -> bool:
         """Take a group that weights of at most `most_behind` versions before `version` sampled. Returns whether there
-        is anything to learn from it. Raises `ConfigError` if its model server gives no exact tokens."""
+        is anything to learn from it. Raises `ConfigError` if its model server does not give exact tokens."""
         scored = group.scored
         self.rollouts += len(group.trajectories)
         self.refused[UNSCORED] += len(group.trajectories) - len(scored)
@@ -79,7 +79,7 @@ class Batch:
 
     def compare(self, own: Iterable[Sequence[float]], most: float) -> float:
         """Leave out the rows where sampler and trainer differ by more than `most` nats on any sampled token. `own` are
-        the trainer's log-probabilities. Returns the largest difference, of the rows that are left out too."""
+        the trainer's log-probabilities. Returns the largest difference, including the rows that are left out."""
         differences = [difference(row, theirs) for row, theirs in zip(self.rows, own, strict=True)]
         kept = [row for row, each in zip(self.rows, differences, strict=True) if each <= most]
         self.refused[DIFFERENT] += len(self.rows) - len(kept)
@@ -97,8 +97,8 @@ def difference(row: TrainedRow, own: Sequence[float]) -> float:
 def _by_credit(
     row: ExportedRow, credit: Sequence[tuple[int, int, float]], rewards: Sequence[float], *, scaled: bool
 ) -> list[TrainedRow]:
-    """The row once for each of its values, with the tokens of that value alone as trained ones, so that trainers with
-    one advantage per sequence can take it. `rewards` are those of the group, to which the values are compared."""
+    """The row once for each of its values, with only the tokens of that value trained, for trainers with one advantage
+    per sequence. The values are compared to `rewards`, those of the group."""
     mean = statistics.fmean(rewards)
     deviation = max(statistics.pstdev(rewards), _SMALLEST_DEVIATION) if scaled else 1.0
     found = []

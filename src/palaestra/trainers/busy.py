@@ -1,4 +1,4 @@
-"""`BusyClock`: how long anything went on that a training is for, so that the rest is overhead."""
+"""`BusyClock` measures how long a training samples, runs slots or computes; the rest of the time is overhead."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SLOT_STAGES = frozenset({"prepare", "setup", "tool", "seal", "grade"})
 
 
 class BusyClock:
-    """Seconds in which a model samples, a slot works or a trainer computes; what overlaps counts once. A subscriber of
-    a run's events, from which it knows what the slots do."""
+    """Counts the seconds in which a model samples, a slot works or a trainer computes; overlapping work counts once. It
+    subscribes to a run's events to learn when slots work."""
 
     def __init__(self) -> None:
         self._stages: set[tuple[str, str]] = set()

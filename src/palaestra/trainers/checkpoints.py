@@ -1,7 +1,7 @@
 """The files of a training, in `training/` of its run's folder: `steps.jsonl`, and the checkpoints.
 
 A checkpoint is a folder `step-000010` with the trainer's files and `state.json`. It is written under another name and
-renamed when it is on the disk, so one that exists is whole.
+renamed when it is on the disk, so every checkpoint that exists is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 class TrainingState(msgspec.Struct, kw_only=True):
-    """Where a training stands after `step`: `number` is the next group's, `drawn` counts the training tasks taken.
+    """The state of a training after `step`: `number` is the next group's, `drawn` counts the training tasks taken.
 
     `best` is the mean reward of the best evaluation, at `best_step`; `worse` counts the evaluations since.
     """
@@ -74,7 +74,7 @@ class TrainingFiles:
         return self._checkpoints / f"step-{step:06d}"
 
     def latest(self) -> TrainingState | None:
-        """The state of the last checkpoint. Raises `ConfigError` for one that cannot be read."""
+        """The state of the last checkpoint. Raises `ConfigError` if it cannot be read."""
         steps = self._saved()
         if not steps:
             return None
@@ -116,13 +116,13 @@ class TrainingFiles:
                 shutil.rmtree(self.checkpoint(step), ignore_errors=True)
 
     def write_settings(self, settings: Mapping[str, JSON]) -> None:
-        """Keep the settings of the training, for a part that resumes it. Raises `DiskError`."""
+        """Write the settings of the training, which are read when it resumes. Raises `DiskError`."""
         path = self.path / SETTINGS
         with writing(path), replaced(path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
 
     def log(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a line, unless an earlier part of the training has it. Raises `DiskError`."""
+        """Add a line, unless the training wrote it before it was interrupted. Raises `DiskError`."""
         if step <= self._logged.get(kind, -1):
             return
         self._logged[kind] = step
@@ -142,7 +142,7 @@ def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
 
 
 def read_settings(run: Path) -> dict[str, JSON]:
-    """What `write_settings` wrote. Raises `ConfigError` if the run trained nothing."""
+    """The settings that `write_settings` wrote. Raises `ConfigError` if the run trained nothing."""
     path = run / FOLDER / SETTINGS
     try:
         return dict(msgspec.json.decode(path.read_bytes()))

@@ -44,15 +44,15 @@ START_TIMEOUT_S = 180.0
 """How long a server that is started here may take to load its model."""
 
 CHECK_S, GONE_S = 2.0, 10.0
-"""How often a server is tried while an answer takes long, and how long it may be unreachable: the SDK itself waits for
-a server that was killed without end."""
+"""How often a server is tried while an answer takes long, and how long it may be unreachable: the SDK itself waits
+forever for a server that was killed."""
 
 _LOCAL_KEY = "tml-local"
 _MOST_TOKENS = 4096
 
 
 async def _value(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a call of the SDK gives in the end: 0.38 returns something to await, 0.25 the value or a `Future` of it."""
+    """The final value of an SDK call: 0.38 returns an awaitable, 0.25 the value or a `Future` of it."""
     made = await asyncio.to_thread(call, *args, **kwargs)
     if isinstance(made, Future):
         return await asyncio.wrap_future(made)
@@ -107,13 +107,13 @@ class TinkerEngine(TokenChat):
         self._client, self.version = client, version
 
     async def load_weights(self, folder: str, version: str) -> None:
-        """Refused: the weights come from the trainer alone."""
+        """Raise `EngineRefused`: the weights come from the trainer alone."""
         raise EngineRefused(
             f"Model '{self.name}' is in training: its weights come from the trainer, not from {folder}."
         )
 
     async def aclose(self) -> None:
-        """Nothing: the trainer owns the connection."""
+        """Do nothing: the trainer owns the connection."""
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         import tinker
@@ -280,12 +280,13 @@ class TinkerTrainer:
 
 
 def _shifted(row: TrainedRow, completion: Sequence[float]) -> list[float]:
-    """Values of the completion at the positions that predict it; 0.0 before."""
+    """Values of the completion at the positions that predict it; 0.0 at earlier positions."""
     return [*[0.0] * (len(row.row.prompt_ids) - 1), *completion]
 
 
 def _loss(row: TrainedRow, logprobs: Sequence[float]) -> float:
-    """The sum of `importance_sampling` over a row, from the server's log-probabilities: not every server reports it."""
+    """The sum of `importance_sampling` over a row, from the server's log-probabilities, because not every server
+    reports the loss."""
     terms = zip(logprobs, row.logprobs, row.row.mask, strict=True)
     return sum(-math.exp(found - sampled) * row.advantage for found, sampled, on in terms if on)
 

@@ -26,7 +26,7 @@ class TrainedRow:
 
     @property
     def logprobs(self) -> list[float]:
-        """The sampler's, one for each token of the completion; 0.0 where nothing was sampled."""
+        """The sampler's log-probabilities, one for each token of the completion; 0.0 where nothing was sampled."""
         return self.row.logprobs or [0.0] * len(self.row.completion_ids)
 
     @property
@@ -72,7 +72,7 @@ class Trainer(Protocol):
         ...
 
     async def load(self, folder: Path, version: str) -> None:
-        """Continue from what `save` wrote; the engine samples with it as `version`."""
+        """Continue from the files that `save` wrote; the engine samples with these weights as `version`."""
         ...
 
     async def aclose(self) -> None:

@@ -1,10 +1,10 @@
 """`Training`: rolls out tasks, turns their groups into rows with advantages, takes a step, and samples with the new
 weights.
 
-It drives a run in place of all tasks in order, so slots, sealed grading and the journal are those of every run.
+It replaces the order in which a run takes its tasks, so slots, sealed grading and the journal work as in every run.
 Everything that a step does follows from the seed, the settings and the recorded groups. A resumed training therefore
-continues from its last checkpoint by doing the same again: groups that the journal has are not rolled out again, and
-rollouts that were cut off continue. No step is lost, and none counts twice in the weights.
+continues from its last checkpoint by repeating the same steps: groups in the journal are not rolled out again, and
+interrupted rollouts continue. No step is lost, and none counts twice in the weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TrainingResult:
 
 
 class Training:
-    """One training. `drive` is for `envs.run.run.run`; `result` is set when it has ended."""
+    """One training. `drive` is the argument for `envs.run.run.run`; `result` is set when it has ended."""
 
     def __init__(self, trainer: Trainer, config: TrainingConfig) -> None:
         self.trainer = trainer
@@ -65,7 +65,7 @@ class Training:
 
     async def drive(self, runner: Runner) -> Totals:
         """Train until the last step, an early stop, or the end of the run. Raises `TrainerError`, `ConfigError`,
-        `DiskError` and what a run raises; the training can be resumed then."""
+        `DiskError` and the errors of a run; the training can then be resumed."""
         began, busy = time.monotonic(), self.busy.seconds
         self._runner = runner
         self._files = TrainingFiles(runner.run_context.events.journal.path.parent / FOLDER)
@@ -185,8 +185,8 @@ class Training:
         return better
 
     async def _roll_out(self, tasks: Sequence[Task], group_size: int | None = None) -> list[Group]:
-        """One group per task, in their order. Numbers are given before anything waits, so that a resumed training gives
-        the same ones. Raises `RunStopped` when the run is to stop."""
+        """One group per task, in their order. Numbers are assigned before anything waits, so that a resumed training
+        assigns the same ones. Raises `RunStopped` when the run is to stop."""
         runner, first = self._runner, self._state.number
         self._state.number += len(tasks)
         settings = runner.run_context.settings
@@ -283,7 +283,7 @@ def split_tasks(tasks: Sequence[Task], held_out: int, seed: int) -> tuple[list[T
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The curve of values as text, averaged to `width` bars; from 0 to 1, or to the extremes beyond."""
+    """The curve of values as text, averaged to `width` bars. The scale is 0 to 1, or wider if values lie outside."""
     if not values:
         return ""
     size = max(1, math.ceil(len(values) / width))

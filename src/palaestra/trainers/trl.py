@@ -1,9 +1,9 @@
 """`TrlTrainer`: the loss and the optimizer of TRL's `GRPOTrainer`, step by step, with the trained model as the engine.
 
 TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that the training decides when TRL
-steps, and the model's weights change while nothing samples. TRL subtracts the mean of a batch from its rewards: one row
-without trained tokens balances it, so the advantages arrive as they are. The loss `dapo` weights all sampled tokens of
-a step alike.
+steps, and the model's weights change while nothing samples. TRL subtracts the mean of a batch from its rewards: one
+added row without trained tokens makes the mean 0, so the advantages stay as they are. The loss `dapo` weights all
+sampled tokens of a step alike.
 
 Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -63,7 +63,7 @@ class TrlTrainer:
     name = "trl"
 
     def __init__(self, server: APIServerConfig, config: TrainingConfig, *, rollouts: int, temperature: float) -> None:
-        """`rollouts` is the most that one step trains on, `temperature` the one that they sample with."""
+        """`rollouts` is the most that one step trains on, `temperature` their sampling temperature."""
         self.model = server.model_name
         self.busy = BusyClock()
         self._server = server.model_copy(update={"server_type": "transformers", "history": "append"})
@@ -146,7 +146,7 @@ class TrlTrainer:
 
         try:
             await self._computed(read)
-        except Exception as error:  # a checkpoint is data that may be anything
+        except Exception as error:  # a checkpoint's data may be anything
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(
                 f"The checkpoint {folder} does not fit the model '{self.model}': {first}. Resume with the model that "
@@ -223,7 +223,7 @@ class TrlTrainer:
             self._trl.train()
         except _End:
             failed: BaseException = TrainerError("the trainer is closed")
-        except BaseException as error:  # whoever waits gets it, whatever it is
+        except BaseException as error:  # every kind of error goes to whoever waits
             logger.debug("TRL ended", exc_info=True)
             failed = self._failed = error
         else:
@@ -237,7 +237,7 @@ class TrlTrainer:
                     batch.done.set_exception(TrainerError(f"TRL has failed: {failed}"))
 
     def _rollout_func(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """The rows of the next step, as many as `prompts`. TRL calls it when the step before is complete."""
+        """The rows of the next step, as many as `prompts`. TRL calls it when the previous step is complete."""
         trainer.model.eval()  # it samples until the next rows come
         if self._pending is not None:
             self._pending.done.set_result(_numbers(trainer))
@@ -300,12 +300,12 @@ class _End(Exception):
 
 
 def _advantage(*, advantage: Sequence[float], **_: object) -> list[float]:
-    """TRL's reward function: what `_rollout_func` gave."""
+    """TRL's reward function, which returns the advantages from `_rollout_func`."""
     return list(advantage)
 
 
 def _numbers(trainer: GRPOTrainer) -> dict[str, float]:
-    """What TRL logged of its last step."""
+    """The numbers that TRL logged for its last step."""
     last = next((each for each in reversed(trainer.state.log_history) if "loss" in each), {"loss": math.nan})
     names = ("loss", "grad_norm", "entropy", "clip_ratio/region_mean")
     return {name.partition("/")[0]: float(last[name]) for name in names if name in last}

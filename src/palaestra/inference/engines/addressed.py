@@ -1,4 +1,4 @@
-"""An engine whose rollouts each ask a model server of their own, for trainers that give every rollout a base URL.
+"""An engine that sends each rollout to its own model server, for trainers that give every rollout a base URL.
 
 The program opens an address in its own context (`AddressedEngine.at`) and starts the rollout in it.
 """
@@ -19,8 +19,8 @@ _SERVER: ContextVar[ServerEngine | None] = ContextVar("addressed_server", defaul
 
 
 class AddressedEngine(ServerEngine):
-    """Passes each rollout on to the server of its address. `make` makes the client of one address; `token_exact` says
-    whether it continues token ids. `settings` are those of `APIServerConfig` that all addresses share."""
+    """Passes each rollout on to the server of its address. `make` creates the client of one address; `token_exact` says
+    whether it continues token ids. `settings` are the `APIServerConfig` settings that all addresses share."""
 
     def __init__(
         self, make: Callable[[APIServerConfig], ServerEngine], settings: Mapping[str, JSON], *, token_exact: bool
@@ -30,14 +30,14 @@ class AddressedEngine(ServerEngine):
         self._make, self._settings = make, settings
 
     async def start(self) -> None:
-        """No server is known yet."""
+        """Do nothing: no server is known yet."""
 
     async def aclose(self) -> None:
-        """Each address is closed with its block."""
+        """Do nothing: the block of `at` closes its client."""
 
     @asynccontextmanager
     async def at(self, base_url: str, api_key: str, model: str) -> AsyncIterator[None]:
-        """Let rollouts that start in the block ask this server. Raises what starting its client raises."""
+        """Send rollouts that start in the block to this server. Errors from starting its client are raised."""
         address = {"base_url": base_url, "model_name": model, "health_check": False}
         key = {"api_key": api_key} if api_key else {}
         server = self._make(APIServerConfig(**{**self._settings, **address, **key}))
@@ -53,7 +53,7 @@ class AddressedEngine(ServerEngine):
         return self._server().session(context)
 
     def managed_server(self, *, engine: object = None, **options: JSON) -> ManagedChat:
-        """Token-exact chat with the server of the address. `engine` is this one, and is not used."""
+        """Token-exact chat with the server of the address. `engine` is this engine and is ignored."""
         managed: ManagedChat = self._server().managed_server(**options)  # type: ignore[attr-defined]
         return managed
 

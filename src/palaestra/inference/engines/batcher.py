@@ -1,7 +1,7 @@
 """Concurrent requests to one model, sampled in one batch by the thread that owns it, and their sampling settings.
 
 New requests join between two tokens; finished and cancelled ones leave. After an idle time the first request waits
-`WINDOW_S` for others. Invariants: every request is answered exactly once, also if the model fails, the weights change
+`WINDOW_S` for others. Invariants: every request is answered exactly once, even if the model fails, the weights change
 or the thread ends; an unsupported sampling setting is refused, never ignored.
 """
 
@@ -58,7 +58,7 @@ class _NewWeights:
 
 
 class _End:
-    """The thread's last message."""
+    """The message that ends the thread."""
 
 
 _Message: TypeAlias = "_Request | _NewWeights | _End"
@@ -91,7 +91,7 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> Future[None]:
-        """Start the thread; the future is done when the model is loaded, or has the error."""
+        """Start the thread. The returned future completes when the model is loaded, or fails with the error."""
         self._thread.start()
         return self.ready
 
@@ -102,8 +102,8 @@ class Batcher:
         most: int,
         ended: Callable[[Sequence[int]], bool] | None = None,
     ) -> Future[Sampled]:
-        """Request up to `most` tokens; fewer if `ended` is true of those sampled so far. Cancelling the future cancels
-        the request."""
+        """Request up to `most` tokens. Sampling stops early when `ended` returns true for the tokens so far. Cancelling
+        the future cancels the request."""
         request = _Request(prompt, sampling, most, Future(), ended)
         self._send(request)
         return request.answer
@@ -134,7 +134,7 @@ class Batcher:
     def _run(self) -> None:
         try:
             decoder = self._make()
-        except BaseException as error:  # whoever waits for `ready` gets it, whatever it is
+        except BaseException as error:  # every kind of error goes to whoever waits for `ready`
             _fail(self.ready, error)
             self._drain(EngineUnavailable(f"The model could not be loaded: {error}"))
             return
@@ -144,7 +144,7 @@ class Batcher:
                 self._admit(decoder)
                 if self._rows:
                     self._step(decoder)
-            except Exception as error:  # the requests in the batch get it; the next ones find an empty batch
+            except Exception as error:  # requests in the batch get the error; later ones find an empty batch
                 self._fail_rows(decoder, error)
         self._drain(EngineUnavailable("The engine was closed before the request was answered."))
 
@@ -218,7 +218,7 @@ class Batcher:
 
 
 def _answer(future: Future[Sampled] | Future[None], value: Sampled | None) -> None:
-    with suppress(InvalidStateError):  # taken back meanwhile
+    with suppress(InvalidStateError):  # cancelled meanwhile
         future.set_result(value)  # type: ignore[arg-type]
 
 

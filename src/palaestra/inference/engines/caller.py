@@ -1,4 +1,4 @@
-"""An engine whose replies the program gives, one at a time: for loops that are not ours, whose model samples elsewhere.
+"""An engine whose replies the program supplies one at a time, for external agent loops that call the model themselves.
 
 The program sets `PLAYER` and starts a rollout, which takes its replies from that `Player`. Everything else is as in any
 rollout: the calls are checked and run by the tool runtime, and the result is sealed and graded.
@@ -19,7 +19,8 @@ PLAYER: ContextVar[Player | None] = ContextVar("player", default=None)
 
 
 class Player(ChatServer):
-    """The replies of one rollout. `asked` gets the conversation when a reply is wanted, `replies` has the reply."""
+    """The replies of one rollout. `asked` receives the conversation when a reply is needed; the program puts the reply
+    into `replies`."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Queue[list[Message]] = asyncio.Queue()
@@ -36,7 +37,7 @@ class Player(ChatServer):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """The program's reply, however long it takes."""
+        """Wait for the program's reply, without a time limit."""
         self.asked.put_nowait(list(messages))
         message = await self.replies.get()
         choice = ChatChoice(message=message, finish_reason="tool_calls" if message.tool_calls else "stop")

@@ -1,4 +1,4 @@
-"""`FunctionEngine`: tokens that a function samples, such as the sampler of a trainer whose loop calls us."""
+"""`FunctionEngine` samples tokens with a function, such as the sampler of a trainer whose loop calls this package."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ SampleFunction: TypeAlias = Callable[[list[int], int | None, Collection[int]], A
 
 class FunctionEngine(TokenChat):
     """Samples with a function. `model` names the model and its tokenizer (a folder, or OWNER/NAME of the hub) unless
-    `settings`, those of `APIServerConfig`, name another. Temperature and the like are the function's own."""
+    `settings`, those of `APIServerConfig`, name another. The function sets the temperature and similar settings
+    itself."""
 
     def __init__(self, sample: SampleFunction, *, model: str, **settings: JSON) -> None:
         super().__init__(APIServerConfig(**{"model_name": model, "history": "append", **settings}))
         self._sample = sample
 
     async def load_weights(self, folder: str, version: str) -> None:
-        """Refused: the weights are those of the function."""
+        """Raise `EngineRefused`: the function owns its weights."""
         raise EngineRefused(f"Model '{self.name}' is sampled by a function, which has its own weights, not {folder}.")
 
     async def aclose(self) -> None:
-        """Nothing: the function's owner closes what it needs."""
+        """Do nothing: the function's owner closes its resources."""
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         wanted = Sampling.read(sampling, getattr(self.tokenizer, "stop_ids", ()))

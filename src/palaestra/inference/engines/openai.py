@@ -86,16 +86,16 @@ class OpenAIEngine(ServerEngine):
             )
 
     def _use_model(self, name: str) -> None:
-        """Ask for the only model that the server lists, because the settings name none."""
+        """Use the only model that the server lists, because the settings do not name one."""
         self.config = self.config.model_copy(update={"model_name": name})
         self.transport.model = name
         self._source = f"The model server at {shown(self._url)} (model '{name}')"
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Send one request with `tools`, so that a server that refuses them is known before any slot is made.
+        """Send one request with `tools`, to detect a server that refuses them before any slot is created.
 
-        Only a refusal of the key, the model, the address or the tools counts: other complaints may be about this
-        request alone, and a server that is slow or overloaded gets its retries in the run. Raises `EngineRefused`.
+        Only a refusal of the key, the model, the address or the tools counts: other errors may concern this request
+        alone, and a slow or overloaded server is retried during the run. Raises `EngineRefused`.
         """
         if not self.config.health_check or not tools:
             return
@@ -127,7 +127,7 @@ class OpenAIEngine(ServerEngine):
         on_delta: DeltaHook | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """One reply with `n` choices. `split` train or eval picks the in-flight limit that counts.
+        """Return one reply with `n` choices. `split` (train or eval) selects the in-flight limit.
 
         With `on_delta`, `stream=True` or the setting `stream` the reply is streamed; the result is the same. `on_delta`
         is called with each chunk. `sampling` and then `extra_body` are merged into the request, so either may replace
@@ -161,7 +161,7 @@ class OpenAIEngine(ServerEngine):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> TextCompletion:
-        """`n` continuations of a text. Raises as `chat_completion` does."""
+        """Return `n` continuations of a text. Raises as `chat_completion` does."""
         body = {"model": self.name, "prompt": prompt, **({"n": n} if n > 1 else {}), **sampling, **(extra_body or {})}
         if n > 1 and self.config.n_kwarg_is_ignored:
             del body["n"]
@@ -208,7 +208,7 @@ async def _all(asked: Sequence[Coroutine[None, None, T]]) -> list[T]:
 
 
 def _together(replies: Sequence[R]) -> R:
-    """All choices in the first reply; the prompt is counted once."""
+    """Merge all choices into the first reply; the prompt's tokens count once."""
     first, *others = replies
     for other in others:
         for choice in other.choices:
@@ -225,8 +225,8 @@ def _call_as(hook: DeltaHook, index: int, delta: Delta) -> None:
 
 
 def parse_base_url(base_url: str | None) -> URL:
-    """The address of the API: a bare host gets `/v1`, a path is kept. One that ends in `/chat/completions` names the
-    address that is asked. Raises `ConfigError`."""
+    """The base URL of the API: a bare host gets `/v1`, another path is kept, and the ending `/chat/completions` is
+    removed. Raises `ConfigError`."""
     if not base_url:
         raise ConfigError(
             "No model server is configured. Set --openai.base_url, for example http://127.0.0.1:8000/v1. Without a "

@@ -9,14 +9,14 @@ from palaestra.core.errors import EngineRefused
 from palaestra.core.types import JSON
 
 _IGNORED = frozenset({"n", "logprobs", "top_logprobs", "user", "return_token_ids", "split"})
-"""Settings that clients send along and that have no effect here: log-probabilities and ids are always returned, and one
-batch serves all."""
+"""Settings that clients send but that have no effect here: log-probabilities and ids are always returned, and one batch
+serves all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling settings. `max_tokens` None: up to the model's window. `temperature` 0 takes the likeliest token.
-    `processed_logprobs`: report log-probabilities after temperature, `top_k` and `top_p`, not the model's own."""
+    `processed_logprobs`: report log-probabilities after temperature, `top_k` and `top_p` instead of the model's own."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -28,8 +28,8 @@ class Sampling:
 
     @classmethod
     def read(cls, settings: Mapping[str, JSON], stop_ids: Collection[int] = ()) -> Sampling:
-        """From OpenAI's names and vLLM's. `stop_ids` are the model's own. Raises `EngineRefused` with the setting's
-        name."""
+        """Read settings with OpenAI's and vLLM's names. `stop_ids` are the model's own. Raises `EngineRefused` with the
+        setting's name."""
         left = {name: value for name, value in settings.items() if value is not None and name not in _IGNORED}
         own = () if left.pop("ignore_eos", False) else stop_ids
         max_tokens = left.pop("max_completion_tokens", None) or left.pop("max_tokens", None)

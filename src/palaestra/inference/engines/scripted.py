@@ -55,7 +55,7 @@ COMMANDS = "terminal"
 PATCH_PATH = "/tmp/palaestra.patch"  # noqa: S108  inside the slot, outside the workspace that is graded
 
 _APPLY = f"git apply --whitespace=nowarn {PATCH_PATH} || patch -p1 --forward --batch < {PATCH_PATH}"
-"""`git apply` refuses outside a repository, and changes nothing if it fails."""
+"""`git apply` may fail outside a repository, and changes nothing if it fails."""
 
 
 Act: TypeAlias = str | Sequence[ToolStep] | RecordedReply
@@ -70,11 +70,11 @@ class Policy(ABC):
 
     @abstractmethod
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        """The next turn, from the rollout's context and the conversation so far alone."""
+        """The next turn, computed only from the rollout's context and the conversation so far."""
 
 
 def turns_taken(context: SessionContext, messages: Sequence[Message]) -> int:
-    """How many turns the assistant has had in this rollout, without examples in the prompt."""
+    """The number of the assistant's turns in this rollout, not counting examples in the prompt."""
     prompt = context.task.prompt if context.task is not None else ""
     examples = 0 if isinstance(prompt, str) else _assistant_messages(prompt)
     return max(0, _assistant_messages(messages) - examples)
@@ -122,7 +122,7 @@ class OraclePolicy(Policy):
 
 
 def _steps(task: Task) -> Sequence[ToolStep | Say | str]:
-    """The steps of the solution. Raises `TaskError` for anything else, as a column of a data set may be."""
+    """The steps of the solution. Raises `TaskError` for other values, which a data set's column may hold."""
     steps: JSON = [task.solution] if isinstance(task.solution, str) else task.solution
     fine = isinstance(steps, Sequence) and all(isinstance(step, str | ToolStep | Say) for step in steps)
     if not fine:
@@ -161,8 +161,8 @@ class ReplayPolicy(Policy):
     """Plays the assistant's side of recorded trajectories, selected by task id and index.
 
     A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run, also named
-    by the run's folder, its groups file or an export in it. Other lines and a torn last line are ignored. Of two
-    trajectories with one task id and index, the later counts.
+    by the run's folder, its groups file or an export in it. Other lines and a torn last line are ignored. If two
+    trajectories have the same task id and index, the later one is used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -283,7 +283,7 @@ _NEEDS_FILE: Mapping[str, Callable[[Path], Policy]] = {"patch": PatchPolicy, "re
 
 
 class ScriptedEngine(ServerEngine):
-    """Plays a policy. `policy` None makes the one that the config's `model_name` names."""
+    """Plays a policy: `policy`, or if that is None, the one that the config's `model_name` names."""
 
     def __init__(self, config: APIServerConfig, policy: Policy | None = None) -> None:
         self.config = config
@@ -293,7 +293,7 @@ class ScriptedEngine(ServerEngine):
         await self._policy.start()
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
     def session(self, context: SessionContext) -> ChatServer:
         return ScriptedSession(self.name, self._policy, context)

@@ -92,7 +92,7 @@ class TokenChat(ServerEngine):
     async def completion(
         self, *, prompt: str, n: int = 1, extra_body: Mapping[str, JSON] | None = None, **sampling: JSON
     ) -> TextCompletion:
-        """`n` continuations of a text; their tokens are not kept. Raises `EngineError`."""
+        """Return `n` continuations of a text; their tokens are not recorded. Raises `EngineError`."""
         ids = self.tokenizer.encode(prompt)
         settings = {**sampling, **(extra_body or {})}
 
@@ -144,7 +144,7 @@ def template_text(named: str | None) -> str | None:
 T = TypeVar("T")
 
 PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
-"""Text that two tokenizers hardly encode alike by accident."""
+"""Text that two different tokenizers are unlikely to encode alike."""
 
 
 class TokenServer(TokenChat):
@@ -181,7 +181,7 @@ class TokenServer(TokenChat):
         await self.transport.aclose()
 
     async def _compare_tokenizers(self) -> None:
-        """Compare the tokens of a text. Servers that cannot be asked are trusted."""
+        """Compare the tokens of a text. A server without `/tokenize` is trusted."""
         theirs = await self.tokens_of(PROBE)
         ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
         if theirs is not None and theirs != ours:
@@ -192,7 +192,7 @@ class TokenServer(TokenChat):
             )
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        """The text in the server's tokens; None if the server cannot be asked."""
+        """The server's tokens for the text; None if it does not answer `/tokenize`."""
         body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
         try:
             response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)
@@ -203,7 +203,7 @@ class TokenServer(TokenChat):
     async def _continued(
         self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str, read: Reader | None = None
     ) -> Response:
-        """The answer to the JSON object `rest` with the ids under `name`, which are most of its bytes."""
+        """The answer to a POST of the JSON object `rest`, with the ids (most of its bytes) added under `name`."""
         return await self.transport.request(
             "POST",
             url,
@@ -213,10 +213,10 @@ class TokenServer(TokenChat):
         )
 
     def _reader(self, url: URL, events: str, on_ids: JSON) -> Reader | None:
-        """Reads a stream of `events`, a class of `token_stream.py`; None without `on_ids`."""
+        """A reader for a stream of `events`, which names a class of `token_stream.py`; None without `on_ids`."""
         if on_ids is None:
             return None
-        from palaestra.inference.http import token_stream  # only chats stream
+        from palaestra.inference.http import token_stream  # imported here: only chats stream
 
         source = f"The model server at {shown(url)} (model '{self.name}')"
         return token_stream.TokenStreamReader(source, getattr(token_stream, events), on_ids).read
@@ -245,7 +245,7 @@ _SGLANG_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_new_tokens",
     "seed": "sampling_seed",
 }
-"""OpenAI's names to SGLang's, if they differ."""
+"""Maps OpenAI's setting names to SGLang's, where they differ."""
 
 
 class SGLangEngine(TokenServer):
@@ -288,7 +288,7 @@ class SGLangEngine(TokenServer):
 def _sglang_request(sampling: Mapping[str, JSON]) -> bytes:
     ours = ("split", "on_ids")
     settings = {_SGLANG_NAMES.get(name, name): value for name, value in sampling.items() if name not in ours}
-    settings.setdefault("max_new_tokens", None)  # up to the window; left out, it would be 128
+    settings.setdefault("max_new_tokens", None)  # up to the window; SGLang's default is 128
     return encode_json(
         {
             "sampling_params": {**settings, "skip_special_tokens": False},
@@ -335,7 +335,7 @@ class VLLMEngine(TokenServer):
     _stock: bool | None = None
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        sampling = {"max_tokens": None, **sampling}  # up to the window; left out, it would be 16
+        sampling = {"max_tokens": None, **sampling}  # up to the window; vLLM's default is 16
         lane, on_ids = sampling.pop("split", "train"), sampling.pop("on_ids", None)
         if self._stock is False:
             return await self._from_atropos(list(input_ids), sampling, lane)
@@ -413,7 +413,7 @@ def _spelled_ids(tokens: Sequence[str]) -> list[int] | None:
 
 
 def _is_about_the_request(raw: bytes) -> bool:
-    """Whether a 404 is vLLM's own, about an unknown model, and not its web server's, about the path."""
+    """Whether a 404 comes from vLLM (unknown model) and not from its web server (unknown path)."""
     try:
         said = msgspec.json.decode(raw)
     except NOT_JSON:
@@ -422,7 +422,7 @@ def _is_about_the_request(raw: bytes) -> bool:
 
 
 def _are(said: msgspec.Raw, ids: Sequence[int]) -> bool:
-    """Whether these are the ids that the server reports it was given, if it does; nearly always they are literally."""
+    """Whether the server reports receiving these ids, or reports none. Nearly always the JSON text is identical."""
     text = bytes(said)
     return text in (_NOT_SAID, ids_json(ids)) or msgspec.json.decode(text) == list(ids)
 

@@ -87,7 +87,7 @@ class TorchDecoder:
         self._rngs += [random.Random(each.seed) for each in sampling]
 
     def step(self) -> list[tuple[int, float]]:
-        """Sample one token for every row: (id, log-probability). A row costs as much as the longest."""
+        """Sample one token for every row: (id, log-probability). Every row costs as much as the longest."""
         import torch
 
         self._advance()
@@ -98,7 +98,7 @@ class TorchDecoder:
         return [(int(token), logprob) for token, logprob in zip(*both, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, ascending, and the padding that only the others needed."""
+        """Keep only these rows (ascending), and drop the padding that only the others needed."""
         chosen = list(rows)
         self._lengths = [self._lengths[row] for row in chosen]
         self._sampling = [self._sampling[row] for row in chosen]
@@ -116,7 +116,7 @@ class TorchDecoder:
         self.model.load_state_dict(fresh.state_dict())
 
     def _advance(self) -> None:
-        """Let the model read the last sampled tokens; postponed until more tokens are needed."""
+        """Feed the last sampled tokens to the model; this is postponed until more tokens are needed."""
         if self._unread is not None:
             ids, self._unread = self._unread, None
             lengths = [length + 1 for length in self._lengths]
@@ -126,7 +126,7 @@ class TorchDecoder:
     def _forward(
         self, ids_bt: torch.Tensor, keys_values: list[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int]
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """`logits[B, V]` after the last of `ids_bt[B, T]`, and the cache; `lengths[B]` are those with these tokens."""
+        """`logits[B, V]` after the last of `ids_bt[B, T]`, and the cache. `lengths[B]` include these tokens."""
         import torch
         from transformers import DynamicCache
 
@@ -200,7 +200,7 @@ def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
 def _beside(
     old: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer's keys and values `[B, H, T, D]` of both, the shorter ones padded on the left."""
+    """One layer's keys and values `[B, H, T, D]`, old and new concatenated, the shorter padded on the left."""
     import torch
     from torch.nn.functional import pad
 

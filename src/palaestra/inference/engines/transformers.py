@@ -2,7 +2,7 @@
 
 For development, small models and training on one machine; a server is faster for a large model. The event loop never
 blocks: the model lives in the thread of `batcher`. Log-probabilities are the model's own (T4), at temperature 1 and
-before `top_k` and `top_p`, so one forward pass over a ledger's row gives them again. Set `logprobs_mode:
+before `top_k` and `top_p`, so one forward pass over a ledger's row reproduces them. Set `logprobs_mode:
 processed_logprobs` in `extra_body` for those of the sampled distribution.
 
 Extra: `train` (torch, transformers). `model_name` is a folder, or a model's name, which is then fetched.
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from palaestra.inference.engines.torch_decoder import TorchDecoder
 
 MOST_ROWS = 64
-"""Requests in one batch at most, even if the config allows more in flight: beyond this, steps only take longer."""
+"""The most requests in one batch, even if the config allows more in flight: beyond it, steps only take longer."""
 
 DEFAULT_WINDOW_TOKENS = 4096
 """The window of a model whose config has none."""
 
 
 class TransformersEngine(TokenChat):
-    """One model. `make` builds it inside the engine's thread; None loads the config's `model_name`. `seed` seeds the
-    requests without a seed of their own."""
+    """The engine of one model. `make` builds the model inside the engine's thread; None loads the config's
+    `model_name`. `seed` seeds the requests without a seed of their own."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class TransformersEngine(TokenChat):
 
     @property
     def policy_version(self) -> str:
-        """The version of the weights, which is recorded with the tokens. Set it after changing the weights of a model
-        of your own (`make`) in place, which is allowed while no request is in progress."""
+        """The version of the weights, which is recorded with the tokens. If you change the weights of your own model
+        (`make`) in place, do so while no request is in progress, and then set this."""
         return self.batcher.version
 
     @policy_version.setter
@@ -100,7 +100,7 @@ class TransformersEngine(TokenChat):
                 f"Model '{self.name}' has a window of {window} tokens; the prompt has {len(input_ids)}."
             )
         known = all(isinstance(number, int) and 0 <= number < config.vocab_size for number in input_ids)
-        if not input_ids or not known:  # one wrong row would cost all others in its batch their answers
+        if not input_ids or not known:  # one invalid row would fail the whole batch
             raise EngineRefused(
                 f"Model '{self.name}' has token ids 0 to {config.vocab_size - 1}; the prompt is empty or has others. "
                 "Is --openai.tokenizer_name the tokenizer of this model?"

@@ -53,7 +53,7 @@ def decode_text(raw: bytes, source: str) -> TextCompletion:
 
 
 def _converted(raw: bytes, source: str) -> ChatCompletion:
-    """A reply that is JSON but has another shape, piece by piece."""
+    """Convert a JSON reply of another shape piece by piece."""
     try:
         value = msgspec.json.decode(raw)
         if not isinstance(value, dict):
@@ -105,7 +105,8 @@ def _content(content: JSON) -> str | None:
 
 
 def _tool_calls(calls: JSON) -> list[JSON] | None:
-    """Calls with name and arguments as text. An entry that is not a call stays one without a name: malformed."""
+    """Calls with name and arguments as text. An entry that is not a call becomes a call without a name, which is
+    malformed."""
     if isinstance(calls, dict):
         calls = [calls]
     return [_tool_call(call) for call in calls] if isinstance(calls, list) else None
@@ -144,8 +145,8 @@ def _dumped(value: JSON) -> str:
 def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
     """The history without the parts that a strict server refused, or None if nothing can be removed.
 
-    Some chat templates parse every call's arguments, so one malformed call would end its rollout as a failure of the
-    server: such text is wrapped in a JSON object. Our fields that the server names are left out.
+    Some chat templates parse every call's arguments, so one malformed call would end its rollout as a server failure:
+    such text is wrapped in a JSON object. Our own fields that the server's error names are removed.
     """
     drop = "reasoning_content" if "reasoning_content" in server_said else None
     plain = [_plainer(message, drop) for message in messages]

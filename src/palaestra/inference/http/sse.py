@@ -40,7 +40,7 @@ DeltaHook: TypeAlias = Callable[[Delta], None]
 
 
 class EventStreamReader:
-    """Reads the replies to one request, of which all but the last were incomplete."""
+    """Reads the replies to one request and its retries; all but the last were incomplete."""
 
     def __init__(self, source: str, hook: DeltaHook | None = None) -> None:
         self._source = source
@@ -152,8 +152,8 @@ class _ChoiceParts:
         return Delta(index, content, reasoning) if content or reasoning else None
 
     def _call_of(self, call: dict[str, JSON]) -> _Call:
-        """The call of a delta, by index. Without an index, a new id begins a call, and anything else continues the
-        last. Some servers give every call the same index: another id, with a name, begins a call too."""
+        """The call of a delta, by index. Without an index, a new id begins a call; other deltas continue the last. Some
+        servers give every call the same index: another id, with a name, begins a call too."""
         key, id_ = call.get("index"), _text(call.get("id"))
         if not isinstance(key, int):
             key = id_ or (list(self.latest)[-1] if self.latest else 0)

@@ -19,11 +19,12 @@ from palaestra.inference.http.sse import events
 from palaestra.inference.http.transport import NOT_JSON, encode_json, raise_failed_within, server_says
 
 OnIds: TypeAlias = Callable[[Sequence[int] | None], None]
-"""Called with new token ids as they come, on the event loop. None: the request is repeated, and all were void."""
+"""Called with new token ids as they come, on the event loop. None: the request is repeated, and earlier ids are
+void."""
 
 
 class TokenEvents(Protocol):
-    """The events of one reply. `ended`: the last one has come."""
+    """The events of one reply. `ended`: the last event has arrived."""
 
     ended: bool
 
@@ -91,7 +92,7 @@ class VLLMEvents:
 
 
 class TokenStreamReader:
-    """Reads the replies to one request, of which all but the last were incomplete."""
+    """Reads the replies to one request and its retries; all but the last were incomplete."""
 
     def __init__(self, source: str, kind: Callable[[], TokenEvents], on_ids: OnIds) -> None:
         self._source, self._kind, self._on_ids = source, kind, on_ids

@@ -34,7 +34,7 @@ CONNECT_TIMEOUT_S = 10.0
 LOOK_TIMEOUT_S = 10.0
 RETRY_LINE_EVERY_S = 5.0
 KEEP_ALIVE_S = 4.0
-"""Shorter than the 5 s after which uvicorn, under most model servers, closes an idle connection: no races with it."""
+"""Idle time before a connection is closed; below the 5 s of uvicorn, which most model servers use, to avoid races."""
 
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 
@@ -52,7 +52,7 @@ def encode_json(payload: JSON) -> bytes:
 
 
 Body: TypeAlias = Callable[[], bytes]
-"""Makes the body of a request for each try, so that nothing holds it while the model works."""
+"""Makes the body of a request for each try, so that it is not kept in memory while the model works."""
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
 """Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is retried; after
@@ -70,8 +70,8 @@ class Response:
 
 class Transport:
     """A pool of connections to one model server. Opens on first use; `aclose` is idempotent. `lanes` maps a lane's name
-    to its limit of requests in flight. `timeout_s` is for one request with its retries, without its wait here. `query`
-    is added to every address. `model` is only for messages."""
+    to its limit of requests in flight. `timeout_s` covers one request with its retries, but not its wait for a place.
+    `query` is added to every address. `model` is only for messages."""
 
     def __init__(
         self,
@@ -138,11 +138,11 @@ class Transport:
         return refused(url, status, body, self.model)
 
     async def look(self, method: str, url: URL, body: Body | None = None) -> Response:
-        """A request at the start, which fails within seconds without a server. Raises `EngineUnavailable`."""
+        """Send a request at startup, which fails within seconds if no server answers. Raises `EngineUnavailable`."""
         return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
 
     async def list_models(self, url: URL) -> Response:
-        """Request the server's list of models. Raises `EngineRefused` if the key is refused, and as `look`."""
+        """Request the server's list of models. Raises as `look` does, and `EngineRefused` if the key is refused."""
         response = await self.look("GET", url)
         if response.status in (401, 403):
             raise refused(url, response.status, response.body, self.model)
@@ -192,7 +192,7 @@ class Transport:
             raise
 
     def _report_retry(self, line: str) -> None:
-        """Log what a retry waits for, at most one line in `RETRY_LINE_EVERY_S`."""
+        """Log the reason for a retry, at most one line in `RETRY_LINE_EVERY_S`."""
         now = self._clock.monotonic()
         if now - self._reported_at < RETRY_LINE_EVERY_S:
             self._unreported += 1
@@ -328,7 +328,7 @@ def shown(url: URL) -> str:
 
 
 def server_says(body: bytes) -> str:
-    """The server's own words from an error body (OpenAI's, FastAPI's and plain-text shapes), as one short line."""
+    """The server's own message from an error body (OpenAI's, FastAPI's and plain-text shapes), as one short line."""
     try:
         found = _message(msgspec.json.decode(body))
     except NOT_JSON:
@@ -371,7 +371,7 @@ def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> En
         f"The model server at {shown(url)} answered HTTP {status} (model '{model}', {_times(tries)}): "
         f"{said or 'no text'}. {'Lower the concurrency.' if status == 429 else 'Look at the log of the server.'}"
     )
-    error.by_request = status in (408, 500, 504, 520, 524)  # failures and timeouts; the others are of its load
+    error.by_request = status in (408, 500, 504, 520, 524)  # failures and timeouts; the other statuses come from load
     return error
 
 

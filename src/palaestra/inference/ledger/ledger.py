@@ -1,4 +1,4 @@
-"""The ledger of one rollout while it grows: append a turn, read the rows; and the prompts made from it.
+"""The growing ledger of one rollout: it appends turns, returns rows and makes prompts.
 
 Invariants: appended tokens never change (T1); every trained token was sampled, with the engine's own log-probability
 (T3, T4); a turn is appended whole or not at all, at a cost that grows with its new tokens only.
@@ -40,8 +40,8 @@ from palaestra.inference.ledger.records import (
 from palaestra.inference.tokenizers import Tokenizer
 
 LONG_PROMPT = 2048
-"""From this many ids on, a segment keeps their JSON: it takes more memory than the ids, and this many are encoded in
-0.03 ms."""
+"""Segments with at least this many ids keep their JSON. It takes more memory than the ids, and shorter ones are encoded
+within 0.03 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class _Segment:
 
     def continued(self, shared: int) -> _Segment:
         """The same tokens, with everything up to the end of turn `shared` as part of the first later prompt. The later
-        turns are numbered from 1. Without a later turn it is empty."""
+        turns are numbered from 1. It is empty if there is no later turn."""
         found = _Segment(self.reason, self.branch, finish_reason=self.finish_reason)
         prompt: array[int] | None = None
         taken = 0
@@ -190,7 +190,7 @@ class Prompt(Sequence[int]):
 
 
 def sent_checksum(ids: array[int], before: int = 0) -> int:
-    """The CRC-32 of the ids that an engine is given; `before` is that of the ids ahead of these."""
+    """The CRC-32 of the ids that an engine is given; `before` is that of the preceding ids."""
     return zlib.crc32(packed(ids), before)
 
 
@@ -225,7 +225,7 @@ class Ledger:
         return len(self._segments) - 1
 
     def prompt(self, segment: int | None, delta: Sequence[int]) -> Prompt:
-        """The ids for the engine: the segment so far (None: one that is not open yet) and `delta`."""
+        """The ids for the engine: the segment so far (None: not open yet), followed by `delta`."""
         known = _Segment(SegmentReason.START) if segment is None else self._segments[segment]
         return Prompt(known, array("i", delta))
 
@@ -264,8 +264,8 @@ class Ledger:
         return [segment.row(number) for number, segment in enumerate(self._segments) if segment.tokens]
 
     def nodes(self, tokenizer: Tokenizer) -> list[SequenceNode]:
-        """All rows with a sampled span as the contract's nodes, in the order they began, those of other conversations
-        first: the last one is the latest of the rollout's own."""
+        """All rows with a sampled span as the contract's nodes, in the order they began. Other conversations come
+        first, so the last node is the latest of the rollout's own."""
         order = sorted(enumerate(self._segments), key=lambda numbered: numbered[1].branch == 0)
         nodes = [SequenceNode(segment, number, tokenizer) for number, segment in order]
         return [node for node in nodes if node.metadata["versions"]]
@@ -288,7 +288,7 @@ class Ledger:
         return pieces[::-1]
 
     def record(self) -> LedgerRecord:
-        """The ledger on disk: the same whichever of several concurrent conversations was faster (D2)."""
+        """The ledger on disk, which does not depend on the timing of concurrent conversations (D2)."""
         turns = self._in_order()
         numbers, places = {turn.number: number for number, turn in enumerate(turns, 1)}, _places(turns)
         renumbered = msgspec.structs.replace
@@ -322,8 +322,8 @@ class Ledger:
         return found
 
     def forked(self, shared: int) -> Ledger:
-        """The ledger of a rollout that continues another one after its first `shared` turns, as a finished ledger: the
-        other one has trained their tokens, so they are part of a prompt here. Segments keep their numbers."""
+        """The ledger of a rollout that continues another one after its first `shared` turns, as a finished ledger. The
+        other ledger trains their tokens, so they are part of a prompt here. Segments keep their numbers."""
         found = Ledger(self.stop_ids)
         found._segments = [segment.continued(shared) for segment in self._segments]
         found.turns = [
@@ -332,11 +332,11 @@ class Ledger:
         return found
 
     def places(self) -> dict[int, int]:
-        """The numbers of the segments in the record, by their own."""
+        """The number in the record for each segment's own number."""
         return _places(self._in_order())
 
     def _in_order(self) -> list[LedgerTurn]:
-        """The turns; between two of the rollout's own, one other conversation after the other."""
+        """The turns in the record's order: between two of the rollout's own, the other conversations one by one."""
         own, keys = 0, {}
         for turn in self.turns:
             branch = self._segments[turn.segment].branch

@@ -1,6 +1,6 @@
 """A ledger on disk, and the training rows made from it. Pure data.
 
-A rollout's tokens lie in segments, which only grow: every turn appends a prompt span (the tokens added since the last
+A rollout's tokens are in segments, which only grow: every turn appends a prompt span (the tokens added since the last
 sampled one) and one sampled span, or several if the request was aborted and resumed. A rewritten history begins a new
 segment with its reason.
 """
@@ -117,7 +117,7 @@ class LedgerRecord(msgspec.Struct, kw_only=True):
 class SequenceSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where `length` tokens of a row come from: positions from `offset` of a sampled sequence (`sampled`), or of the
     prompt that the engine continued with that sequence (`prompt`). A sequence is one answer of the engine. Its id has
-    the rollout, the turn and, if the reply was aborted and resumed, which piece: `000003-fix/0:2`, `000003-fix/0:2.1`.
+    the rollout, the turn and, if the reply was aborted and resumed, the piece: `000003-fix/0:2`, `000003-fix/0:2.1`.
     """
 
     kind: SpanKind
@@ -215,7 +215,7 @@ def record_rows(record: LedgerRecord, rollout_id: str = "") -> list[TokenRow]:
 
 
 def row_sizes(record: LedgerRecord) -> list[tuple[int, int]]:
-    """How many tokens each of `record_rows` has, and how many of them are trained, without making the rows."""
+    """The token count and the trained-token count of each of `record_rows`, without making the rows."""
     rows = (record.segments[number] for number in _row_segments(record))
     return [(len(row.tokens) // ITEM_BYTES, len(row.mask) - row.mask.count(0)) for row in rows]
 

@@ -62,7 +62,7 @@ class LedgerVerdict:
 
 
 def verify_ledger(record: LedgerRecord, *, forked: bool = False) -> LedgerVerdict:
-    """Check T1 to T4 in one pass over the tokens. `forked`: it is of a rollout that continues another one."""
+    """Check T1 to T4 in one pass over the tokens. `forked`: the rollout continues another one."""
     violation = next(_violations(record, forked), None)
     return LedgerVerdict(
         segments=len(record.segments),
@@ -84,7 +84,7 @@ def _violations(record: LedgerRecord, forked: bool) -> Iterator[Violation]:
 
 
 def _turns(record: LedgerRecord) -> Iterator[Violation]:
-    """Every turn lies in one segment, once, and all sampled spans belong to a turn."""
+    """Check that every turn is in exactly one segment, and that all sampled spans belong to a turn."""
     found: dict[int, tuple[int, int, int]] = {}
     for number, segment in enumerate(record.segments):
         for span in segment.spans:
@@ -151,7 +151,7 @@ class _SegmentCheck:
         return None
 
     def _layout(self) -> Iterator[Violation]:
-        """Spans cover the segment without gap; a turn is one prompt span and then its sampled ones."""
+        """Check that spans cover the segment without gaps, and that a turn is one prompt span and its sampled spans."""
         at, before = 0, None
         for span in self.segment.spans:
             if span.start != at or span.stop < span.start:
@@ -188,7 +188,7 @@ class _SegmentCheck:
             yield self._at("T4", "a sampled token without a log-probability", span)
 
     def _ends(self) -> Iterator[Violation]:
-        """No end-of-turn token is doubled between two turns."""
+        """Check that no end-of-turn token is doubled between two turns."""
         for before, span in zip(self.segment.spans, self.segment.spans[1:], strict=False):
             both = before.start < before.stop and span.start < span.stop
             if both and before.kind == "sampled" and span.kind == "prompt":
@@ -197,7 +197,7 @@ class _SegmentCheck:
                     yield self._at("T1", f"the end-of-turn token {last} is there twice", span)
 
     def _hashes(self) -> Iterator[Violation]:
-        """The engine was given the tokens in the record, and nothing was changed since."""
+        """Check that the engine was given the recorded tokens, and that nothing has changed since."""
         hasher, checksum = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
         for span in self.segment.spans:
             part = slice(span.start * ITEM_BYTES, span.stop * ITEM_BYTES)

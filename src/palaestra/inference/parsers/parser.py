@@ -45,7 +45,7 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """Thinking. `text` is without the tags, which `start` and `end` include. A call inside it does not count."""
+    """A piece of thinking. `text` excludes the tags, which `start` and `end` include. Calls inside it do not count."""
 
     text: str
     start: int
@@ -145,7 +145,7 @@ class ParsedOutput:
 
     @property
     def all_tool_calls(self) -> list[ToolCallMessage] | None:
-        """Broken calls too, in order, for a loop that answers each of those with an error."""
+        """All calls in order, including broken ones, for a loop that answers each broken call with an error."""
         return [piece.message() for piece in self.pieces if isinstance(piece, ParsedCall | BrokenCall)] or None
 
     def _pair(self) -> tuple[str | None, list[ToolCallMessage] | None]:

@@ -4,7 +4,7 @@ Thinking begins with its tag at the start of the output or after thinking or cal
 the end. A tag after text is a mention and stays text, unless it begins a line and is closed; if calls precede its end
 tag and text follows that on the same line, both tags are mentions. A call between two mentioned tags is broken, because
 its meaning is unclear. An end tag without an opening one ends thinking that began in the prompt, unless the caller
-knows that none did.
+knows that the prompt did not begin any.
 
 Invariants: text is everything that no other piece covers, except white space alone; no text is read more than a fixed
 number of times.
@@ -42,14 +42,14 @@ _NOT_SPACE = re.compile(r"\S")
 
 
 class Grammar(ABC):
-    """One format. With `short_ids`, every id has nine letters and digits, also the ids that the model gave."""
+    """One format. With `short_ids`, every id has nine letters and digits, including the ids that the model gave."""
 
     openers: ClassVar[tuple[str, ...]]
     thinking: ClassVar[Sequence[tuple[str, str]]] = (("<think>", "</think>"),)
     short_ids: ClassVar[bool] = False
 
     def begin(self, output: OutputReader) -> int:
-        """Read what only the start of an output can hold; return where to continue."""
+        """Read a part that only the start of an output can have; return where to continue."""
         return 0
 
     @abstractmethod
@@ -72,7 +72,7 @@ class GrammarParser:
     def parse(
         self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None, turn: int = 0
     ) -> ParsedOutput:
-        """The pieces of `text`. Never raises; linear in the length of the text.
+        """The pieces of `text`. It never raises, and its time is linear in the length of the text.
 
         `cut`: the output ran out of room, so a call without its end is broken. `thinking`: whether the output begins
         inside the thinking, None if unknown. `turn` (from 1) is the number of the reply in its conversation, for unique
@@ -81,7 +81,7 @@ class GrammarParser:
         return OutputReader(text, self._grammar, tools=tools, cut=cut, thinking=thinking, turn=turn).read()
 
     def render(self, calls: Sequence[ParsedCall], text: str = "", *, tools: Tools | None = None) -> str:
-        """`text` and `calls` in this format. Raises `Unwritable` if they would not be parsed back as they are."""
+        """`text` and `calls` in this format. Raises `Unwritable` if parsing would not give them back unchanged."""
         rendered = self._grammar.render(calls, text)
         parsed = self.parse(rendered, tools=tools)
         wanted = [(call.name, call.arguments) for call in calls]
@@ -140,18 +140,18 @@ class OutputReader:
         return ParsedOutput(tuple(self.pieces))
 
     def text_to(self, end: int) -> None:
-        """Everything up to `end` that is not accounted for is text."""
+        """Add everything up to `end` that is not accounted for as text."""
         self.written = max(self.written, end)
 
     def skip_to(self, end: int) -> None:
-        """Everything up to `end` that is not accounted for belongs to the format."""
+        """Skip everything up to `end` that is not accounted for, because it belongs to the format."""
         if self._speaking:
             start = self._text_start
             self.pieces.append(TextPiece(self.text[start : self.written], start, self.written))
         self.written = self._text_start = end
 
     def reasoning(self, start: int, text: slice, end: int) -> None:
-        """The thinking `text`, which extends from `start` to `end` with its tags."""
+        """Add the thinking `text`, which extends from `start` to `end` with its tags."""
         self.pieces.append(ReasoningPiece(self.text[text], start, end))
         self.written = self._text_start = end
 
@@ -181,8 +181,8 @@ class OutputReader:
         return mark.end if was_open else None
 
     def mentioned(self, mark: Mark, close: str) -> int | None:
-        """An opening tag without a call: a mention in prose (None), or a broken call up to its end tag. At the very end
-        of the output it is the beginning of a call."""
+        """Read an opening tag without a call: a mention in prose (None), or a broken call up to its end tag. At the
+        very end of the output it is the beginning of a call."""
         if skip(self.text, mark.end) >= self.end:
             problem = Malformed(BrokenReason.UNCLOSED, "the output ends where a call begins")
             self.broken(problem, "", mark.start, self.end)
@@ -201,7 +201,8 @@ class OutputReader:
         self._calls += 1
 
     def _id(self, given: str, name: str, content: str) -> str:
-        """The model's own id if it can be one, else one from the content and its place: equal outputs, equal ids."""
+        """The model's own id if it is valid, else one from the content and its place, so that equal outputs have equal
+        ids."""
         if given and given not in self._ids and (not self._grammar.short_ids or _SHORT_ID.fullmatch(given)):
             self._ids.add(given)
             return given
@@ -221,7 +222,7 @@ class OutputReader:
         return _NOT_SPACE.search(self.text, self._text_start, self.written) is not None
 
     def _read_at(self, mark: Mark) -> int:
-        """Read what begins at a mark; return where to continue."""
+        """Read the part that begins at a mark; return where to continue."""
         if mark.text in self._end_of:
             if self._speaking:
                 begins_line = self.text[mark.start - 1] == "\n"
@@ -248,7 +249,8 @@ class OutputReader:
         return end.end
 
     def _end_thinking(self, mark: Mark) -> None:
-        """The end of a tag after text, or of thinking that began in the prompt. After other thinking it is text."""
+        """Read an end tag of thinking, which belongs to a tag after text or to thinking that began in the prompt. After
+        other thinking it is text."""
         mention, self._mention = self._mention, None
         if mention is not None and mark.text == self._end_of[mention.mark.text]:
             since = self.pieces[mention.pieces :]
@@ -262,7 +264,7 @@ class OutputReader:
             self.reasoning(0, slice(0, mark.start), mark.end)
 
     def _make_thinking(self, mention: _Mention, end: Mark) -> None:
-        """Everything between a mentioned tag and its end is thinking."""
+        """Turn everything between a mentioned tag and its end into thinking."""
         begin = mention.mark
         start = self.pieces[mention.pieces].start if mention.pieces < len(self.pieces) else self._text_start
         del self.pieces[mention.pieces :]

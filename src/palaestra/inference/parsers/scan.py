@@ -1,5 +1,5 @@
-"""Functions over a text and a position in it: white space, tags, strict JSON. Each costs the distance it covers. Also
-the types that a tool's schema gives its arguments, for formats that write values as bare text.
+"""Functions over a text and a position in it: white space, tags, strict JSON. Each takes time in proportion to the
+distance it covers. Also the argument types of a tool's schema, for formats that write values as bare text.
 
 Duplicate keys, NaN, infinities and numbers that overflow are rejected, because two readers would disagree about them.
 Bare text becomes another value only if the schema names that value's type and the text is exactly such a value in JSON
@@ -37,7 +37,7 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def find(text: str, start: int, *tags: str, before: int | None = None) -> Mark | None:
-    """The first of `tags` that begins at or after `start`, and in front of position `before`."""
+    """The first of `tags` that begins at or after `start` and before position `before`."""
     stop = len(text) if before is None else before + max(map(len, tags)) - 1
     found = _any_of(tags).search(text, start, stop)
     if found is None or (before is not None and found.start() >= before):
@@ -230,7 +230,7 @@ class ArgumentTypes:
         self._parameters: dict[str, Mapping[str, JSON]] | None = None
 
     def value(self, tool: str, argument: str, text: str) -> JSON:
-        """The value that `text` is for this argument. Text stays text if the type is unknown."""
+        """`text` as a value of this argument's type; it stays text if the type is unknown."""
         return typed(text, self._types(tool, argument))
 
     def _types(self, tool: str, argument: str) -> frozenset[str]:

@@ -1,8 +1,8 @@
-"""The conversations of one rollout whose agent calls the recording endpoint: asked, recorded, and classed at the end.
+"""Answers, records and finally classifies the conversations of one rollout whose agent calls the recording endpoint.
 
-A call belongs to the conversation of its system prompt, one with tools and one without. With a token-exact engine its
+The calls with one system prompt form two conversations: one with tools and one without. With a token-exact engine its
 tokens are in the rollout's ledger: a call that continues an earlier one continues its tokens, any other opens a segment
-with its reason. Calls of a reply that come back are compared as values, and the sampled text stands for equal ones.
+with its reason. Tool calls that the agent sends back are compared as values, and equal ones keep their sampled text.
 
 The rule of training: conversations with tools are trained, the first as the rollout's own and others as sub-agents.
 Conversations without tools (titles, summaries) are auxiliary and not trained. If no call had tools, the longest
@@ -47,16 +47,16 @@ from palaestra.inference.recording.request import (
 )
 
 KEPT_REPLIES, KEPT_BYTES = 256, 64 << 20
-"""How many replies can be continued by their id (`previous_response_id`), and how long their conversations are."""
+"""The most replies that can be continued by their id (`previous_response_id`), and the bytes of their conversations."""
 
 LONG_BYTES = 256 << 10
-"""Requests from this length on are read, rendered and encoded in a thread: that takes up to a second per MB."""
+"""Requests of at least this many bytes are read, rendered and encoded in a thread: that takes up to a second per MB."""
 
 MOST_TOOL_BYTES = 1 << 20
-"""Of the definitions of a request's tools, which a template writes many times before the first reply."""
+"""The most bytes of a request's tool definitions, which a template writes many times before the first reply."""
 
 MOST_IGNORED, NAME_CHARS = 1000, 200
-"""How many names of ignored fields are counted, and how much of each is kept: agents choose them."""
+"""The most names of ignored fields that are counted, and the characters kept of each: agents choose the names."""
 
 DeltaHook = Callable[[JSON], None]
 T = TypeVar("T")
@@ -64,7 +64,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What one rollout may do at its endpoint: concurrent calls, and tokens of one reply (None: the engine's limit)."""
+    """The limits of one rollout at its endpoint: concurrent calls, and tokens of one reply (None: the engine's
+    limit)."""
 
     concurrent: int = 32
     max_tokens: int | None = None
@@ -124,7 +125,7 @@ class RecordedConversation:
                 self._functions[call.id] = call.function
 
     def restore(self, messages: Sequence[Message]) -> None:
-        """Write the arguments of calls as the text that was sampled, if they are equal to it, and others as JSON."""
+        """Write arguments of calls as the sampled text if they are equal to it, otherwise as JSON."""
         for message in messages:
             for call in message.get("tool_calls") or ():
                 function, known = call["function"], self._functions.get(call["id"])
@@ -146,7 +147,7 @@ def _equal(arguments: JSON, known: FunctionCall) -> bool:
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """The calls of a rollout, classed. `own` is None if there was none; only `own` and `subagents` are trained.
+    """The classified calls of a rollout. `own` is None without any call; only `own` and `subagents` are trained.
     `ledger` has their tokens, `auxiliary_ledger` those of the others. `ignored` counts the fields of requests without
     effect."""
 
@@ -167,13 +168,13 @@ class Conversations:
     """Answers the calls of one rollout with `server`, which is the rollout's own session of an engine.
 
     `sampling` has the run's settings, which training assumes; a request may only shorten its replies. `admit` is called
-    before the body of a call is read, with 0, and before the call with the number of replies that it asks for; it may
+    with 0 before the body of a call is read, and with the number of requested replies before the call itself; it may
     raise `Refusal` (a budget). `answered` is called after each reply, with its conversation. `check_engine` makes a
-    plain request and raises `EngineError` if that fails too: then a failure on a request (`EngineError.by_request`) was
-    not the agent's doing. Rate limits and lost connections never are.
+    plain request and raises `EngineError` if that fails too: then the agent did not cause the failure of its request
+    (`EngineError.by_request`). An agent never causes rate limits or lost connections.
 
-    `failure` is the failure of the engine that ends the rollout; `failed` is set with it. `refused` counts the requests
-    that were answered with an error, other than for their rate or after the end, and `refusal` is the last of them.
+    `failure` is the engine failure that ends the rollout; `failed` is set with it. `refused` counts the requests
+    answered with an error, except for rate limits and requests after the end; `refusal` is the last such error.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Conversations:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the engine takes besides text and tools."""
+        """The inputs that the engine accepts besides text and tools."""
         return self.server.features
 
     async def in_thread(self, function: Callable[[], T]) -> T:
@@ -225,8 +226,8 @@ class Conversations:
 
     @contextmanager
     def call(self, *, of_model: bool = True) -> Iterator[None]:
-        """One of the rollout's concurrent calls, from before its body is read until its reply is written. One that is
-        not `of_model` is for a tool, and may follow the last reply. Raises `Refusal`."""
+        """Count one of the rollout's concurrent calls, from before its body is read until its reply is written. A call
+        that is not `of_model` is for a tool, and may follow the last reply. Raises `Refusal`."""
         if self.ended:
             raise _ended()
         if len(self._calls) >= self.limits.concurrent:
@@ -243,7 +244,7 @@ class Conversations:
         except Refusal as refusal:
             self.note(refusal)
             raise
-        except Exception as error:  # our bug, which an agent may have found: it gets HTTP 500, and no call without end
+        except Exception as error:  # our bug, which an agent may trigger: it gets HTTP 500
             self.note(Refusal(500, repr(error)))
             raise
         finally:
@@ -260,7 +261,7 @@ class Conversations:
         for name in (each[:NAME_CHARS] for each in request.ignored):
             if name in self.ignored or len(self.ignored) < MOST_IGNORED:
                 self.ignored[name] += 1
-        if self.ended:  # while the body was read
+        if self.ended:  # the rollout ended while the body was read
             raise _ended()
         if self._admit is not None:
             self._admit(request.n)
@@ -291,8 +292,8 @@ class Conversations:
         self.failed.set()
 
     async def _blame(self, error: EngineError) -> None:
-        """Ask the engine something plain: if that fails too, the failure ends the rollout, unscored. If not, the
-        request was the cause, and whoever sent it reads the error."""
+        """Send the engine a plain request. If that fails too, the failure ends the rollout unscored; if not, the
+        agent's request was the cause, and its sender gets the error."""
         try:
             if self._check_engine is None:
                 return
@@ -328,7 +329,7 @@ class Conversations:
                 completion = await self._replies_to(line, asked, request.n)
         finally:
             line.asking -= 1
-            if line.number and not line.calls and not line.asking:  # an agent may be refused without end
+            if line.number and not line.calls and not line.asking:  # else refused calls would add lines forever
                 del self._lines[line.system, bool(line.tools)]
         self._keep(reply_id, line.messages if request.instructions is None else line.messages[1:], request.size)
         return completion
@@ -344,7 +345,7 @@ class Conversations:
             raise invalid("tools", f"the tools are longer than {MOST_TOOL_BYTES} bytes")
 
     def _threaded(self, request: ModelRequest) -> dict[str, JSON]:
-        """How a token-exact engine renders and encodes the request, if that would stop the event loop."""
+        """The thread in which a token-exact engine renders and encodes a request that would stop the event loop."""
         is_long = request.size >= LONG_BYTES and self.server.ledger is not None
         return {"in_thread": self.in_thread} if is_long else {}
 
@@ -395,7 +396,7 @@ class Conversations:
         return completion
 
     def _line(self, messages: Sequence[Message], tools: list[dict[str, JSON]]) -> RecordedConversation:
-        """The conversation of a request, which begins if there is none."""
+        """The conversation of a request; a new one if none is known."""
         system = str(messages[0]["content"]) if messages and messages[0]["role"] == "system" else ""
         key = system, bool(tools)
         if (known := self._lines.get(key)) is None:
@@ -444,7 +445,7 @@ class Conversations:
         return -(-len(msgspec.json.encode([messages, request.tools])) // 4)
 
     def recorded(self) -> RecordedCalls:
-        """All calls so far, classed by the rule of training."""
+        """All calls so far, classified by the rule of training."""
         lines = [line for line in self._lines.values() if line.calls]
         trained = [line for line in lines if line.tools]
         if not trained and lines:
@@ -463,7 +464,7 @@ class Conversations:
 
 
 def _number_segments(ledger: Ledger, lines: Sequence[RecordedConversation]) -> None:
-    """Write the numbers that the lines' segments have in an arranged ledger."""
+    """Give the lines' segments their numbers in an arranged ledger."""
     order = sorted((segment, line.number) for line in lines for segment in line.server.segments)
     numbers = {segment: place for place, (segment, _) in enumerate(order)}
     for line in lines:

@@ -1,4 +1,4 @@
-"""The server of the recording endpoint: for each rollout an address with a key, in four dialects, streamed and whole.
+"""The server of the recording endpoint: each rollout gets an address and a key, for four dialects, streamed or whole.
 
     async with RecordingEndpoint() as endpoint:
         with endpoint.open(Conversations(engine.session(context))) as address:
@@ -7,8 +7,8 @@
 
 Invariants: a key opens its own rollout's paths and nothing else, and is checked before a body is read; a rollout's end
 closes its key and cancels its calls; bodies, time, connections and concurrent calls are bounded, and long requests are
-read and rendered in a thread, so that no agent keeps another, or the run, waiting. Anything an agent sends is answered
-in its dialect's own form of errors.
+read and rendered in a thread, so that no agent delays another or the run. Errors are reported in the format of the
+caller's dialect.
 
 A rollout may have tools (`ToolService`), at `/mcp` below its address, under the same key and bounds.
 """
@@ -42,16 +42,16 @@ from palaestra.inference.recording.dialects.responses import ResponsesDialect
 from palaestra.inference.recording.request import Dialect, ModelRequest, Refusal, ReplyStream
 
 MAX_BODY_BYTES = 64 << 20
-"""The longest request that is read, for a model with images; for others `CallLimits.text_bytes` is."""
+"""The longest request that is read for a model with images; for other models, the limit is `CallLimits.text_bytes`."""
 
 PING_S, WRITE_S = 10.0, 60.0
-"""Seconds between signs of life of a streamed reply, and until a client must have taken what was written."""
+"""Seconds between the keep-alive events of a streamed reply, and seconds a client has to read the written data."""
 
 WHOLE_BYTES = 256 << 10
 """A streamed reply up to this length, which the connection's buffers hold, may be sent in one piece."""
 
 MODEL = "policy"
-"""The name under which the list of models has the rollout's model. Requests may name any."""
+"""The name of the rollout's model in the list of models. Requests may name any model."""
 
 _PATHS: Mapping[str, Dialect] = {
     "v1/chat/completions": ChatDialect(),
@@ -60,7 +60,7 @@ _PATHS: Mapping[str, Dialect] = {
     "v1/completions": CompletionsDialect(),
 }
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
-"""What the name of a field must not bring into a header."""
+"""Characters of field names that must not enter a header."""
 _COUNT_PATH = "v1/messages/count_tokens"
 TOOLS_PATH = "mcp"
 
@@ -93,7 +93,7 @@ class RolloutAddress:
         return "" if self.tools is None else f"{self.url}/{TOOLS_PATH}"
 
     def at(self, origin: str) -> RolloutAddress:
-        """The address as programs see it that reach this server at another origin, such as `http://127.0.0.1:8000`."""
+        """The address for programs that reach this server at another origin, such as `http://127.0.0.1:8000`."""
         path = self.url.split("/", 3)[3]
         return replace(self, url=f"{origin}/{path}")
 
@@ -105,7 +105,7 @@ class RecordingEndpoint:
         self._host, self._port = host, port
         self._rollouts: dict[str, RolloutAddress] = {}
         self._numbers = itertools.count(1)
-        # Compared for unknown rollouts, so that they cannot be told from wrong keys by the time that it takes.
+        # Compared for unknown rollouts, so that the time taken does not distinguish them from wrong keys.
         self._nobody = secrets.token_urlsafe(32)
 
     async def __aenter__(self) -> Self:
@@ -195,7 +195,7 @@ class _Call:
         self._id, self._created = reply_id, int(time.time())
 
     async def answer(self) -> web.StreamResponse:
-        """The response. Raises `Refusal` as long as nothing of a stream was sent."""
+        """The response. Raises `Refusal` unless a part of a stream was already sent."""
         headers = {"x-request-id": f"req_{self._id}"}
         if self._asked.ignored:
             headers["x-ignored-fields"] = ",".join(_UNSAFE.sub("_", name) for name in self._asked.ignored)[:4000]
@@ -206,8 +206,8 @@ class _Call:
         return await self._streamed(headers)
 
     async def _streamed(self, headers: Mapping[str, str]) -> web.StreamResponse:
-        """Sampling begins before the head is sent: an early refusal then has its own status, and a reply that comes
-        whole and soon is sent at once."""
+        """Sampling begins before the headers are sent: an early refusal then has its own status, and a reply that comes
+        whole and soon is sent in one piece."""
         response = web.StreamResponse(headers=headers)
         writer = self._dialect.stream(self._asked, self._id, self._created)
         pieces: asyncio.Queue[JSON] = asyncio.Queue()

@@ -23,7 +23,8 @@ MOST_ITEMS = 20_000
 
 
 class Refusal(Exception):
-    """A request that is answered with an error. `status` is HTTP's, `param` the field, `code` OpenAI's short name."""
+    """A request that is answered with an error. `status` is the HTTP status, `param` the field, `code` OpenAI's error
+    code."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -32,9 +33,9 @@ class Refusal(Exception):
 
 @dataclass(slots=True)
 class ModelRequest:
-    """One request. `settings` are `AGENTS_OWN` and what forces a reply's form, in OpenAI's names. `prompt` is the text
-    of a legacy completion, which has no messages. `ignored` names the fields without an effect; `echo` are fields that
-    the reply repeats."""
+    """One request. `settings` are the `AGENTS_OWN` and those that force a reply's form, in OpenAI's names. `prompt` is
+    the text of a legacy completion, which has no messages. `ignored` names the fields without an effect; `echo` are
+    fields that the reply repeats."""
 
     model: str
     messages: list[Message] = field(default_factory=list)
@@ -59,7 +60,7 @@ class ModelRequest:
 
 
 class ReplyStream(Protocol):
-    """Writes one reply as server-sent events. `end` gets the whole reply and writes what is left of it."""
+    """Writes one reply as server-sent events. `end` gets the whole reply and writes the rest of it."""
 
     def begin(self) -> bytes: ...
 
@@ -79,7 +80,7 @@ class Dialect(Protocol):
     """One API that agents speak. `features` are those of the engine (`ChatServer.features`)."""
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
-        """Raises `Refusal`."""
+        """Read a request. Raises `Refusal`."""
 
     def reply(self, request: ModelRequest, completion: ChatCompletion, reply_id: str, created: int) -> JSON: ...
 
@@ -95,8 +96,8 @@ _SAMPLING = AGENTS_OWN | {
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "chat_template_kwargs", "stop_token_ids", "min_tokens"),
 }
-"""Those that are checked. All but `AGENTS_OWN` are the run's, because training assumes that every token was sampled as
-the run says: from a request they have no effect, and are named as ignored."""
+"""The sampling settings that are checked. All but `AGENTS_OWN` come from the run, because training assumes that every
+token was sampled with its settings. Those of a request have no effect and are reported as ignored."""
 
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
@@ -110,8 +111,8 @@ _COUNTS: Mapping[str, int] = {"max_tokens": 1, "min_tokens": 0, "top_k": -1}
 
 
 def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The sampling settings that an agent may choose. Raises `Refusal` for values, of these and others, that no engine
-    takes."""
+    """The sampling settings that an agent may choose. Raises `Refusal` for invalid values of these and of other
+    sampling settings."""
     settings = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     for name, value in settings.items():
         if name in _RANGES:
@@ -201,7 +202,7 @@ def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
 
 
 def text_field(item: Mapping[str, JSON], name: str, param: str) -> str:
-    """A text of an object. Raises `Refusal` if it is missing."""
+    """A text field of an object. Raises `Refusal` if it is missing."""
     value = item.get(name)
     if not isinstance(value, str):
         raise invalid(f"{param}.{name}", f"{param}.{name} must be a text")
@@ -225,7 +226,7 @@ def content_parts(
     content: JSON, param: str, features: Collection[str], part: Callable[[Mapping[str, JSON], str], JSON]
 ) -> JSON:
     """Content in the shape of chat completions: text, or a list of parts if there are images. `part` translates a part
-    that is not text to one of an image; it raises `Refusal` for others. Without the feature `images`, images are
+    that is not text to an image part; it raises `Refusal` for other kinds. Without the feature `images`, images are
     refused."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -244,7 +245,7 @@ def content_parts(
 
 
 def one_system_message(messages: list[Message]) -> list[Message]:
-    """The system messages at the beginning as one: templates know at most one."""
+    """Merge the system messages at the beginning into one: templates accept at most one."""
     leading = 0
     while leading < len(messages) and messages[leading]["role"] == "system":
         leading += 1
@@ -255,8 +256,8 @@ def one_system_message(messages: list[Message]) -> list[Message]:
 
 
 def choose_tools(request: ModelRequest, choice: JSON, features: Collection[str]) -> None:
-    """Apply `tool_choice` in OpenAI's shape: `none` withdraws the tools; what forces a call goes to engines that can.
-    Raises `Refusal`."""
+    """Apply `tool_choice` in OpenAI's shape: `none` withdraws the tools; a choice that forces a call is passed to
+    engines that support it. Raises `Refusal`."""
     if choice in (None, "auto"):
         return
     if choice == "none":

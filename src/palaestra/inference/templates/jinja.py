@@ -3,7 +3,7 @@ prepares messages in the OpenAI shape for it.
 
 Templates want text as text, arguments as an object, names on tool results, and thinking in a field that differs between
 families. Invariants: the same messages give the same text during the whole run, so a template that asks for the date
-gets that of its loading; the given messages are not changed.
+gets the date of its loading; the given messages are not changed.
 
 Source of the semantics: `transformers.utils.chat_template_utils`, version 5.
 """
@@ -34,7 +34,7 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
-"""The errors of a template, which is a program of others."""
+"""The errors that rendering can raise, because a template is a third-party program."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -71,7 +71,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: JSON,
     ) -> str:
-        """The conversation as text. Raises `ConfigError` with the template's own words if it refuses."""
+        """The conversation as text. Raises `ConfigError` with the template's own message if it refuses."""
         values = {**self._special, **variables}
         try:
             return self._template.render(
@@ -94,7 +94,7 @@ def template_of(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate
 
 
 MARK = "\ufdd0"
-"""A character that no text holds: `turn_renderer.py` takes control tokens apart with it."""
+"""A character that no text contains: `turn_renderer.py` splits control tokens with it."""
 
 
 class WrittenOnce(dict[str, JSON]):
@@ -161,8 +161,8 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 def for_template(messages: Sequence[Message], reasoning_field: str | None, *, joined: bool = False) -> list[Message]:
-    """All messages. `reasoning_field` None writes thinking into the content, for families without a field. `joined`
-    writes the content next to a call into its thinking, for templates that refuse both at once. Raises
+    """Prepare all messages. If `reasoning_field` is None, thinking goes into the content, for families without a field.
+    `joined` writes the content next to a call into its thinking, for templates that refuse to have both. Raises
     `ConfigError`."""
     names: dict[str, str] = {}
     ready = []
@@ -184,7 +184,7 @@ def for_template(messages: Sequence[Message], reasoning_field: str | None, *, jo
 
 
 def assistant_message(message: Message, reasoning_field: str | None) -> Message:
-    """One assistant message: content never None, thinking in the template's field, arguments as objects."""
+    """Prepare one assistant message: content never None, thinking in the template's field, arguments as objects."""
     ready: Message = {"role": "assistant", "content": message.get("content") or ""}
     if reasoning := reasoning_of(message):
         if reasoning_field is None:
@@ -234,7 +234,7 @@ def _template_call(call: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _arguments(arguments: JSON) -> JSON:
-    """The object that the text stands for. Other text is shown inside one, because templates iterate over its keys."""
+    """The object that the text encodes. Other text is wrapped in one, because templates iterate over its keys."""
     if not isinstance(arguments, str):
         return arguments or {}
     if not arguments.strip():

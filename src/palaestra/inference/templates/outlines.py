@@ -4,8 +4,8 @@ rendering.
 Rendering costs more than everything else in a turn, and most turns differ only in their texts. A template is rendered
 once with a `Blank` for each text, which records every operation on it. The `Outline` holds the written text, the
 operations and their answers; it fits all texts with the same answers. Invariants: every operation on a blank is
-answered for its text and recorded, or ends the rendering with `Opaque`; an outline is only kept if it equals the
-rendering of adversarial texts too; other forms are rendered every time.
+answered for its text and recorded, or ends the rendering with `Opaque`; an outline is only kept if it also reproduces
+the rendering of adversarial texts; other forms are rendered every time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from palaestra.inference.templates.jinja import ChatTemplate, Sandbox, tojson
 from palaestra.inference.templates.probe import NONCE
 
 Measured: TypeAlias = tuple[str | None, str]
-"""The text after the reply (None if it cannot be found), and how history is rewritten, if it is."""
+"""The text after the reply (None if it cannot be found), and how the template rewrites history (empty if it does
+not)."""
 
 Look: TypeAlias = Callable[[str], Measured]
-"""Finds that in a whole rendering."""
+"""Finds a `Measured` in a whole rendering."""
 
 _MOST_OUTLINES = 4
-"""Of one form: texts of which a template asks different things."""
+"""The most outlines of one form, whose texts lead a template to different questions."""
 
 _MOST_FORMS = 256
 _MOST_TEXTS = 32
@@ -90,7 +91,7 @@ class Outlines:
         return None if tail is None or rewrites else recording.outline(tail)
 
     def _holds(self, outline: Outline, head: Sequence[Message], ready: Sequence[Message], look: Look) -> bool:
-        """Whether it gives what rendering gives, or nothing, for adversarial texts too."""
+        """Whether the outline also reproduces the rendering of adversarial texts, or does not fit them."""
         for content in (None, *_ADVERSARIAL):
             other = [ready[0], *({**m, "content": m["content"] if content is None else content} for m in ready[1:])]
             filled = outline.filled(list(_texts(other)))
@@ -103,7 +104,7 @@ class Outlines:
 
 
 def _form(ready: Sequence[Message]) -> Hashable | None:
-    """The part that is equal in messages that differ only in their texts; None if they hold more than texts."""
+    """A key that is equal for messages that differ only in their texts; None if they contain more than texts."""
     reply, *after = ready
     calls = len(reply.get("tool_calls", ()))
     if 2 * calls + sum(map(len, after)) > _MOST_TEXTS:
@@ -204,8 +205,7 @@ def _together(parts: Iterable[Part], values: dict[int, str]) -> str:
 
 
 class BlankRecording:
-    """One rendering with blanks. `texts` are the values: first those that blanks were made for, then those made of
-    them."""
+    """One rendering with blanks. `texts` are the values: first those of the blanks, then those derived from them."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -264,7 +264,7 @@ class BlankRecording:
 
 
 class Blank(str):
-    """A text as a template holds it. Its own letters are a meaningless mark."""
+    """A stand-in for a text in a template. Its own letters are a meaningless mark."""
 
     __slots__ = ("number", "recording")
     recording: BlankRecording
@@ -364,8 +364,8 @@ class _Generator(CodeGenerator):
 class _Tracing(Sandbox):
     """The sandbox of chat templates, for values with blanks in them.
 
-    Jinja can work on texts without their methods: joining, `in`, filters, calls. Each of these either knows blanks, or
-    raises `Opaque` for one.
+    Jinja can process texts without calling their methods: by joining, `in`, filters and calls. Each of these either
+    handles blanks, or raises `Opaque` for one.
     """
 
     code_generator_class = _Generator

@@ -28,7 +28,7 @@ CONTENT = f"Qc{NONCE}"
 _EARLIER, _LATEST = "E", "Q"
 
 CALL_ID = "call00000"
-"""An id that every family accepts: Mistral's requires nine letters or digits."""
+"""An id that every family accepts: Mistral requires nine letters or digits."""
 
 StepKind: TypeAlias = tuple[tuple[bool, bool, int], tuple[str, ...]]
 """A reply's shape, and the roles of the messages after it."""
@@ -104,7 +104,7 @@ def with_latest(kinds: tuple[StepKind, ...], latest: StepKind) -> tuple[StepKind
 
 
 def stand_ins(kind: StepKind, tool: str) -> list[Message]:
-    """A short step of this kind: a reply and the messages after it. Calls are of `tool`."""
+    """A short step of this kind: a reply and the messages after it. Its calls use `tool`."""
     (content, reasoning, calls), roles = kind
     ids = [f"{CALL_ID[:-1]}{number}" for number in range(calls)]
     shape = Shape(content, reasoning, [(call_id, tool) for call_id in ids])
@@ -118,7 +118,7 @@ def stand_ins(kind: StepKind, tool: str) -> list[Message]:
 
 
 def last_stand_in(text: str) -> int:
-    """Where the last part of a stand-in's reply begins, -1 without one."""
+    """Where the last part of a stand-in's reply begins; -1 if there is none."""
     return max(text.rfind(_mark(part, stand=_EARLIER)) for part in "acr")
 
 
@@ -133,9 +133,9 @@ RenderTemplate: TypeAlias = Callable[..., str]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The results of probing. `reasoning_field` is the template's field for thinking, None without one; `joined`: it
-    refuses thinking and content together next to a call. `stop_ids` are the tokens with which a model ends its turn.
-    The template writes one of `closers` after a reply, as a part of it, or one of `openers`, which begin the next
+    """The results of probing. `reasoning_field` is the template's field for thinking, None without one; `joined`: the
+    template refuses thinking and content together next to a call. `stop_ids` are the tokens with which a model ends its
+    turn. The template writes one of `closers` after a reply, as a part of it, or one of `openers`, which begin the next
     message, as GLM's do."""
 
     reasoning_field: str | None
@@ -216,7 +216,7 @@ def _check_tools(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) ->
 
 
 def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) -> str | None:
-    """The field whose thinking is shown at least somewhere."""
+    """The first field whose thinking the template shows in at least one conversation."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "."}
     plain: Message = {"role": "assistant", "content": "."}
     calling = for_template([_call(tools).message()], None)[0]
@@ -259,7 +259,7 @@ def _ends(render: RenderTemplate, tokenizer: Tokenizer, tools: Sequence[Mapping[
     ends = _Ends()
     for shape, after in _probed_shapes(tools):
         alone = [_encoded(tokenizer, render, [shape.message()], shape)]
-        if shape.calls:  # what stands once per call ends a call, not a turn
+        if shape.calls:  # a token that occurs once per call ends a call, not a turn
             calls = Shape(content=False, reasoning=False, calls=[*shape.calls, ("call00001", shape.calls[0][1])])
             alone.append(_encoded(tokenizer, render, [calls.message()], shape))
         closing = _closing(tokenizer, alone, shape)
@@ -281,7 +281,8 @@ def _probed_shapes(tools: Sequence[Mapping[str, JSON]]) -> Iterator[tuple[Shape,
 
 
 def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape) -> list[int]:
-    """The special token that closes a reply which is the last message: right after text, at the very end of calls."""
+    """The special token that closes a reply at the end of a conversation: right after text, or at the very end of
+    calls."""
     special = _special_ids(tokenizer)
     if not shape.calls:
         return [number for number in alone[0] if number in special][:1]
@@ -290,7 +291,7 @@ def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape)
 
 
 def _encoded(tokenizer: Tokenizer, render: RenderTemplate, messages: Sequence[Message], shape: Shape) -> list[int]:
-    """The text after the first mark of `shape`, as tokens; nothing if the template refuses."""
+    """The text after the first mark of `shape`, as tokens; empty if the template refuses."""
     for text in _tried(render, for_template([_USER, *messages], None)):
         return list(tokenizer.encode(_after_marks(text, shape).rstrip(), add_special_tokens=False))
     return []

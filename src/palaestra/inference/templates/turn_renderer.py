@@ -1,19 +1,19 @@
 """The tokens that a new turn adds to a conversation, without re-encoding any sampled token.
 
 The template is rendered with marks in place of the assistant's words (`probe`): once for the prompt of the last reply,
-once for the continued conversation. If the second begins with the first, and still has all the assistant's words,
-history is intact, and the text after the end of the reply is the new turn's. If not, the template rewrites history, and
-the caller decides what that means.
+once for the continued conversation. If the second rendering begins with the first, and still has all the assistant's
+words, history is intact, and the text after the end of the reply is the new turn's. If not, the template rewrites
+history, and the caller decides how to continue.
 
 Rendering a whole conversation costs more with every turn, so the same is measured on a short one: a stand-in for the
-head, every kind of step once, the last reply, the new messages. Until both have agreed on a longer conversation, and
-whenever a conversation is twice as long as the last on which they did, both are measured; if they differ, the template
-depends on more than kinds of steps, and is rendered in full from then on. The short one is rendered only until there is
-an outline of it (`outlines`), into which the texts of the next step of its kind are written.
+head, every kind of step once, the last reply, the new messages. Both are measured until they have agreed on a longer
+conversation, and again whenever a conversation is twice as long as the last one on which they agreed. If they differ,
+the template depends on more than the kinds of steps, and whole conversations are rendered from then on. The short one
+is rendered only until it has an outline (`outlines`), which is then filled with the texts of later steps of its kind.
 
 Invariants: only text that the template puts after the last sampled token is encoded. A control token in the text of a
-user, a tool or a system prompt is encoded as text: a mark is put into it before the template is rendered, and the text
-is encoded in the parts between the marks.
+user, a tool or a system prompt is encoded as text: a mark is put into it before the template is rendered, and the parts
+between the marks are encoded one by one.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _BRACKETED = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 _STAND_IN = "."
 _MAX_HEAD = 4
 _KEPT_OPENINGS, _LONGEST_KEPT = 32, 1 << 20
-"""How many openings are kept for the other rollouts of a group, and their longest text."""
+"""The most openings kept for the other rollouts of a group, and the longest text of one."""
 
 _NEVER = -1
 
 _KEPT_RENDERERS = 64
 _LONGEST_OPENING = 32
-"""How many tokens the tag that opens the thinking, and the white space after it, may take: one per byte at most."""
+"""The most tokens of the tag that opens the thinking with the white space after it: one per byte at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class TurnStep:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The prompt `ids[T]` of a segment's first turn, shared: do not change it."""
+    """The prompt `ids[T]` of a segment's first turn. It is shared: do not change it."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -196,13 +196,13 @@ class TurnRenderer:
                     *(len(history.prompt), "/".join(latest[1])),
                 )
             self._proved[case] = _NEVER
-        elif len(history.prompt) > len(head) or not history.kinds:  # one as long proves nothing about repeated steps
+        elif len(history.prompt) > len(head) or not history.kinds:  # an equal length proves nothing about repeats
             self._proved[case] = len(history.prompt)
         return full
 
     def _in_order(self, latest: StepKind) -> bool:
-        """Whether such a step is rendered in the order in which it was taken. Gemma's template writes the content next
-        to a call after the call's result."""
+        """Whether the template renders such a step in its original order. Gemma's template writes the content next to a
+        call after the call's result."""
         if latest not in self._orders:
             self._orders[latest] = self._look_at_order(latest)
         return self._orders[latest]
@@ -213,18 +213,18 @@ class TurnRenderer:
         try:
             text = self._render(self._ready([{"role": "user", "content": _STAND_IN}, reply, *marked]))
         except ConfigError:
-            return True  # the conversation itself will tell
+            return True  # rendering the whole conversation will show the error
         return CONTENT not in text or last_stand_in(text) < text.index(CONTENT)
 
     def _in_full(self, history: History, new: Sequence[Message]) -> Measured:
-        """Measured on the conversation itself, in which only the last reply is marked."""
+        """Measure on the whole conversation, in which only the last reply is marked."""
         head = self._ready(history.prompt)
         return self._compare(head, history.reply, new, self._render(head))
 
     def _outlined(
         self, case: Hashable, head: list[Message], reply: Message, new: Sequence[Message], before: str
     ) -> Measured:
-        """As `_compare`, but rendered only if no like step has been."""
+        """As `_compare`, but renders only if no similar step has been rendered."""
         if self._outlines is None:
             self._outlines = Outlines(self._render, functools.partial(self._render, template=traced(self._template)))
         shape = shape_of(reply)
@@ -252,7 +252,7 @@ class TurnRenderer:
         return after[min(found, default=said) :]
 
     def _stand_in(self, roles: tuple[str, ...], kinds: tuple[StepKind, ...]) -> tuple[list[Message], str]:
-        """A short conversation, as messages and rendered: a head, and every kind of step that was taken, once."""
+        """A short conversation, as messages and rendered: a head, and one step of every kind taken."""
         case = roles, kinds
         if case not in self._stand_ins:
             messages = [{"role": role, "content": _STAND_IN} for role in roles]
@@ -304,7 +304,7 @@ class TurnRenderer:
 
 
 def _control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Matches the tokens that no ordinary text makes: the special ones, and other added ones in brackets."""
+    """Matches tokens that ordinary text does not produce: the special ones, and other added ones in brackets."""
     special = set(getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ())
     vocabulary = getattr(tokenizer, "get_added_vocab", None)
     added = getattr(tokenizer, "added_ids", None) or (vocabulary().values() if vocabulary is not None else ())

@@ -88,12 +88,12 @@ class _Thread:
             self.reply["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
 
     def continued_by(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages` are this conversation, the reply, and perhaps more."""
+        """Whether `messages` begin with this conversation and its reply."""
         known = len(self.seen)
         return len(messages) > known and self.begins_with(messages[:known]) and _same_reply(self.reply, messages[known])
 
     def begins_with(self, messages: Sequence[Message]) -> bool:
-        """Whether this conversation was once at `messages`."""
+        """Whether this conversation begins with `messages`."""
         return len(messages) <= len(self.seen) and self.seen[: len(messages)] == list(messages)
 
 
@@ -150,7 +150,7 @@ class _Reply:
 class ManagedChat(ChatServer):
     """A chat server for one rollout, and, as the contract requires, an async context manager that closes nothing.
 
-    `history` is how to treat a template that rewrites it. Requests may run concurrently; each continues the
+    `history` selects how to treat a template that rewrites history. Requests may run concurrently; each continues the
     conversation that its messages extend, or begins one of the `segments`. Answers of `recorded` are not sampled again.
     Raises `ConfigError` for an unusable template or parser.
     """
@@ -213,7 +213,7 @@ class ManagedChat(ChatServer):
     ) -> TextCompletion:
         """One continuation of a text, which is in the ledger too. `in_thread` encodes it. Raises `EngineError`."""
         if self._text is None:
-            from palaestra.inference.token_exact.managed_text import ManagedText  # here, because few rollouts need it
+            from palaestra.inference.token_exact.managed_text import ManagedText  # here: few rollouts need it
 
             tokenizer, stops = self._format.tokenizer, self._format.renderer((), None).stop_ids
             self._text = ManagedText(
@@ -264,7 +264,7 @@ class ManagedChat(ChatServer):
         else:
             renderer = await in_thread(partial(self._format.renderer, tools or (), variables))
         settings = {key: value for key, value in settings.items() if key not in _NOT_SAMPLING}
-        limit = settings.pop("max_completion_tokens", None)  # OpenAI's newer name; engines know one
+        limit = settings.pop("max_completion_tokens", None)  # OpenAI's newer name; engines know only `max_tokens`
         for key, value in (("temperature", temperature), ("max_tokens", max_tokens), ("max_tokens", limit)):
             if value is not None:
                 settings.setdefault(key, value)
@@ -287,7 +287,7 @@ class ManagedChat(ChatServer):
         )
 
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]] = ()) -> int:
-        """How many tokens a conversation has as the prompt of a new segment. Raises `ConfigError`."""
+        """The number of tokens of a conversation as the prompt of a new segment. Raises `ConfigError`."""
         return len(self._format.renderer(tools, None).opening(plain_messages(messages)).ids)
 
     def get_state(self) -> dict[str, JSON]:
@@ -323,8 +323,8 @@ class ManagedChat(ChatServer):
         opens: SegmentReason | None,
         in_thread: InThread | None,
     ) -> _Reply:
-        """Plan, sample, and only then record: a failed request leaves nothing."""
-        messages = plain_messages(messages)  # a list of its own: the caller's may grow while the engine samples
+        """Plan, sample, and only then record: a failed request leaves no trace."""
+        messages = plain_messages(messages)  # a copy: the caller's list may grow while the engine samples
         thread = None if self._declared is not None else self._continued(renderer, messages)
         thread = thread or _Thread(renderer)
         thread.busy = True
@@ -351,10 +351,10 @@ class ManagedChat(ChatServer):
     def _shown(
         self, plan: _Plan, renderer: TurnRenderer, settings: Mapping[str, JSON]
     ) -> tuple[Mapping[str, JSON], ShownReply | None]:
-        """The settings for the engine, and who shows the reply while it comes."""
+        """The settings for the engine, and the object that shows the reply as it comes, if `on_delta` is set."""
         if "on_delta" not in settings:
             return settings, None
-        from palaestra.inference.token_exact.streaming import ShownReply  # only chats show replies as they come
+        from palaestra.inference.token_exact.streaming import ShownReply  # imported here: few requests need it
 
         rest = {name: value for name, value in settings.items() if name != "on_delta"}
         options: dict[str, JSON] = {"thinking": renderer.thinks_at_once(plan.delta), "cut": True}
@@ -367,8 +367,8 @@ class ManagedChat(ChatServer):
     def _plan(
         self, renderer: TurnRenderer, messages: Sequence[Message], thread: _Thread, declared: SegmentReason | None
     ) -> _Plan:
-        """The place of the turn in `thread`, which nobody else uses meanwhile. Changes nothing here, and may be called
-        in any thread."""
+        """The place of the turn in `thread`, which no other request uses meanwhile. Changes nothing here, and may be
+        called in any thread."""
         if thread.segment < 0:
             opening = renderer.opening(messages)
             return _Plan(thread, opening.ids, opening.kinds, True, declared)
@@ -409,7 +409,7 @@ class ManagedChat(ChatServer):
             thinking=renderer.thinks_at_once(plan.delta),
             cut=finish_reason == "length",
             tools=renderer.tools,
-            turn=self._turns + 1,  # not the ledger's: that depends on concurrent conversations
+            turn=self._turns + 1,  # not the ledger's number, which depends on concurrent conversations
         )
         thread = plan.thread
         if plan.begins:

@@ -35,9 +35,9 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 async def sample(
     engine: TokenEngine, prompt: Prompt, settings: Mapping[str, JSON], vocabulary: int | None, clock: Clock
 ) -> list[Piece]:
-    """Sample the reply to `prompt[T]`, which grows by it: one piece, or several if requests were aborted. `vocabulary`
-    is the tokenizer's number of ids, if known. Raises `EngineReplyError` for an impossible answer and
-    `EngineUnavailable` if the engine keeps aborting."""
+    """Sample the reply to `prompt[T]`: one piece, or several if requests were aborted. Aborted pieces extend the
+    prompt. `vocabulary` is the tokenizer's number of ids, if known. Raises `EngineReplyError` for an impossible answer
+    and `EngineUnavailable` if the engine keeps aborting."""
     pieces: list[Piece] = []
     left, empty = settings.get("max_tokens"), 0
     for _ in range(MAX_RESUMES):
@@ -116,7 +116,7 @@ class ReplyReader:
     def _parts(
         self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> tuple[str | None, str | None, Sequence[JSON]]:
-        """Thinking, content and calls. Without tools nothing is a call: it stays in the content."""
+        """Thinking, content and calls. Without tools, calls stay in the content."""
         reasoning, rest = split_thinking(text, thinking)
         if self._parser is None or not (tools or "thinking" in self._accepts):
             return reasoning, rest, ()
@@ -133,7 +133,7 @@ class ReplyReader:
 
 
 def split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
-    """The thinking, if any, and the rest. Thinking that was not closed is all there is."""
+    """The thinking, if any, and the rest. Unclosed thinking extends to the end."""
     begun = text.lstrip()
     if begun.startswith(THINK_OPEN):
         text, inside = begun[len(THINK_OPEN) :], True
@@ -155,7 +155,7 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
 
 
 def _call(call: JSON, call_id: str) -> ToolCallMessage:
-    """Any parser's call as ours, under this id, because the id of a parser without turns may be random."""
+    """Any parser's call as one of ours with the id `call_id`, because a parser without turns may give random ids."""
     function = _part(call, "function") or call
     arguments = _part(function, "arguments")
     if not isinstance(arguments, str):

@@ -1,6 +1,7 @@
 """A reply shown while its tokens come: its text and thinking in pieces, without its tool calls.
 
-Only what is shown: the reply itself is read from all tokens at its end, and its last piece is what was not shown yet.
+This is only the display: the reply itself is read from all tokens at its end, and its last piece is the text not shown
+yet.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from palaestra.inference.http.sse import Delta, DeltaHook
 from palaestra.inference.tokenizers import Tokenizer
 
 _MARKER = re.compile(r"\s*(?:<[^<>\n]{0,40}|\[[A-Z_]{0,20}|\s)$|\ufffd+$")
-"""The end of a text that may become a marker of the format, or is half a letter."""
+"""The end of a text that may become a marker of the format, or is an incomplete character."""
 
 
 class ShownReply:
-    """One reply. `read` reads a text that may be incomplete; `stop_ids` end a turn and are not text."""
+    """A reply that is shown as it comes. `read` reads a text that may be incomplete; `stop_ids` end a turn and are not
+    text."""
 
     def __init__(
         self, hook: DeltaHook, tokenizer: Tokenizer, read: Callable[[str], AssistantMessage], stop_ids: Collection[int]
@@ -28,7 +30,7 @@ class ShownReply:
         self._content = self._reasoning = ""
 
     def add(self, ids: Sequence[int] | None) -> None:
-        """Show what new tokens add; None: all tokens so far were void."""
+        """Show the text that new tokens add. None means that all tokens so far were void."""
         if ids is None:
             self._ids, self._content, self._reasoning = [], "", ""
             self._hook(Delta(restarted=True))
@@ -45,7 +47,7 @@ class ShownReply:
         self._show(message.content or "", message.reasoning_content or "")
 
     def _show(self, content: str, reasoning: str) -> None:
-        """A text that does not continue what was shown waits for more."""
+        """Show the new part of a text. A text that does not continue the shown one waits for more."""
         new_content = content[len(self._content) :] if content.startswith(self._content) else ""
         new_reasoning = reasoning[len(self._reasoning) :] if reasoning.startswith(self._reasoning) else ""
         self._content += new_content

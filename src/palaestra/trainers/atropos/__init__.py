@@ -1,5 +1,6 @@
-"""The Atropos trajectory API: environments send scored groups to a server, a trainer takes batches of them.
+"""The Atropos trajectory API: environments send scored groups to a server, and a trainer takes batches of them.
 
-The server: `exchange` holds its state, `trajectory_server` the routes and the store. The environment: `connection`
-registers and asks, `feed` sends, `groups` has the groups on their way. `wire` has the shapes of both.
+For the server, `exchange` holds the state, `trajectory_server` the routes and the store. For an environment,
+`connection` registers and requests the status, `feed` sends groups, and `groups` tracks those in transit. `wire`
+defines the messages.
 """

@@ -1,8 +1,8 @@
 """`BatchTrainer`: takes batches from a trajectory API and trains on them; any environment may feed the API.
 
-A batch is on the disk before it is trained, and stays there until a checkpoint has it. A trainer that was killed
-therefore trains each batch that it received exactly once. The API forgets a batch when it has answered: one whose
-answer did not arrive is lost, which the API cannot express.
+A batch is on the disk before it is trained, and stays there until a checkpoint includes it. A trainer that was killed
+therefore trains each batch that it received exactly once. The API forgets a batch when it has answered, so a batch is
+lost if the answer does not arrive. The API has no means to prevent that.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PATIENCE_S = 600.0
 
 
 class BatchTrainer:
-    """Trains `trainer`, which is open. `folder` is for its files, `sequences` the size of a batch. `run` returns after
-    the last step."""
+    """Trains with `trainer`, which is open. `folder` is for its files, `sequences` the size of a batch. `run` returns
+    after the last step."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class BatchTrainer:
             raise TrainerRefused(f"{self._client.url} did not register the trainer")
 
     async def _next_batch(self, step: int) -> list[ScoredData]:
-        """Wait for a batch and keep it on the disk."""
+        """Wait for a batch and store it on the disk."""
         while True:
             answer = await self._asked("GET", "/batch")
             if answer is not None and answer.get("batch"):
@@ -122,7 +122,8 @@ class BatchTrainer:
         return groups
 
     def _check_ids(self, groups: Sequence[ScoredData]) -> None:
-        """Raises `RequestRefusal` for an id that the model does not have: the environment has another tokenizer."""
+        """Raises `RequestRefusal` for an id that the model does not have, because the environment uses another
+        tokenizer."""
         tokenizer = getattr(self.trainer.engine, "tokenizer", None)
         if not isinstance(tokenizer, Sized):
             return
@@ -178,7 +179,7 @@ class BatchTrainer:
     async def _asked(
         self, method: str, path: str, payload: Mapping[str, object] | None = None
     ) -> dict[str, object] | None:
-        """The answer, or None for one without success. An API that is silent is asked again, for `PATIENCE_S`."""
+        """The answer, or None if it reports no success. A silent API is asked again for up to `PATIENCE_S`."""
         until = self._clock.monotonic() + PATIENCE_S
         while True:
             try:
@@ -231,7 +232,7 @@ def _only(values: Sequence[float]) -> float:
 def _row(
     tokens: list[int], masks: Sequence[int], logprobs: Sequence[float], score: float, name: str
 ) -> ExportedRow | None:
-    """A sequence as a row; None if nothing of it is trained."""
+    """A sequence as a row; None if no token of it is trained."""
     start = next((place for place, mask in enumerate(masks) if mask != UNTRAINED), None)
     if not start:  # without a prompt, nothing predicts the first token
         return None

@@ -1,7 +1,7 @@
 """An environment's connection to a trajectory server: requests, registration, and what the server reports.
 
-Invariants: each request is sent once, because only `feed` knows which may be repeated; one question for the status is
-under way at a time, so the known state never goes back; after a server has forgotten the environment, it registers
+Invariants: each request is sent once, because only `feed` knows which may be repeated; only one status request is in
+progress at a time, so the known state never goes back; after a server has forgotten the environment, it registers
 again.
 """
 
@@ -28,13 +28,13 @@ from palaestra.trainers.atropos.wire import BatchInfo, EnvStatus, Registered
 logger = logging.getLogger(__name__)
 
 PACKED_BYTES = 1024
-"""From this size on a body is sent with gzip, as the original environments do."""
+"""Bodies of at least this many bytes are sent with gzip, as the original environments do."""
 
 LEAVE_S = 5.0
 """How long the end of a run, even an interrupted one, may wait to disconnect."""
 
 WATCH_FIRST_S, WATCH_S = 0.005, 0.1
-"""How often a server that keeps nothing is asked what waits: right after a delivery, and at most."""
+"""Seconds between status requests to an original server, which keeps nothing: right after a delivery, and at most."""
 
 _OTHER_PROGRAM = frozenset({401, 403, 404, 405})
 """Answers to a registration that a trajectory server never gives."""
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """The answer of the address `asked`. `retry_s` is when the server wants the next request, in seconds."""
+    """The answer from the address `asked`. `retry_s` is the time until the next request that the server asks for."""
 
     asked: str
     status: int
@@ -52,7 +52,7 @@ class ServerAnswer:
     retry_s: float | None = None
 
     def read(self, shape: type[T]) -> T:
-        """The body as a `shape`. Raises `TrainerRefused` if no trajectory server would answer so."""
+        """The body as a `shape`. Raises `TrainerRefused` if a trajectory server would not send such a body."""
         try:
             return msgspec.convert(self.body, shape, strict=False)
         except msgspec.ValidationError as error:
@@ -69,7 +69,7 @@ class ServerAnswer:
 
 
 class TrajectoryClient:
-    """Connections to the server at `url`, which may want a token. Opens on first use; `aclose` is idempotent.
+    """Connections to the server at `url`, which may require a token. Opens on first use; `aclose` is idempotent.
 
     `answered_s` is the monotonic time of the last answer of any kind.
     """
@@ -120,7 +120,7 @@ def _decoded(content: bytes) -> JSON:
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
     """How an environment registers and feeds. `patience_s` is how long the server may be silent before the feed gives
-    up; `poll_s` is the time between questions while it waits for the trainer, `heartbeat_s` afterwards."""
+    up; `poll_s` is the time between status requests while it waits for the trainer, `heartbeat_s` afterwards."""
 
     name: str
     group_size: int
@@ -135,10 +135,10 @@ class FeedSettings:
 
 @dataclass(slots=True)
 class Standing:
-    """The server's last report. Queue sizes are in groups of ours, `batch_size` in sequences.
+    """The server's last report. Queue sizes count groups of our size, `batch_size` counts sequences.
 
-    `keeps`: the server knows deliveries and keeps them. `alone`: it has no other environment's groups. `starving`: the
-    waiting groups make up no batch, although there are enough sequences for one.
+    `keeps`: the server knows deliveries and keeps them. `alone`: it has no other environment's groups. `starving`: no
+    choice of the waiting groups fills a batch, although there are enough sequences for one.
     """
 
     env_id: int
@@ -156,10 +156,11 @@ class Standing:
 
 
 class TrainerConnection:
-    """One environment's registration. `current` is None while there is none; `changed` is notified of every report.
+    """One environment's registration. `current` is None while it is not registered; `changed` is notified of every
+    report.
 
-    `unsaved` gets the reports of a server that keeps nothing. `returned` is called with the standing before and after
-    the server forgot the environment.
+    `unsaved` gets the reports of an original server, which keeps nothing. `returned` is called with the standing before
+    and after the server forgot the environment.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class TrainerConnection:
             await self._clock.sleep(max(self._settings.poll_s, 0.0))
 
     async def _register(self) -> Standing | str:
-        """Register and ask for the size of batches; the reason to wait if that is not possible yet."""
+        """Register and ask for the batch size; return the reason to wait if that is not possible yet."""
         settings, client = self._settings, self._client
         registration = {
             "max_token_length": settings.max_token_length,
@@ -257,7 +258,7 @@ class TrainerConnection:
         return standing
 
     async def forget(self, standing: Standing) -> None:
-        """The server does not know us: `standing` no longer holds."""
+        """Record that the server does not know us, so `standing` is no longer valid."""
         if self.current is standing:
             self.current, self._before = None, standing
             self._note("the trainer's server does not know this environment any more: registering again")
@@ -270,15 +271,15 @@ class TrainerConnection:
             raise error
 
     async def beat(self) -> None:
-        """Ask for the status repeatedly: it shows the server that we live, and us its queues and steps."""
+        """Request the status repeatedly. This shows the server that we are alive, and shows us its queues and steps."""
         while not self.finished:
             await self._ask_patiently()
             await self._clock.sleep(self._settings.heartbeat_s)
 
     async def watch(self) -> None:
-        """Ask a server that keeps nothing about waiting groups while there are any.
+        """Ask an original server, which keeps nothing, how many groups wait, while there are any.
 
-        The newer they are, the more often: an idle trainer takes a batch immediately.
+        The newer the groups are, the more often it asks, because an idle trainer takes a batch immediately.
         """
         seen, wait_s = 0, WATCH_S
         while True:
@@ -298,12 +299,12 @@ class TrainerConnection:
             self.lose_patience(error)
 
     async def ask(self, standing: Standing) -> bool:
-        """Ask for the status once; return whether the server still knows us."""
+        """Request the status once; return whether the server still knows us."""
         async with self._asking:
             asked = self._unsaved.asking()
             answer = await self._client.ask("GET", "/status-env", {"env_id": standing.env_id})
             status = answer.read(EnvStatus) if answer.status == 200 else None
-            reused = status is not None and status.current_step < standing.step  # our id is another environment's now
+            reused = status is not None and status.current_step < standing.step  # another environment has our id
             if reused or answer.status in (404, 500):  # the original fails with 500 for an unknown id
                 await self.forget(standing)
             elif status is not None and self.current is standing:
@@ -332,7 +333,7 @@ class TrainerConnection:
             self.changed.notify_all()
 
     async def leave(self) -> None:
-        """Disconnect, if the server is there: its weights then no longer count this environment."""
+        """Disconnect if the server is reachable; its weights then no longer count this environment."""
         if self.current is not None:
             try:
                 async with asyncio.timeout(LEAVE_S):

@@ -4,7 +4,7 @@ Every change is an event, and only `apply` changes the state: the same events in
 The other methods decide, and return the event or raise `RequestRefusal`.
 
 Invariants: a group is in a batch once, and the groups of a batch sum to the registered batch size exactly; a repeated
-delivery is not accepted again. When an environment was last heard of is not part of the record.
+delivery is not accepted again. The time of an environment's last request is not part of the record.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BatchTaken(ServerEvent, tag="batch"):
 
 
 class DataReset(ServerEvent, tag="reset"):
-    """Everything was forgotten."""
+    """The server forgot everything."""
 
 
 AnyEvent = TrainerRegistered | TrainerStarted | EnvRegistered | EnvDisconnected | GroupReceived | BatchTaken | DataReset
@@ -82,7 +82,7 @@ class Env(msgspec.Struct):
 
 
 class WaitingGroup(msgspec.Struct):
-    """A group that waits for the trainer, or for others to make up a whole group with."""
+    """A group that waits for the trainer, or for other short groups to combine with."""
 
     serial: int
     env_id: int | None
@@ -96,7 +96,8 @@ new id, and its groups join those of its former process."""
 
 
 class Exchange:
-    """The state. `most_groups` and `most_bytes` limit how much may wait; clock readings are the caller's."""
+    """The state of a trajectory server. `most_groups` and `most_bytes` limit how much may wait; clock readings are the
+    caller's."""
 
     def __init__(self, *, most_groups: int = 10_000, most_bytes: int = 2 << 30) -> None:
         self.most_groups = most_groups
@@ -136,7 +137,7 @@ class Exchange:
                 self._forget()
 
     def _take(self, serials: set[int]) -> None:
-        """Remove groups. Those in a buffer are from the store of a version that combined short groups differently."""
+        """Remove groups. Groups in a buffer come from the store of a version that combined short groups differently."""
         for waiting in (self.queue, *self.buffers.values()):
             self.bytes_waiting -= sum(len(each.body) for each in waiting if each.serial in serials)
             waiting[:] = [each for each in waiting if each.serial not in serials]
@@ -160,7 +161,7 @@ class Exchange:
         self.buffers[kind] = [each for place, each in enumerate(buffer) if place not in set(places)]
 
     def _short_kind(self, event: GroupReceived) -> _EnvKind | None:
-        """The kind of the environment if the group has fewer sequences than that registered."""
+        """The kind of the environment if the group has fewer sequences than the environment registered."""
         if event.env_id is None:
             return None
         registration = self.envs[event.env_id].registration
@@ -173,8 +174,9 @@ class Exchange:
         return None if kind is None else sum(each.sequences for each in self.buffers[kind])
 
     def register(self, registration: Registration) -> TrainerRegistered:
-        """A trainer, another process of it, or a restarted one, which has another `starting_step` or `num_steps`:
-        steps are counted from there. Raises `RequestRefusal` (409) if its batches differ from the first one's.
+        """The registration of a trainer, another process of it, or a restarted trainer. A restarted one has another
+        `starting_step` or `num_steps`, and steps are counted from there. Raises `RequestRefusal` (409) if its batches
+        differ from the first one's.
         """
         if registration.batch_size < 1 or registration.max_token_len < 1:
             field = "batch_size" if registration.batch_size < 1 else "max_token_len"
@@ -187,8 +189,9 @@ class Exchange:
         return TrainerRegistered(registration=registration)
 
     def register_env(self, registration: EnvRegistration, now_s: float) -> EnvRegistered | None:
-        """An environment; None until a trainer has started. Raises `RequestRefusal`: 422, or 503 while others hold the
-        share of a batch that it needs, as its own former process does until it counts as silent."""
+        """The registration of an environment; None until a trainer has started. Raises `RequestRefusal`: 422, or 503
+        while others hold the share of a batch that it needs. Its own former process holds one until it counts as
+        silent."""
         share = registration.min_batch_allocation
         if registration.group_size < 1:
             raise RequestRefusal(422, "group_size: must be at least 1", field="group_size")
@@ -208,7 +211,7 @@ class Exchange:
         return EnvRegistered(registration=registration)
 
     def disconnect(self, env_id: int) -> EnvDisconnected:
-        """The environment has ended. Raises `RequestRefusal` (404)."""
+        """The disconnection of an environment. Raises `RequestRefusal` (404)."""
         self.env(env_id)
         return EnvDisconnected(env_id=env_id)
 
@@ -220,7 +223,8 @@ class Exchange:
         return self.envs[env_id]
 
     def receive(self, data: ScoredData) -> GroupReceived | None:
-        """A group; None if its delivery was accepted before. Raises `RequestRefusal`: 404, 422, 429 or 503."""
+        """The receipt of a group; None if its delivery was accepted before. Raises `RequestRefusal`: 404, 422, 429 or
+        503."""
         if self.trainer is None:
             raise RequestRefusal(503, "no trainer has registered, so this group would go to none", retry_s=5.0)
         if data.delivery_id is not None and data.delivery_id in self._deliveries:
@@ -239,7 +243,7 @@ class Exchange:
         return GroupReceived(sequences=len(data.tokens), env_id=data.env_id, delivery_id=delivery_id, group=group)
 
     def _check_size(self, data: ScoredData, trainer: Registration) -> None:
-        """Refuse a group that could never leave again."""
+        """Refuse a group that no batch could ever take."""
         if len(data.tokens) > trainer.batch_size:
             detail = f"tokens: {len(data.tokens)} sequences never fit a batch of {trainer.batch_size}"
             raise RequestRefusal(422, detail, field="tokens")
@@ -249,7 +253,8 @@ class Exchange:
                 raise RequestRefusal(422, detail, field=f"tokens[{number}]")
 
     def batch(self, now_s: float) -> list[WaitingGroup] | None:
-        """The groups of the next batch; None while they do not make one up. Raises `RequestRefusal` (503)."""
+        """The groups of the next batch; None while the waiting groups do not fill one. Raises `RequestRefusal`
+        (503)."""
         if self.trainer is None:
             raise RequestRefusal(503, "no trainer has registered: POST /register comes first", retry_s=5.0)
         chosen = self._promised(self.trainer.batch_size, now_s)
@@ -258,7 +263,7 @@ class Exchange:
     def status(self, env_id: int, now_s: float) -> EnvStatus:
         """The queues and the share of an environment, from which it decides when to begin a group.
 
-        Sizes count its own groups and those of others that no minimum holds for them. Source of the meaning:
+        Sizes count its own groups and those of other environments that no minimum reserves. Source of the meaning:
         `/status-env` of atroposlib 0.4, without its packing of others' groups. Raises `RequestRefusal` (404).
         """
         own = self.env(env_id)
@@ -284,14 +289,15 @@ class Exchange:
         )
 
     def _starving(self, now_s: float) -> bool:
-        """Whether enough waits for a batch and no choice of it makes one up: only other groups can help."""
+        """Whether enough sequences wait for a batch but no choice of groups fills it exactly: only new groups can
+        help."""
         if self.trainer is None or sum(each.sequences for each in self.queue) < self.trainer.batch_size:
             return False
         chosen = self._promised(self.trainer.batch_size, now_s)
         return chosen is not None and self._filled(chosen, self.trainer.batch_size) is None
 
     def _filled(self, chosen: Mapping[int, WaitingGroup], batch_size: int) -> list[WaitingGroup] | None:
-        """These groups, with others of the queue that make up a batch exactly; None if none do."""
+        """The chosen groups, with others of the queue that fill the batch exactly; None if no choice does."""
         left = batch_size - sum(each.sequences for each in chosen.values())
         others = [each for each in self.queue if each.serial not in chosen]
         places = exact([each.sequences for each in others], left)
@@ -302,8 +308,8 @@ class Exchange:
     def _promised(self, room: int, now_s: float) -> dict[int, WaitingGroup] | None:
         """The oldest groups that meet the environments' minima, by serial number; None while some are lacking.
 
-        Environments take turns, and groups that no longer fit are left: minima may need more groups than a batch has
-        room for if these do not fill them exactly.
+        Environments take turns, and groups that no longer fit stay in the queue: if groups do not fill the minima
+        exactly, the minima may need more groups than a batch has room for.
         """
         lacking = dict(self._minima(room, now_s))
         waiting = {env_id: [each for each in self.queue if each.env_id == env_id] for env_id in lacking}
@@ -368,7 +374,7 @@ def _walk_back(sizes: Sequence[int], reached: Sequence[int], left: int) -> list[
 def combined(sizes: Sequence[int], unit: int) -> list[int] | None:
     """Places of `sizes` that sum to `unit`, else to its smallest possible multiple; None if there is none.
 
-    Of any `unit` sizes some sum to a multiple of it, so fewer than `unit` ever have to wait.
+    Among any `unit` sizes, some sum to a multiple of it, so fewer than `unit` ever have to wait.
     """
     for target in range(unit, sum(sizes) + 1, unit):
         if (found := exact(sizes, target)) is not None:

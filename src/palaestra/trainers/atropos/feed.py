@@ -1,12 +1,12 @@
 """An environment's side of the trajectory API: keep in step with the trainer, send each group once.
 
-Invariants: a group is sent until the server has it, under one delivery id, whatever restarts in between; no more groups
-begin than the trainer's off-policy limit allows.
+Invariants: a group is sent under one delivery id until the server has it, also across restarts; no more groups begin
+than the trainer's off-policy limit allows.
 
-A server of this project accepts a delivery once, so repeating is safe. The original knows no delivery ids: if an answer
-is lost, its last group is compared with ours before sending again. It keeps nothing either: `UnsavedGroups` decides
-what is sent again after its restart. It also never recovers from a group that precedes its trainer, so before each
-group it is asked whether it still knows us.
+A server of this project accepts a delivery once, so repeating is safe. The original server has no delivery ids: if an
+answer is lost, its last group is compared with ours before sending again. It does not store groups either:
+`UnsavedGroups` decides which are sent again after its restart. It also never recovers from a group that precedes its
+trainer, so before each group the feed asks whether it still knows us.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Feed:
     def _has_room(self) -> bool:
         """Whether the off-policy limit leaves room, or the next batch lacks groups of any environment.
 
-        If the waiting groups make up no batch, one more at a time may begin, or the trainer would wait forever.
+        If the waiting groups do not fill a batch, one more at a time may begin; otherwise the trainer would wait
+        forever.
         """
         standing, settings = self.connection.current, self.settings
         if standing is None:
@@ -97,7 +98,7 @@ class Feed:
         return room or (standing.starving and not self._out)
 
     def offer(self, delivery_id: str, line: dict[str, JSON] | None) -> None:
-        """Send a finished group in the background; None is a group of which nothing is sent.
+        """Send a finished group in the background; None stands for a group that is not sent.
 
         A group that an earlier part of the run finished was never admitted, and counts from here on.
         """
@@ -127,7 +128,7 @@ class Feed:
             if sent and standing is not None:
                 standing.queue += 1
                 standing.own_queue += 1
-                standing.starving = False  # until the server reports it with this group
+                standing.starving = False  # until the server reports it again, with this group counted
             self.connection.changed.notify_all()
 
     async def _deliver(self, delivery_id: str, line: dict[str, JSON]) -> None:
@@ -171,7 +172,7 @@ class Feed:
     async def _give(
         self, standing: Standing, delivery_id: str, line: dict[str, JSON]
     ) -> tuple[ServerAnswer | None, bool]:
-        """Make one attempt: the answer, if any, and whether the server has the group."""
+        """Make one attempt; return the answer, if any, and whether the server has the group."""
         answer, taken = None, False
         if not standing.keeps:
             self._unsaved.begin()
@@ -189,7 +190,7 @@ class Feed:
         return answer, taken
 
     async def _may_give(self, standing: Standing) -> bool:
-        """Wait for room in a server that keeps nothing; False if it has forgotten us meanwhile."""
+        """Wait for room in an original server; False if it has forgotten us meanwhile."""
         connection = self.connection
         async with connection.changed:
             await connection.changed.wait_for(
@@ -198,7 +199,7 @@ class Feed:
         return connection.current is standing and await connection.ask(standing)
 
     async def _arrived(self, line: dict[str, JSON]) -> bool:
-        """Whether the server's last group is this one, after a lost answer."""
+        """After a lost answer, whether the server's last group is this one."""
         try:
             answer = await self._client.ask("GET", "/latest_example")
         except TrainerUnavailable:

@@ -23,7 +23,7 @@ _SENT_TOO = ("generation_params", "overrides", "images")
 
 
 def fitting(group: Group, most_tokens: int | None) -> Group:
-    """The group without rollouts that have no reward, in which the model said nothing, or with a row of more than
+    """The group without those rollouts that have no reward, no output of the model, or a row of more than
     `most_tokens`."""
     most = most_tokens or 1 << 62
     kept = [each for each in group.scored if not each.unsaid and longest_row(each) <= most]
@@ -31,7 +31,7 @@ def fitting(group: Group, most_tokens: int | None) -> Group:
 
 
 def longest_row(trajectory: Trajectory) -> int:
-    """How many tokens the longest row has."""
+    """The number of tokens of the longest row."""
     return max((tokens for tokens, _ in trajectory.row_sizes), default=0)
 
 
@@ -40,7 +40,7 @@ def scored_data(
 ) -> dict[str, JSON] | None:
     """The group in the shape of `/scored_data`, or None if nothing in it can be trained on.
 
-    A group without `group_size` rows says so in `group_overrides`. Raises `ConfigError` for rows without sampled
+    If the number of rows is not `group_size`, `group_overrides` has it. Raises `ConfigError` for rows without sampled
     tokens, unless `placeholders`.
     """
     line = group_line(group, env="", model="", messages=messages)
@@ -62,7 +62,7 @@ def _sampled(trajectory: Trajectory) -> bool:
 
 
 class Deliveries:
-    """The file of a run that lists the groups which the trainer has, so that a resumed run sends only the others.
+    """The file of a run that lists the groups delivered to the trainer, so that a resumed run sends only the others.
 
     Raises `DiskError` if it cannot be opened, and `ConfigError` for a damaged line or another schema.
     """
@@ -87,7 +87,8 @@ class Deliveries:
         return len(self._done)
 
     def add(self, delivery_id: str) -> None:
-        """Record that the trainer's server has this group. Raises `DiskError`, and then nothing of it stays."""
+        """Record that the trainer's server has this group. Raises `DiskError`, and then leaves no part of the
+        record."""
         self._done.add(delivery_id)
         self._file.append(msgspec.json.encode({"delivery_id": delivery_id}) + b"\n")
 
@@ -109,22 +110,22 @@ class GivenGroup:
 
 @dataclass(frozen=True, slots=True)
 class QuestionTime:
-    """The moment of a question: how many groups had been given, and whether another was being sent."""
+    """The state at a status request: how many groups had been sent, and whether another was being sent."""
 
     given: int
     busy: bool
 
 
 class UnsavedGroups:
-    """An environment's groups in one process of a server that keeps nothing, given to it one after the other.
+    """An environment's groups in one process of an original server, sent to it one after the other.
 
-    The original server holds groups in memory and does not report which of them its trainer took. But groups of one
-    size leave it in the order in which they came, so the number that waits shows which ones wait; and as long as its
-    groups make up no batch, none leaves. Therefore it is given one batch at a time. The server combines short groups in
-    ways that it does not report: after the first of them nothing is remembered or held back any more.
+    An original server holds groups only in memory and does not report which of them its trainer took. But groups of one
+    size leave it in the order in which they came, so the number of waiting groups shows which ones wait, and none
+    leaves before they fill a batch. Therefore it gets one batch at a time. The server combines short groups in ways
+    that it does not report: after the first short group, no group is remembered or held back any more.
 
-    Invariant: a group is sent again only if it was waiting at the last question, or cannot have left. A group that made
-    a batch full after that question may have been taken, so it is not sent again.
+    Invariant: a group is sent again only if it was waiting at the last status request, or cannot have left. A group
+    that filled a batch after that request may have been taken, so it is not sent again.
     """
 
     def __init__(self, group_size: int) -> None:
@@ -135,16 +136,16 @@ class UnsavedGroups:
         self._busy = False
 
     def room(self, batch_size: int) -> bool:
-        """Whether one more group may be given: with it there is one batch at most."""
+        """Whether one more group may be sent: with it, at most one batch waits."""
         return self._short or not self.given or (len(self.given) + 1) * self._group_size <= batch_size
 
     def begin(self) -> None:
-        """A group is being sent."""
+        """Record that a group is being sent."""
         self._count += 1
         self._busy = True
 
     def end(self, delivery_id: str, line: dict[str, JSON], *, taken: bool) -> None:
-        """The server accepted the group or did not."""
+        """Record whether the server accepted the group (`taken`)."""
         self._busy = False
         if len(line["tokens"]) != self._group_size:
             self._short = True
@@ -153,11 +154,11 @@ class UnsavedGroups:
             self.given.append(GivenGroup(self._count, delivery_id, line))
 
     def asking(self) -> QuestionTime:
-        """The server is asked now; `heard` takes its answer."""
+        """The state when a status request is sent, which `heard` takes with the answer."""
         return QuestionTime(self._count, self._busy)
 
     def heard(self, waiting: int, asked: QuestionTime) -> None:
-        """The server answered how many of our groups wait."""
+        """Record the server's answer: how many of our groups wait."""
         older = sum(each.number <= asked.given for each in self.given)
         del self.given[: max(0, older - waiting)]
         if not asked.busy and not self._busy and self._count == asked.given:
@@ -165,9 +166,9 @@ class UnsavedGroups:
                 each.waited = True
 
     def lost(self, batch_size: int, *, alone: bool) -> tuple[list[GivenGroup], list[GivenGroup]]:
-        """The server is gone: the groups to send again, and those not to send again, because its trainer may have them.
+        """Record that the server is gone; return the groups to send again, and those that its trainer may have.
 
-        `alone`: no other environment's groups were there to fill a batch with.
+        `alone`: the server had no other environment's groups to fill a batch with.
         """
         given, self.given, self._short = self.given, [], False
         untouched = alone and len(given) * self._group_size < batch_size

@@ -2,7 +2,7 @@
 
 Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
 It speaks plain HTTP. Callers are checked before their bodies are read: by the token if there is one, which a server
-that listens beyond the loopback must have. A request with a body must be JSON, so that no form of a web page is one.
+that listens beyond the loopback must have. A request with a body must be JSON, so that no web page's form can send one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from palaestra.trainers.atropos.wire import (
 STORE_SCHEMA = "palaestra.trajectories/1"
 
 MOST_REQUEST_BYTES = 512 << 20
-"""Of one request's body, unpacked: sixteen rollouts of a hundred thousand tokens take a tenth of it."""
+"""The most bytes of one unpacked request body: sixteen rollouts of a hundred thousand tokens take a tenth of it."""
 
 NO_EXAMPLE: dict[str, JSON] = {
     name: []
@@ -45,14 +45,14 @@ NO_EXAMPLE: dict[str, JSON] = {
         *("messages", "images"),
     )
 }
-"""The answer of `/latest_example` before there is one."""
+"""The answer of `/latest_example` before there is an example."""
 
 
 class EventStore:
     """A server's events on disk, one JSON object per line, read again at the next start.
 
-    Invariants: an event whose `commit` returned survives a power cut; one server at a time has the file. Raises
-    `ConfigError` for a file that cannot be written, belongs to another server or has another schema.
+    Invariants: an event whose `commit` returned survives a power cut; only one server at a time has the file open.
+    Raises `ConfigError` for a file that cannot be written, belongs to another server or has another schema.
     """
 
     _events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
@@ -75,7 +75,7 @@ class EventStore:
                 raise ConfigError(f"{self.path}: line {number} is damaged: {error}") from None
 
     def append(self, event: AnyEvent) -> None:
-        """Hand one event to the kernel. Raises `DiskError`, and then nothing of it stays."""
+        """Hand one event to the kernel. Raises `DiskError`, and then leaves no part of it."""
         self._file.append(msgspec.json.encode(event) + b"\n")
 
     async def commit(self) -> None:
@@ -88,9 +88,9 @@ class EventStore:
 
 
 class TrajectoryServer:
-    """The routes. `app` is the web application; without a store a restart forgets everything.
+    """The routes of the API. `app` is the web application; without a store a restart forgets everything.
 
-    Callers must send `token`; without one, every program may call, but no web page.
+    Callers must send `token`; without one, every program may call, but web pages may not.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ async def serving(
     token: str | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[str]:
-    """A running server; the value is its address. Port 0 takes a free one.
+    """Run a server; the context's value is its address. Port 0 takes a free port.
 
     Raises `ConfigError`, also for a host beyond the loopback without a token.
     """

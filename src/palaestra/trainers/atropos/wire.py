@@ -3,8 +3,8 @@
 Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-probability rows as token rows, each row
 is as long as its tokens, and all its numbers are finite.
 
-Source of the wire: the routes and models of atroposlib 0.4, which checks no lengths. `delivery_id` is ours: groups with
-the same one are the same group.
+Source of the wire: the routes and models of atroposlib 0.4, which does not check lengths. `delivery_id` is our
+addition: groups with the same id are the same group.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class BatchInfo(msgspec.Struct):
 
 
 class EnvStatus(msgspec.Struct, kw_only=True):
-    """The answer of `GET /status-env`. Queue sizes are in groups of the environment that asks.
+    """The answer of `GET /status-env`. Queue sizes count groups of the size that the asking environment registered.
 
-    `starving` is ours: enough sequences for a batch wait, but no choice of the groups makes one up.
+    `starving` is our addition: enough sequences for a batch wait, but no choice of the groups fills one.
     """
 
     current_step: int
@@ -102,8 +102,8 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 class ScoredData(msgspec.Struct, kw_only=True):
     """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and optional fields.
 
-    `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]` of T values or one. An empty list is an absent
-    one.
+    `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]` of T values or one. An empty list counts as
+    absent.
     """
 
     tokens: list[list[TokenId]]
@@ -135,12 +135,12 @@ def read(body: bytes, shape: type[T]) -> T:
 
 
 def read_scored(body: bytes) -> ScoredData:
-    """One checked group. Raises `RequestRefusal` (422)."""
+    """Read and check one group. Raises `RequestRefusal` (422)."""
     return checked(read(body, ScoredData))
 
 
 def read_scored_list(body: bytes) -> list[ScoredData]:
-    """Several groups, all of them checked. Raises `RequestRefusal` (422)."""
+    """Read and check several groups. Raises `RequestRefusal` (422)."""
     groups = read(body, list[ScoredData])
     for number, group in enumerate(groups):
         try:
@@ -152,7 +152,8 @@ def read_scored_list(body: bytes) -> list[ScoredData]:
 
 
 def checked(group: ScoredData) -> ScoredData:
-    """The group. Raises `RequestRefusal` (422) with the field whose lengths do not fit the tokens'."""
+    """Return the group if it is valid. Raises `RequestRefusal` (422) with the field whose lengths do not fit the
+    tokens'."""
     if not group.tokens:
         raise RequestRefusal(422, "tokens: a group needs at least one sequence", field="tokens")
     _same_count(group, "scores", group.scores)
@@ -176,7 +177,8 @@ def checked(group: ScoredData) -> ScoredData:
 
 
 def _finite(name: str, *rows: Sequence[float]) -> None:
-    """Numbers may be text, and so not a number: JSON has no others, and weights would be spoilt by one."""
+    """Refuse numbers that are not finite. Numbers may be sent as text, which can be NaN, and one would spoil the
+    weights."""
     if not all(math.isfinite(sum(row)) for row in rows):
         raise RequestRefusal(422, f"{name}: a value is not a finite number", field=name)
 

@@ -1,8 +1,8 @@
 """Checkpoints of the training server on disk: `FOLDER/RUN/KIND/NAME.json` and the tensors' folder that it names.
 
 The weights' folder is one that peft (LoRA) or transformers (full weights) loads; AdamW's state is a file next to them.
-Invariants: a checkpoint exists from the moment its JSON file has its name, which is after everything in it is on the
-disk, so a crash leaves the former one or the new one; no file is pickled.
+Invariants: a checkpoint exists once its JSON file has its final name, after all its content is on the disk, so a crash
+leaves either the former or the new one; no file is pickled.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CheckpointPath:
 
     @classmethod
     def read(cls, path: str) -> CheckpointPath:
-        """Raises `UserError` for anything but a path of this server."""
+        """Parse a path. Raises `UserError` for anything but a path of this server."""
         parts = path.removeprefix("tinker://").split("/")
         well_formed = path.startswith("tinker://") and len(parts) == 3 and parts[1] in ("weights", "sampler_weights")
         if not well_formed or not _RUN.fullmatch(parts[0]):
@@ -141,7 +141,7 @@ class CheckpointFolder:
 
     def load(self, checkpoint: Checkpoint, base: BaseModel, *, optimizer: bool) -> TrainedModel:
         """A model in training as it was saved; with `optimizer`, AdamW's state too. Raises `UserError` if the
-        checkpoint belongs to another base model or lacks what is asked for."""
+        checkpoint belongs to another base model or lacks the optimizer's state."""
         if checkpoint.digest != base.digest:
             raise UserError(
                 f"The checkpoint {checkpoint.path} was trained from '{checkpoint.base_model}' with other weights than "
@@ -170,7 +170,7 @@ class CheckpointFolder:
         return self._file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
 
     def delete(self, path: str) -> None:
-        """Raises `UserError` if there is no such checkpoint."""
+        """Delete a checkpoint. Raises `UserError` if there is no such checkpoint."""
         found = self.find(path)
         file = self._file(CheckpointPath.read(path))
         with writing(file):
@@ -221,7 +221,7 @@ class CheckpointFolder:
 
 
 def _write_tensors(folder: Path, model: TrainedModel, optimizer: bool) -> int:
-    """Returns the size in bytes, once everything is on the disk."""
+    """Write tensors; return their size in bytes once everything is on the disk."""
     from safetensors.torch import save_file
 
     save_file(_public_names(model.state(), model.lora), folder / _weights_file(model.lora), {"format": "pt"})

@@ -1,7 +1,8 @@
 """Results that clients fetch later: each accepted request has an id and, once it is done, one answer.
 
 Invariants: a request that a client repeats gets the same id and runs once; an answer stays until `KEPT_S` after it was
-fetched, so that a broken connection loses nothing; what waits and what is kept is bounded, in number and in bytes.
+fetched, so that a broken connection loses nothing; the waiting requests and the kept answers are bounded in number and
+in bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ KEPT_S, UNFETCHED_S = 60.0, 3600.0
 """Seconds that an answer is kept after it was fetched, and if nobody fetches it."""
 
 MOST_WAITING = 8192
-"""Requests without an answer."""
+"""The most requests without an answer."""
 
 MOST_BYTES = 1 << 30
-"""Of answers that are kept, and of requests that wait or are being read."""
+"""The most bytes of kept answers and of requests that wait or are being read."""
 
 
 class Busy(Exception):
-    """The server has as much to do as it takes; the client sends the request again later."""
+    """The server has reached a limit; the client sends the request again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class FutureAnswer:
 
     @classmethod
     def failure(cls, message: str, category: Literal["user", "server"]) -> FutureAnswer:
-        """The SDK raises `RequestFailedError` with this message, and does not ask again."""
+        """An answer for which the SDK raises `RequestFailedError` with this message and does not ask again."""
         return cls.of({"error": message, "category": category})
 
 
@@ -83,7 +84,7 @@ class Futures:
             self._held += len(raw) - size
             size = len(raw)
             pending = submit(raw)
-            if pending.answer is None and not pending.size:  # it is not a request that was repeated
+            if pending.answer is None and not pending.size:  # not a repeated request
                 pending.size, size = size, 0
         finally:
             self._held -= size
@@ -93,7 +94,7 @@ class Futures:
         return self._all.get(request_id)
 
     def add(self, request_id: str, session_id: str) -> PendingRequest:
-        """Raises `Busy` beyond the bounds."""
+        """Add a request. Raises `Busy` beyond the bounds."""
         if self._waiting >= MOST_WAITING:
             raise Busy(f"{self._waiting} requests are waiting")
         if self._bytes >= MOST_BYTES:
@@ -118,7 +119,7 @@ class Futures:
         pending.fetched_s = self._clock.monotonic()
 
     def sweep(self) -> None:
-        """Drop answers whose time is over."""
+        """Drop expired answers."""
         now_s = self._clock.monotonic()
         self._drop(
             lambda pending: (

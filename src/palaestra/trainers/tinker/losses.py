@@ -73,9 +73,9 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> 
 
 
 def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """-sg(min(p/q, c)) A log p, where q is what this server recorded when it sampled: REINFORCE with truncated
-    importance weights (Espeholt et al. 2018, arXiv 1802.01561, rho of equation 1). The input `recorded_logprobs` comes
-    from the sequences that the datum's spans name."""
+    """-sg(min(p/q, c)) A log p, where q is the probability that this server recorded when it sampled: REINFORCE with
+    truncated importance weights (Espeholt et al. 2018, arXiv 1802.01561, rho of equation 1). The input
+    `recorded_logprobs` comes from the sequences that the datum's spans name."""
     ratio = (logprobs.detach() - inputs["recorded_logprobs"]).exp()
     return -ratio.clamp(max=config["clip_high_threshold"]) * inputs["advantages"] * logprobs
 

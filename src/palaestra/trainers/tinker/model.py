@@ -1,9 +1,9 @@
 """The models of the training server: one base model, and modules that share its weights.
 
-Each trained model is a `torch` module of its own: with LoRA it shares the base's tensors and has its adapter's, with
-full weights it has all. A sampler is a module with a copy of the trained tensors, so later steps do not change it.
-Invariants: log-probabilities are the model's own in float32 at temperature 1, for samplers and trainers alike; a batch
-that fails leaves the gradients as they were.
+Each trained model is a `torch` module of its own: with LoRA it shares the base's tensors and adds its adapter's, with
+full weights it has tensors of its own. A sampler is a module with a copy of the trained tensors, so later steps do not
+change it. Invariants: log-probabilities are the model's own in float32 at temperature 1, for samplers and trainers
+alike; a batch that fails leaves the gradients as they were.
 
 Extra: `tinker` (torch, transformers, peft).
 """
@@ -36,13 +36,13 @@ LORA_ALPHA = 32
 """The scale of adapters is this over their rank, as in Tinker (thinkingmachines.ai/blog/lora)."""
 
 MOST_LOGITS = 1 << 27
-"""Of one forward pass: 512 MiB in float32. More tokens are computed in several passes."""
+"""The most logits of one forward pass: 512 MiB in float32. More tokens are computed in several passes."""
 
 DEFAULT_WINDOW_TOKENS = 4096
 
 
 class UserError(Exception):
-    """A call that cannot work as it was made. The client gets the message and does not retry."""
+    """A call that cannot succeed as it was made. The client gets the message and does not retry."""
 
 
 class Turns:
@@ -68,7 +68,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """An adapter: its rank, the seed of its start, and which layers have one."""
+    """An adapter: its rank, the seed of its initial weights, and the layers that have one."""
 
     rank: int
     seed: int | None = None
@@ -106,7 +106,7 @@ class BatchResult:
 
 
 class BaseModel:
-    """The model that all others start from. `name` is what clients call it. Loading blocks; raises `ConfigError`."""
+    """The model that all others start from. `name` is its name for clients. Loading blocks; raises `ConfigError`."""
 
     def __init__(self, source: str, *, name: str | None = None, device: str | None = None, dtype: str = "float32"):
         try:
@@ -140,8 +140,8 @@ class BaseModel:
         return (found,) if isinstance(found, int) else tuple(found or ())
 
     def copy(self, lora: LoraSettings | None) -> PreTrainedModel:
-        """A new module to train: with a fresh adapter, or for None with weights of its own. Blocks. Raises `UserError`
-        for an adapter that this model cannot have."""
+        """A new module to train: with a fresh adapter or, if `lora` is None, with weights of its own. Blocks. Raises
+        `UserError` for an adapter that this model cannot have."""
         import torch
 
         if lora is None:
@@ -155,7 +155,7 @@ class BaseModel:
         return module
 
     def check_ids(self, ids: Iterable[int], what: str) -> None:
-        """Raise `UserError` for an id outside the vocabulary: it would cost the whole batch its answer."""
+        """Raise `UserError` for an id outside the vocabulary: it would fail the whole batch."""
         for number in ids:
             if not 0 <= number < self.vocabulary:
                 raise UserError(
@@ -261,7 +261,7 @@ class TrainedModel:
         return self._optimizer
 
     def snapshot(self) -> PreTrainedModel:
-        """A module with a copy of the present weights, for sampling."""
+        """A module with a copy of the current weights, for sampling."""
         with self.base.turns.turn():
             return _sharing(self.module).requires_grad_(False)
 
@@ -282,7 +282,7 @@ class TrainedModel:
     def restore(
         self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None, steps: int
     ) -> None:
-        """Take over saved tensors. Raises `UserError` if they are not those of a model like this one."""
+        """Take over saved tensors. Raises `UserError` if they do not fit this model."""
         import torch
 
         own = self.trained()
@@ -337,7 +337,7 @@ def target_logprobs(logits_tv: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 
 def passes(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
-    """Indices of rows that are computed together, longest first, so that little is padded."""
+    """Indices of rows that are computed together, longest first, to limit padding."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):
@@ -388,7 +388,8 @@ def loadable_name(source: str) -> str:
 
 
 def _digest(module: PreTrainedModel) -> str:
-    """Of the first numbers of each tensor: tells a checkpoint of another model from one of this."""
+    """A digest of the first numbers of each tensor, which distinguishes checkpoints of this model from those of
+    others."""
     seen = hashlib.sha256()
     for name, tensor in module.named_parameters():
         seen.update(f"{name}{tuple(tensor.shape)}".encode())

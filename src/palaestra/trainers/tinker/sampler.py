@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOST_ROWS = 64
-"""Sequences in one batch."""
+"""The most sequences in one batch."""
 
 _TAIL_TOKENS = 8
-"""Tokens before a stop text's own that are decoded with it, because a character may be several tokens."""
+"""Tokens before a stop text that are decoded with it, because one character may take several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What to compute for `ids[T]`, of which the first `prompt` are the prompt.
+    """The scores to compute for `ids[T]`, whose first `prompt` ids are the prompt.
 
     `first` is the first position with log-probabilities, at least 1. `targets[prompt - 1, K]` are ids to score at each
     prompt position after the first, -1 for none. `alternatives` are drawn at each of these positions.
@@ -74,7 +74,7 @@ class SampleRequest:
 
 
 class Sampler:
-    """One module. `aclose` ends its thread and is idempotent."""
+    """Samples from one module. `aclose` ends its thread and is idempotent."""
 
     def __init__(self, base: BaseModel, module: PreTrainedModel) -> None:
         self.base = base
@@ -181,7 +181,7 @@ def _scored(logits_tv: torch.Tensor, scoring: Scoring) -> ScoredTokens:
 
 
 EMPTY_LOGPROB = -99999.0
-"""What the SDK reads as no token in a list of top tokens."""
+"""The log-probability that the SDK reads as a missing token in a list of top tokens."""
 
 
 def _top(logprobs_tv: torch.Tensor, count: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 """The routes of the Tinker API (SDK 0.38) over one `TinkerService`.
 
 Source of the wire: the SDK itself (PyPI `tinker`), whose requests and responses are used as they are. Invariant: no
-answer makes the SDK repeat a request without end. A wrong request gets a status that the SDK raises immediately, or
-fails through its future. The SDK repeats only after 429, which the server sends while it is full.
+answer makes the SDK repeat a request forever. A wrong request gets a status that the SDK raises immediately, or fails
+through its future. The SDK repeats only after 429, which the server sends while it is full.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from palaestra.trainers.tinker.wire import read_batch
 log = logging.getLogger(__name__)
 
 MOST_REQUEST_BYTES = 256 << 20
-"""Of one request's body: the SDK splits batches at 5 MB."""
+"""The most bytes of one request body: the SDK splits batches at 5 MB."""
 
 POLL_S = 25.0
 """Seconds that a request for a result waits; the SDK gives up after 45."""
 
 INLINE_BYTES = 1 << 20
-"""A larger result is first announced by its size, if the SDK asks so."""
+"""For a larger result, the server first sends only its size if the SDK requests that."""
 
 KEY_PREFIX = "tml-"
-"""The SDK sends no key without it."""
+"""The prefix that the SDK requires of a key."""
 
 SWEEP_S = 10.0
 
@@ -51,8 +51,8 @@ _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 
 
 class TinkerServer:
-    """The routes. `app` is the web application. Callers must send `token` as their API key; without one, every program
-    may call, but no web page."""
+    """The routes of the API. `app` is the web application. Callers must send `token` as their API key; without one,
+    every program may call, but web pages may not."""
 
     def __init__(self, service: TinkerService, *, token: str | None = None) -> None:
         self.service = service
@@ -106,7 +106,7 @@ class TinkerServer:
             ]
         )
 
-    # What the SDK asks first
+    # The first requests of the SDK
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -118,7 +118,7 @@ class TinkerServer:
         return web.json_response({"sample_cancel_enabled": True})
 
     async def _telemetry(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "accepted"})  # and forgotten
+        return web.json_response({"status": "accepted"})  # and discarded
 
     async def _capabilities(self, request: web.Request) -> web.Response:
         base = self.service.base
@@ -215,7 +215,7 @@ class TinkerServer:
         return await self._queued(request, types.SaveWeightsForSamplerRequest, self.service.save_for_sampler)
 
     async def _save_external(self, request: web.Request) -> web.Response:
-        """Refused in its turn, so that the requests after it run."""
+        """Refuse the request in its turn, so that the requests after it run."""
         asked = await _read(request, types.SaveWeightsExternalRequest)
         reason = "This server exports no weights: save_state writes files that peft or transformers load."
         return _accepted(self.service.refuse(asked.model_id, asked.seq_id or 0, reason))
@@ -223,7 +223,7 @@ class TinkerServer:
     async def _queued(
         self, request: web.Request, kind: type[_Model], submit: Callable[[_Model], PendingRequest]
     ) -> web.Response:
-        """Queue a request of a model. A body that is not the message still consumes the number that it has."""
+        """Queue a request of a model. An invalid body still consumes its sequence number."""
         try:
             return _accepted(submit(await _read(request, kind)))
         except pydantic.ValidationError as error:
@@ -367,7 +367,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error(error.status, error.reason)
     except Exception as error:
         log.exception("%s %s failed", request.method, request.path)
-        # A status of 500 would be asked again at once, without end, by the SDK's wait for a result.
+        # After a status of 500, the SDK would request the result again immediately and forever.
         return _error(422, f"The server failed: {type(error).__name__}: {error}")
 
 
@@ -439,7 +439,7 @@ def _cursor(start: int, count: int, total: int) -> dict[str, JSON]:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A running server: its address, and what clients call its model."""
+    """A running server: its address, and the name of its model for clients."""
 
     url: str
     name: str
@@ -467,7 +467,7 @@ async def serving(
     seed: int | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[ServedModel]:
-    """A running server of one base model. Port 0 takes a free one.
+    """Run a server of one base model. Port 0 takes a free port.
 
     Raises `ConfigError` for a model that cannot be loaded, a folder that cannot be written, a token without the prefix
     `tml-`, which the SDK requires, and for a host beyond the loopback without a token.

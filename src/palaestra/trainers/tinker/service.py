@@ -1,8 +1,8 @@
 """The state of a training server: sessions, models in training and samplers, and the order of their work.
 
-One thread trains; samplers have theirs, and all take turns on the device. Invariants: a model's requests run in the
-order of their sequence numbers, each once; a request that cannot work consumes its number and fails with its reason, so
-the next ones are not waited for; a step is never taken with a part of a batch.
+One thread trains; samplers have their own threads, and all take turns on the device. Invariants: a model's requests run
+in the order of their sequence numbers, each once; a request that cannot work consumes its number and fails with its
+reason, so no number is missing; a step is never taken with a part of a batch.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GAP_S = 60.0
-"""Seconds that later requests of a model wait for a number that has not arrived."""
+"""Seconds that later requests of a model wait for a missing sequence number."""
 
 SESSION_S = 900.0
 """Seconds without a heartbeat (the SDK sends one each 10 s) after which a session has ended."""
 
 MOST_RECORDED_TOKENS = 1 << 24
-"""Of sequences recorded for `stable_reinforce`; the oldest are forgotten."""
+"""The most tokens of sequences recorded for `stable_reinforce`; beyond it, the oldest are forgotten."""
 
 RECORDED_S = 86_400.0
 """Seconds after which a recorded sequence is forgotten, counted from its last use."""
 
 MOST_ROWS_WAITING = 16_384
-"""Sequences that are being sampled or wait for it."""
+"""The most sequences that are being sampled or wait for it."""
 
 
 class NotFound(Exception):
@@ -101,7 +101,8 @@ class ModelTraining:
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """A client's name for one set of weights. `key` is of `TinkerService._samplers`; `path` loads it again."""
+    """A client's name for one set of weights. `key` is their key in `TinkerService._samplers`; `path` is where to load
+    them again."""
 
     sampler_id: str
     session_id: str
@@ -171,7 +172,7 @@ class TinkerService:
         return session
 
     def session(self, session_id: str) -> ClientSession:
-        """Also counts as a heartbeat. Raises `NotFound`."""
+        """The session; looking it up counts as a heartbeat. Raises `NotFound`."""
         found = self.sessions.get(session_id)
         if found is None:
             raise NotFound(f"There is no session {session_id}: it has ended, or the server was restarted.")
@@ -194,7 +195,7 @@ class TinkerService:
             self._forget(sequence_id)
 
     async def sweep(self) -> None:
-        """Drop what nobody uses any more."""
+        """End silent sessions, and drop expired answers, expired sequences and unused weights."""
         now_s = self._clock.monotonic()
         for session in list(self.sessions.values()):
             if now_s - session.heard_s > SESSION_S:
@@ -303,7 +304,7 @@ class TinkerService:
         self, model_id: str, sequence: int | None, run: Callable[[TrainedModel], FutureAnswer]
     ) -> PendingRequest:
         """Queue a request under its number. A repeated number gets the first one's future. Raises `NotFound`, `Busy`,
-        and `UserError` for a number that is over."""
+        and `UserError` for a number that has passed."""
         training = self.training(model_id)
         number = sequence or max([training.expected - 1, *training.waiting]) + 1
         request_id = f"{model_id}:{number}"
@@ -346,7 +347,7 @@ class TinkerService:
                 training.expected, training.failed = last + 1, True
 
     def refuse(self, model_id: str, sequence: int, reason: str) -> PendingRequest:
-        """Let a request fail in its turn, so that those after it are not waited for."""
+        """Let a request fail in its turn, so that those after it can run."""
 
         def run(model: TrainedModel) -> FutureAnswer:
             raise UserError(reason)
@@ -596,7 +597,7 @@ class TinkerService:
             await self._evict(self._most_samplers)
 
     async def _evict(self, most: int) -> None:
-        """Drop the weights that were used longest ago, beyond `most`; with 0, those that no session names."""
+        """Drop the least recently used weights beyond `most`; with 0, the weights that no session names."""
         named = {sampling.key for sampling in self.sampling.values()}
         for key in list(self._samplers)[:-1] if most else list(self._samplers):
             sampler = self._samplers[key]
@@ -626,7 +627,7 @@ class TinkerService:
 
 
 def _failure(error: Exception) -> FutureAnswer:
-    """What the SDK shows for a request that was accepted and failed; it does not send it again."""
+    """The answer for an accepted request that failed: the SDK shows it and does not send the request again."""
     if isinstance(error, UserError):
         return FutureAnswer.failure(str(error), "user")
     if isinstance(error, DiskError | EngineError):
@@ -641,7 +642,7 @@ def _check_optimizer(config: Any) -> None:
 
 
 def _adam(params: Any) -> Adam:
-    """Raises `UserError` for another optimizer, or settings that would spoil the weights."""
+    """The optimizer's settings. Raises `UserError` for another optimizer, or settings that would spoil the weights."""
     if not isinstance(params, types.AdamParams):
         raise UserError(f"This server has the optimizer 'adamw', not '{params.type}'.")
     adam = Adam(**params.model_dump())

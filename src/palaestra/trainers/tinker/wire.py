@@ -30,10 +30,10 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 MOST_SAMPLES = 4096
-"""Of one sampling request."""
+"""The most samples of one sampling request."""
 
 MOST_TOP = 128
-"""Top tokens, targets or alternatives per position."""
+"""The most top tokens, targets or alternatives per position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class DatumBatch:
 
 
 def read_batch(body: bytes) -> DatumBatch:
-    """Raises `UserError` for bytes that are not the message."""
+    """Decode a batch. Raises `UserError` for bytes that are not the message."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -69,7 +69,7 @@ def read_batch(body: bytes) -> DatumBatch:
         if value.WhichOneof("value") == "number":
             config[name] = value.number
         elif name not in config:
-            config[name] = math.nan  # a text, which no loss takes: `rows` says so
+            config[name] = math.nan  # a text, which no loss accepts: `rows` refuses it
     return DatumBatch(message.model_id, message.seq_id, message.loss_fn, config, message.forward_only, message.data)
 
 
@@ -218,7 +218,7 @@ def batch_output(result: BatchResult) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SamplingCall:
-    """A checked sampling request. `scores` says whether a forward pass over prompts or replies is needed too."""
+    """A checked sampling request. `scores_prompt` is true if the prompt needs a forward pass for its scores."""
 
     request: SampleRequest
     wants_logprobs: bool
@@ -249,8 +249,8 @@ class SamplingCall:
 
 
 def read_sampling(sent: types.SampleRequest, base: BaseModel, stop_ids: Sequence[int], seed: int) -> SamplingCall:
-    """Check a sampling request. `stop_ids` end a reply unless the request has stops of its own; `seed` counts if it has
-    none. Raises `UserError`."""
+    """Check a sampling request. `stop_ids` end a reply unless the request has stops of its own; `seed` is used if the
+    request has none. Raises `UserError`."""
     prompt: list[int] = []
     for chunk in sent.prompt.chunks:
         if not isinstance(chunk, types.EncodedTextChunk):
@@ -301,7 +301,7 @@ def read_sampling(sent: types.SampleRequest, base: BaseModel, stop_ids: Sequence
 
 
 def _stops(stop: Any, stop_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[str]]:
-    """None: the model's own stops. A text, texts or ids: these only. An empty list: none."""
+    """None selects the model's own stops. A text, texts or ids replace them; an empty list means no stops."""
     if stop is None:
         return stop_ids, ()
     listed = [stop] if isinstance(stop, str) else list(stop)
@@ -311,7 +311,7 @@ def _stops(stop: Any, stop_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[
 
 
 def _prompt_targets(sent: types.SampleRequest, length: int, base: BaseModel) -> tuple[torch.Tensor | None, Any]:
-    """`targets[length - 1, K]`, -1 where nothing is asked, and the request's tensor if it is sparse."""
+    """`targets[length - 1, K]`, -1 where there is no target, and the request's tensor if it is sparse."""
     given = sent.target_prompt_logprobs
     if given is None:
         return None, None

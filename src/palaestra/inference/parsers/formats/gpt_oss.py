@@ -6,8 +6,8 @@
 
 Source: OpenAI's harmony format guide. A message with a recipient is a call, in any channel; other messages of the
 analysis channel are thinking; the rest is text. The recipient may precede the channel. An output may begin with the
-recipient, because the prompt ends with `<|start|>assistant`. `<|call|>` is a stop token, so only in a cut output does
-its absence break a call.
+recipient, because the prompt ends with `<|start|>assistant`. `<|call|>` is a stop token, so its absence breaks a call
+only in a cut output.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 class GptOss(Grammar):
-    """One message after the other."""
+    """Reads one message after the other."""
 
     openers = (_START, _CHANNEL, *_ENDS)
     thinking: ClassVar[Sequence[tuple[str, str]]] = ()
 
     def begin(self, output: OutputReader) -> int:
-        """A call whose `<|start|>assistant` is the end of the prompt."""
+        """Read a call whose `<|start|>assistant` is the end of the prompt."""
         if not output.text.startswith("to=", skip(output.text, 0)):
             return 0
         return self.read(output, Mark(_START, 0, 0)) or 0
@@ -57,10 +57,10 @@ class GptOss(Grammar):
         return self._message(output, mark, end.end, thinking=_ANALYSIS.search(header) is not None)
 
     def _no_message(self, output: OutputReader, mark: Mark, end: int) -> int | None:
-        """A header without a message: unfinished at the end of a cut output, or only mentioned."""
+        """Read a header without a message: it is unfinished at the end of a cut output, else only mentioned."""
         header = output.text[mark.end : end]
         if mark.text == _START and header.strip() == "assistant":
-            return end  # a message that was not begun
+            return end  # the header of a message that never began
         if _RECIPIENT.search(header) is None or end < output.end or not output.cut:
             return None
         output.broken(Malformed(BrokenReason.UNCLOSED, "the output was cut off in a header"), "", mark.start, end)

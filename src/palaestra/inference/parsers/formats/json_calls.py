@@ -7,8 +7,8 @@
 Source: the chat templates of Hermes 2 Pro and 3, Qwen2.5, Qwen3, Granite 4 and LongCat-Flash. Line ends and spaces
 around the object do not matter. The last end tag may be missing unless the output was cut: stop strings remove it.
 
-Invariants: the end of a broken call is searched for so that a valid sibling after it survives and no call quoted inside
-it counts; in an output that was cut, the last call of a list counts only if a comma or bracket follows.
+Invariants: the end of a broken call is chosen so that a valid sibling after it survives and a call quoted inside it is
+ignored; in an output that was cut, the last call of a list counts only if a comma or bracket follows.
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ def tagged_body(output: OutputReader, start: int, tags: Tags) -> JsonBody:
 
 
 def untagged_body(output: OutputReader, begin: int, scan: Scan) -> JsonBody:
-    """The scanned object that begins at `begin`; one that is broken ends where its brackets are balanced."""
+    """The scanned object that begins at `begin`; a broken one ends where its brackets are balanced."""
     end = extent(output, begin, scan)
     return JsonBody(output.text[begin:end], end, None if scan.complete else why_not_json(output, begin, scan.end))
 
 
 def cut_off(output: OutputReader, ending: Closing) -> Malformed | None:
-    """The problem of a call that ends so: a stop token may remove the end tag, a cut may not."""
+    """The problem of a call with this end: the end tag may be missing after a stop token, but not after a cut."""
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if ending.how == "output" and output.cut else None
 
 
 def _next_end(text: str, start: int, tags: Tags) -> int:
-    """After the next end tag, or before the next call if that comes first, or the end of the output."""
+    """The position after the next end tag, before the next call if that comes first, or at the end of the output."""
     found = find(text, start, tags.open, tags.last)
     if found is None:
         return len(text)
@@ -168,7 +168,7 @@ def _name_in(text: str) -> str:
 def add_named(
     output: OutputReader, start: int, body: JsonBody, keys: Sequence[str] = ("arguments",), with_id: bool = False
 ) -> int:
-    """Add the call that the object itself names, broken or not; return its end. `with_id`: the object's `id` counts."""
+    """Add the call that the object itself names, broken or not; return its end. `with_id`: use the object's `id`."""
     problem = body.problem
     if problem is None:
         try:
@@ -203,7 +203,7 @@ def add_json(output: OutputReader, start: int, name: str, body: JsonBody, call_i
 
 def read_array(output: OutputReader, start: int, bracket: int, with_ids: bool = False) -> int:
     """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns the end of the list.
-    `with_ids`: the calls' own ids count."""
+    `with_ids`: use the calls' own ids."""
     text, position = output.text, bracket + 1
     while True:
         begin = skip(text, position)
@@ -232,7 +232,7 @@ def _element(output: OutputReader, begin: int) -> JsonBody:
 def other_element(
     output: OutputReader, begin: int, quotes: str, nested: Callable[[str, int], Scan]
 ) -> tuple[int, Malformed]:
-    """Where an element that is not a call ends, and its problem. Commas in strings and brackets end nothing."""
+    """Where an element that is not a call ends, and its problem. Commas in strings and brackets do not end it."""
     text, position = output.text, begin
     problem = Malformed(BrokenReason.MALFORMED_JSON, "an element of the list is not a call")
     while True:
@@ -240,7 +240,7 @@ def other_element(
         character = text[position : position + 1]
         if character and character in quotes:
             position = string_end(text, position, character)
-            if position < 0:  # a string that breaks off: only brackets show what belongs to the list
+            if position < 0:  # an unclosed string: only brackets show how far the list extends
                 end = scan_brackets(text, begin)
                 return end - (text[end - 1 : end] == "]"), problem
         elif character and character in "[{(":
@@ -264,7 +264,7 @@ def after_element(text: str, end: int) -> tuple[int, str]:
 
 
 def _settled(output: OutputReader, body: JsonBody, sign: str, after: int) -> JsonBody:
-    """The element, broken if the text after it breaks it."""
+    """The element, marked as broken if the text after it is invalid."""
     if sign and skip(output.text, body.end) < after:
         return JsonBody(body.text, after, body.problem or Malformed(BrokenReason.MALFORMED_JSON, STRAY))
     if body.problem is not None or sign:
@@ -280,8 +280,8 @@ _INSIDE_LONG = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 
 
 def string_end(text: str, start: int, quote: str) -> int:
-    """The end of the string that `quote`, or three, begins at `start`; the negative position if the string breaks
-    off."""
+    """The end of the string that one or three of `quote` begin at `start`. For a string that is never closed, the
+    position where it stops, negated."""
     long = text.startswith(quote * 3, start)
     run = (_INSIDE_LONG if long else _INSIDE)[quote]
     ends = quote * 3 if long else quote

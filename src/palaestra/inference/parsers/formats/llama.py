@@ -7,7 +7,8 @@
 
 Source: Meta's prompt formats for JSON and pythonic tool calling (JSON specifies `parameters`; models write `arguments`
 too). A bare object is a call only if it has a string `name` and an object under one of the two keys, a bare list only
-if it begins with a name and keyword arguments or none; other JSON, other brackets and code after the mark are text.
+if it begins with a name and keyword arguments or empty parentheses; other JSON, other brackets and code after the mark
+are text.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Llama4Pythonic(Grammar):
 
 
 def _begins_calls(text: str, position: int) -> bool:
-    """Whether a name with keyword arguments, or with none, begins there."""
+    """Whether a name with keyword arguments, or without arguments, begins at `position`."""
     if text[position : position + 1] in _NO_NAME:
         return False
     begin = skip(text, position)
@@ -185,19 +186,19 @@ def _element(output: OutputReader, begin: int) -> FoundCall:
 
 
 def _name_end(text: str, begin: int) -> int:
-    """The end of the name that begins there; `begin` without one."""
+    """The end of the name at `begin`; `begin` itself if there is none."""
     return skip(text, begin + 1, _NAME) if _LETTER.match(text, begin) else begin
 
 
 def _unfollowed(output: OutputReader, after: int) -> Malformed | None:
-    """The problem of a call after which the list does not continue; none if it is the last of an uncut output."""
+    """The problem of a call that neither `,` nor `]` follows; None if an uncut output ends with it."""
     if after < output.end:
         return Malformed(BrokenReason.MALFORMED_MARKUP, "the list does not continue after a call")
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if output.cut else None
 
 
 # Values are parsed as Python and never evaluated; only those that JSON can express are accepted. Names of arguments are
-# read here, because tools have some that Python reserves (`from`, `class`).
+# read here, because some are reserved words in Python (`from`, `class`).
 
 _OUTSIDE = re.compile(r"[^'\"()\[\]{}]*")
 _VALUE = re.compile(r"[^'\"()\[\]{},]*")

@@ -21,7 +21,7 @@ guide of MiniMaxAI/MiniMax-M2; the encoding published with deepseek-ai/DeepSeek-
 
 Values are bare text without quoting, so a value ends at the first end tag after which the markup continues: an end tag
 inside code stays in the value. Invariants: a value that was never closed breaks its call, and never absorbs the next
-argument or the next call, which begins where the first end tag in the value could be meant; a broken call ends after
+argument or the next call, which begins where the first end tag in the value could close it; a broken call ends after
 the place where it broke, so reading always makes progress.
 """
 
@@ -133,8 +133,8 @@ class Markup(Grammar):
     def _value_end(self, output: OutputReader, start: int) -> tuple[int, int]:
         """Where the value that begins at `start` ends, and where the markup continues. Raises `Malformed`.
 
-        `meant` is where a value without an end seems to end: at an end tag that another call or the section's end
-        follows. It does end there if more markup comes before an end that fits.
+        `meant` is the likely end of an unclosed value: an end tag before another call or the section's end. The value
+        ends there if more markup comes before an end tag that fits.
         """
         text, position, meant = output.text, start, -1
         while (mark := find(text, position, self.parameter[1], self.parameter[0], self.call[1])) is not None:
@@ -158,7 +158,7 @@ class Markup(Grammar):
 
 
 def end_of_broken(text: str, broken: int, close: str, *begins: str) -> int:
-    """After the next end tag of a call; `broken` itself if one of `begins` stands there."""
+    """The position after the next end tag of a call; `broken` itself if one of `begins` is there."""
     if text.startswith(begins, broken):
         return broken
     found = find(text, broken, close)
@@ -190,7 +190,7 @@ class Qwen3Coder(Markup):
     """One call per section; if a section holds several, each is a call.
 
     One line end after a parameter's opening tag and one before its end tag belong to the format, all other white space
-    to the value. `<function=…>` may stand without the tags around it; an opening tag requires its end tag after the
+    to the value. `<function=…>` may appear without the tags around it; an opening tag requires its end tag after the
     last call.
     """
 
@@ -308,7 +308,7 @@ class DeepSeekV32(Markup):
 
 
 class DeepSeekV4(DeepSeekV32):
-    """The same with another section tag."""
+    """The format of DeepSeek V3.2 with another section tag."""
 
     section = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
     openers = (*section, "<｜DSML｜invoke")
@@ -320,13 +320,13 @@ _GLM_NAME = re.compile(r"[^\s<>{}\[\]()\"',;]+")
 
 
 class Glm47(Grammar):
-    """Nothing between the tags."""
+    """No line ends between the tags."""
 
     openers = (_GLM_OPEN,)
     newline: ClassVar[str] = ""
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """One call; a tag that neither a pair nor the end tag follows is only mentioned."""
+        """Read one call. A tag without a pair or an end tag after it is only mentioned."""
         found = find(output.text, mark.end, _KEY, _GLM_CLOSE, _GLM_OPEN)
         if found is None or found.text == _GLM_OPEN:
             return self._unfinished(output, mark, output.end if found is None else found.start)
@@ -341,7 +341,7 @@ class Glm47(Grammar):
         return output.add(call, mark.start)
 
     def _unfinished(self, output: OutputReader, mark: Mark, end: int) -> int | None:
-        """A lone name at the end of an output is the beginning of a call."""
+        """Read a lone name at the end of an output as the beginning of a call."""
         name = output.text[mark.end : end].strip()
         if end < output.end or (name and not (output.cut and _GLM_NAME.fullmatch(name))):
             return None
@@ -377,10 +377,10 @@ class Glm47(Grammar):
         return arguments, position + len(_GLM_CLOSE)
 
     def _value_end(self, output: OutputReader, start: int) -> tuple[int, int]:
-        """Where a value ends, and where the pairs continue: an end tag that nothing fitting follows is in the value.
+        """Where a value ends, and where the pairs continue. An end tag with nothing valid after it is part of the
+        value.
 
-        `meant` is where a value without an end seems to end, because another call or nothing follows. Raises
-        `Malformed`.
+        `meant` is the likely end of an unclosed value, because another call or nothing follows. Raises `Malformed`.
         """
         text, position, meant = output.text, start, -1
         tags = (_VALUE_END, _GLM_CLOSE, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}")
@@ -410,6 +410,6 @@ class Glm47(Grammar):
 
 
 class Glm45(Glm47):
-    """Every tag on a line of its own."""
+    """GLM 4.5 writes every tag on a line of its own."""
 
     newline = "\n"

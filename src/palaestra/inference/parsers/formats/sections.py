@@ -11,8 +11,8 @@
 
 Sources: the chat templates of deepseek-ai/DeepSeek-V3, -R1 and -V3.1; the chat template and the tool-use guide of
 moonshotai/Kimi-K2-Instruct. Kimi's id is kept whole, because tool messages must repeat it; its `functions.` may be
-missing, its index may not. Invariant: a call counts by its own end tag, so a whole one survives a section that is not
-closed.
+missing, its index may not. Invariant: a call needs only its own end tag, so a complete one survives an unclosed
+section.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from palaestra.inference.parsers.scan import Mark, breaks_off, find, skip
 
 
 class Header(NamedTuple):
-    """The text before the arguments. `id` is empty if the format has none. One that the output ends is `UNCLOSED`."""
+    """The text before the arguments. `id` is empty if the format has none. A header that the output cuts off is
+    `UNCLOSED`."""
 
     name: str
     id: str
@@ -73,7 +74,8 @@ class Sections(Grammar):
         return add_json(output, start, header.name, body, header.id)
 
     def _no_call(self, output: OutputReader, mark: Mark) -> int | None:
-        """A section that does not begin with a call: text may precede it. Without a call it is broken or a mention."""
+        """Read a section that does not begin with a call. Text may precede its first call; without one it is broken or
+        a mention."""
         found = find(output.text, mark.end, *self.section, self.tags.open)
         if found is not None and found.text == self.tags.open:
             return None

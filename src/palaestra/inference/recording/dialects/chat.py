@@ -98,7 +98,7 @@ class ChatDialect:
 
 
 class ChunkStream:
-    """Chunks of choices, as OpenAI streams chat completions and legacy ones. `shared` is in every chunk."""
+    """Chunks of choices, as OpenAI streams chat completions and legacy ones. Every chunk has the fields of `shared`."""
 
     def __init__(self, request: ModelRequest, shared: Mapping[str, JSON]) -> None:
         self._usage, self._shared = request.stream_usage, shared
@@ -179,7 +179,7 @@ def reasoning_text(message: AssistantMessage) -> str:
 
 
 def take_response_format(request: ModelRequest, wanted: JSON, features: Collection[str]) -> None:
-    """Pass a response format on to engines that can keep it. Raises `Refusal` for others."""
+    """Pass a response format on to engines that support it. Raises `Refusal` for others."""
     if wanted in (None, _TEXT):
         return
     if not isinstance(wanted, dict):

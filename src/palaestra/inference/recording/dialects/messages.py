@@ -1,8 +1,8 @@
 """Anthropic's messages: `POST /v1/messages`, and `/v1/messages/count_tokens`.
 
 Source: the Anthropic API reference (Messages, streaming messages, errors). Tools that Anthropic's servers run, or whose
-schema its models know, are named as ignored. Arguments of a call are an object in this dialect; malformed ones appear
-as `{"malformed_arguments": TEXT}`.
+schema its models know, are reported as ignored. Arguments of a call are an object in this dialect; malformed ones
+appear as `{"malformed_arguments": TEXT}`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class MessagesDialect:
 
 
 class _MessageReader:
-    """Appends messages of blocks to those of a request."""
+    """Converts messages with blocks and appends them to a request's messages."""
 
     def __init__(self, request: ModelRequest, features: Collection[str]) -> None:
         self._request, self._features = request, features
@@ -142,7 +142,7 @@ class _MessageReader:
                 self._request.ignored.append(place)
             elif kind == "tool_use":
                 name, call_id = text_field(block, "name", place), text_field(block, "id", place)
-                function = {"name": name, "arguments": block.get("input")}  # made text once its original is looked up
+                function = {"name": name, "arguments": block.get("input")}  # becomes text in `restore`
                 said.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
             else:
                 raise unsupported(place, f"Content of type {kind!r} is not supported by this endpoint.")
@@ -150,7 +150,7 @@ class _MessageReader:
         self._request.messages.append(said)
 
     def _user(self, role: str, blocks: Collection[Mapping[str, JSON]], param: str) -> None:
-        """Results of tools become messages of their own, before the rest."""
+        """Append tool results as separate messages, before the other blocks."""
         rest = []
         for number, block in enumerate(blocks):
             place = f"{param}.content[{number}]"

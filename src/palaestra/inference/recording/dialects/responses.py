@@ -2,7 +2,7 @@
 
 Source: the OpenAI API reference (`CreateResponse`, `Response`, `ResponseStreamEvent`). Functions are offered to the
 model as they are, free-form tools as functions with one text, `input`, and those of a namespace as `NAMESPACE__NAME`.
-Tools that OpenAI's servers run are named as ignored: nothing here runs them.
+Tools that OpenAI's servers run are reported as ignored: nothing here runs them.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ class ResponsesDialect:
 
 
 class _InputReader:
-    """Appends items of input to messages. Consecutive items of the assistant are one message: a reply has several."""
+    """Appends items of input to messages. Consecutive assistant items form one message, because a reply has several."""
 
     def __init__(self, messages: list[Message], features: Collection[str]) -> None:
         self._messages, self._features = messages, features
-        self._texts: dict[int, list[str]] = {}  # of the messages of the assistant, by their places
+        self._texts: dict[int, list[str]] = {}  # texts of assistant messages, by their places
         self.ignored: list[str] = []
 
     def take(self, item: Mapping[str, JSON], param: str) -> None:
@@ -162,7 +162,7 @@ class _InputReader:
             name = _flat(text_field(item, "namespace", param), name)
         if kind == "function_call":
             arguments: JSON = text_field(item, "arguments", param)
-        else:  # its arguments are those that the reply had, found again by the call's id
+        else:  # `restore` finds the reply's own arguments by the call's id
             arguments = {"input": text_field(item, "input", param)}
         calls = self._assistant().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
@@ -179,7 +179,7 @@ class _InputReader:
             self.ignored.append(f"{param}.encrypted_content")
 
     def _assistant(self) -> Message:
-        """The assistant's message at the end, which is begun if there is none."""
+        """The last message if it is the assistant's, else a new one."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self._messages.append({"role": "assistant", "content": ""})
         return self._messages[-1]
