@@ -1,7 +1,7 @@
 """The files of a batch, made from its journal: rows per batch, all kept rows, discarded ones, statistics, checkpoint.
 
-They are written again, whole, whenever the batch ends or stops, so a resumed batch counts all of its samples. Each
-replaces its predecessor at once.
+All files are rewritten whenever the batch ends or stops, so a resumed batch counts all of its samples. Each new file
+replaces the old one atomically.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from palaestra.rollouts.journal.reader import Recording
 
 @dataclass(slots=True)
 class BatchReport:
-    """What a batch made. `discarded` and `failed` count samples by reason."""
+    """The result of a batch. `discarded` and `failed` count samples by reason."""
 
     kept: int = 0
     without_reasoning: int = 0

@@ -1,8 +1,8 @@
 """The environment of `palaestra batch`: every row of a file is a prompt, and nothing is graded.
 
-A sample's score is 1 if it has what `require` asks for and 0 if it is discarded, with the reason in its record. Tasks
-are numbered as the rows are, and their ids hold a hash of the row, so a resumed batch notices a changed file, and equal
-prompts in several rows are several samples.
+A sample that meets `require` scores 1; a discarded one scores 0, with the reason in its record. Tasks have the numbers
+of their rows, and their ids contain a hash of the row, so a resumed batch detects a changed file, and equal prompts in
+several rows are separate samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REQUIREMENTS: Mapping[str, tuple[str, Callable[[Rollout], bool]]] = {
     "known_tools": ("it called a tool that does not exist", lambda rollout: not unknown_tools(rollout)),
     "tool_calls": ("it called no tool", lambda rollout: any(turn.tool_names for turn in _turns(rollout))),
 }
-"""What a sample can be required to have: why it is discarded otherwise, and the test."""
+"""The conditions that `require` can name, each with the reason for discarding a sample, and the test."""
 
 
 class BatchConfig(HermesAgentEnvConfig):
@@ -76,7 +76,7 @@ class BatchConfig(HermesAgentEnvConfig):
 
 
 class BatchForm:
-    """The batch as something that a command line can run."""
+    """The form of a batch, which a command line can run."""
 
     name = "batch"
     reference = "batch"
@@ -107,7 +107,7 @@ class BatchEnvironment(EvaluatedEnvironment):
     score_name = "kept"
 
     def __init__(self, config: BatchConfig) -> None:
-        """Raises `ConfigError` for a file of messages that cannot be used."""
+        """Raises `ConfigError` for an unusable file of messages."""
         self.config = config
         self._prefill = _read_messages(config.prefill_messages_file) if config.prefill_messages_file else []
         self._mcp = mcp_servers(config)
@@ -151,7 +151,7 @@ class BatchEnvironment(EvaluatedEnvironment):
             yield self._task(number - 1, row)
 
     def _task(self, index: int, row: Mapping[str, JSON] | TaskError) -> Task:
-        """The task of a row. That of a bad row fails when it starts, so that the others keep their numbers."""
+        """The task of a row. The task of a bad row fails when it starts, so that the others keep their numbers."""
         if isinstance(row, TaskError):
             return Task(id=f"{index}-unreadable", prompt="", data=row)
         digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:8]
@@ -204,7 +204,7 @@ class BatchEnvironment(EvaluatedEnvironment):
 
 
 def _start_in(cwd: str) -> str:
-    """A script that makes this directory the one of the agent's commands and relative paths."""
+    """A script that makes this directory the working directory of the agent's commands and relative paths."""
     path = shlex.quote(cwd)
     linked = f"cd / && rm -rf {WORKSPACE} && ln -s {path} {WORKSPACE}"
     return f"mkdir -p {path} || exit\n[ {path} -ef {WORKSPACE} ] || {{ {linked}; }}"
@@ -243,6 +243,6 @@ def _reasons(rollout: Rollout) -> bool:
 
 
 def unknown_tools(rollout: Rollout) -> list[str]:
-    """The tools that the agent called and does not have."""
+    """The tools that the agent called but does not have."""
     known = set(rollout.kit.names)
     return sorted({name for turn in _turns(rollout) for name in turn.tool_names if name not in known})

@@ -1,1 +1,1 @@
-"""Conversations with a person: the core that the terminal, editors and the gateway share, and the first two of them."""
+"""Conversations with a person: the core that all front ends share, and the front ends for terminals and editors."""

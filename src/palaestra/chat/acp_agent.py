@@ -2,8 +2,8 @@
 
 Source of the protocol: agentclientprotocol.com, version 1, with the package `agent-client-protocol` as its wire. A
 session is a stored conversation, and its folder (`cwd`) a shared folder (`workdir.py`): the agent works on a copy, and
-with `--write ask` the editor asks the person before changes are written back. MCP servers that an editor names are not
-started; those of the settings are.
+with `--write ask` the editor asks the person before changes are written back. Only the MCP servers of the settings are
+started, not those that an editor names.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ChatAgent:
         self._client = conn
 
     async def initialize(self, protocol_version: int, **_: Any) -> schema.InitializeResponse:
-        """What this agent can do."""
+        """Report the agent's capabilities."""
         return schema.InitializeResponse(
             protocol_version=min(protocol_version, acp.PROTOCOL_VERSION),
             agent_capabilities=schema.AgentCapabilities(
@@ -142,12 +142,12 @@ class ChatAgent:
         return schema.LoadSessionResponse()
 
     async def resume_session(self, session_id: str, cwd: str, **_: Any) -> schema.ResumeSessionResponse:
-        """Open a stored conversation whose history the editor has."""
+        """Open a stored conversation whose history the editor already has."""
         self._opened(session_id, cwd)
         return schema.ResumeSessionResponse()
 
     async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
-        """A new conversation that begins as another one."""
+        """A new conversation that begins with another one's history."""
         people: list[str] = []
         other = await self._conversation(session_id).fork(people=self._people(people))
         self._join(other, self._folder(cwd), people)
@@ -172,7 +172,7 @@ class ChatAgent:
         await self._conversation(session_id).close()
 
     async def set_session_mode(self, mode_id: str, session_id: str, **_: Any) -> None:
-        """There are no modes."""
+        """Reject every mode: the agent has none."""
         raise acp.RequestError.invalid_params({"mode_id": mode_id})
 
     async def cancel(self, session_id: str, **_: Any) -> None:
@@ -180,7 +180,7 @@ class ChatAgent:
         self._conversation(session_id).interrupt()
 
     async def prompt(self, prompt: Sequence[Any], session_id: str, **_: Any) -> schema.PromptResponse:
-        """Answer a message; a turn that was cut off with its process is finished first."""
+        """Answer a message. A turn that a killed process left open is finished first."""
         conversation = self._conversation(session_id)
         try:
             if conversation.unfinished:
@@ -194,11 +194,11 @@ class ChatAgent:
         return schema.PromptResponse(stop_reason=_STOPS[ended.outcome])  # type: ignore[arg-type]
 
     async def ext_method(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        """There are no extensions."""
+        """Reject every method: there are no extensions."""
         raise acp.RequestError.method_not_found(method)
 
     async def ext_notification(self, method: str, params: dict[str, Any]) -> None:
-        """There are no extensions."""
+        """Ignore notifications: there are no extensions."""
 
     # Inside
 
@@ -213,7 +213,7 @@ class ChatAgent:
         return ended
 
     def _update(self, event: Event) -> Any:
-        """The event as an update of the protocol; None for one that it does not have."""
+        """The event as an update of the protocol; None for an event without one."""
         if isinstance(event, TextDelta):
             return acp.update_agent_message_text(event.text)
         if isinstance(event, ReasoningDelta):

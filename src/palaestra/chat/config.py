@@ -1,8 +1,8 @@
-"""The settings of `palaestra chat` and `palaestra acp`, and the service that they make.
+"""The settings of `palaestra chat` and `palaestra acp`, and the service built from them.
 
-A setting is, from the lowest to the highest: its default, `chat.yaml` in the user's folder (`settings_file`), the files
-of `--config`, `.env`, environment variables, flags. All settings of `palaestra run` that concern a model server, tools
-and slots work here too.
+The sources of a setting, lowest precedence first: its default, `chat.yaml` in the user's folder (`settings_file`), the
+files of `--config`, `.env`, environment variables, flags. All settings of `palaestra run` that concern a model server,
+tools and slots work here too.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class ChatOptions:
     servers: Sequence[APIServerConfig]
     notices: Sequence[str] = ()
     show: str = ""
-    """Text to print instead of doing anything, as for `--show-config`."""
+    """Text to print instead of starting, as for `--show-config`."""
 
 
 def read_options(words: Sequence[str], prog: str) -> ChatOptions:
-    """The settings that flags, variables and files add up to. Raises `ConfigError`."""
+    """Merge the settings of flags, variables and files. Raises `ConfigError`."""
     line = CommandLine(prog=prog, env_type=ChatConfig, server_type=APIServerConfig, command="process")
     file = settings_file()
     known = ["--config", str(file)] if file.is_file() else []
@@ -115,7 +115,7 @@ async def chat_service(
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
     """The system prompt, with the instructions of the shared folder, or else of the current one. A link out of the
-    folder is not followed: whoever wrote the folder could have other files sent to the model."""
+    folder is not followed, because it could send other files to the model."""
     where = (folder.root if folder is not None else Path.cwd()).resolve()
     for name in AGENTS_FILES:
         file_path = (where / name).resolve()

@@ -4,15 +4,15 @@
         ...                                       # events.py; the last one is TurnEnded
     conversation.interrupt()                      # from elsewhere: stops the model or the running tool
 
-`Conversation.begin` makes a new one, `Conversation.open` takes up a stored one. Invariants:
+`Conversation.begin` makes a new conversation, `Conversation.open` opens a stored one. Invariants:
 
 - Every message is stored when it exists, every tool call before it begins and after it ended (`store.py`).
-- A turn of a killed process stays open. Opening the conversation again closes its calls: one that had ended has its
-  result, one that had begun is reported as *outcome unknown*, to the model as a tool result and to the person as a
-  notice, and is never repeated by itself. `resume` continues the turn.
+- A turn of a killed process stays open. Opening the conversation again closes its tool calls: a finished call keeps its
+  result; one that began and did not finish is reported as *outcome unknown*, to the model as a tool result and to the
+  person as a notice, and is never repeated automatically. `resume` continues the turn.
 - A message with a known `message_id` gets its stored answer, and the model is not asked.
-- The history always ends with a message of the assistant when no turn runs, and every call in it has a result.
-- With a token-exact server, the tokens of the conversation are kept as those of a rollout (`store.ledgers`).
+- When no turn runs, the history ends with a message of the assistant, and every call in it has a result.
+- With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ _current_call: ContextVar[str] = ContextVar("current_call", default="")
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """Who takes part beside the model. `approve` answers before dangerous commands (None: they run), `answer` the
-    questions of `clarify`, `notice` gets what happens at any time, also between turns."""
+    """Callbacks to the person. `approve` decides on dangerous commands (None: they run), `answer` answers the questions
+    of `clarify`, and `notice` receives notices at any time, also between turns."""
 
     approve: Approve | None = None
     answer: Answer | None = None
@@ -163,8 +163,8 @@ class Conversation:
         system: str | None = None,
         settings: Mapping[str, JSON] | None = None,
     ) -> Self:
-        """A new conversation. `key` names where it takes place, `user` whose it is; `system` replaces the settings'
-        prompt, `settings` are stored with it."""
+        """A new conversation. `key` names its place (a gateway's session key), `user` its owner; `system` replaces the
+        prompt of the settings; `settings` are stored with the conversation."""
         prompt = service.settings.system_prompt if system is None else system
         record = service.store.create(system=prompt, title=title, key=key, user=user, settings=settings)
         return cls._opened(service, record, people)
@@ -174,7 +174,7 @@ class Conversation:
         """A stored conversation, by its id, the beginning of its id, its title, or `last`. If it ends with an open
         turn, `unfinished` is true and `resume` continues it.
 
-        Raises `ConfigError` for an unknown one, and for one that is open already, here or in another process.
+        Raises `ConfigError` for an unknown conversation, and for one that is already open, here or in another process.
         """
         return cls._opened(service, service.store.find(name), people)
 
@@ -185,11 +185,11 @@ class Conversation:
         service.conversations[record.id] = conversation
         return conversation
 
-    # What a front door calls
+    # Called by front ends
 
     @property
     def unfinished(self) -> bool:
-        """Whether the last turn was cut off with its process, and `resume` would continue it."""
+        """Whether a killed process left the last turn open, so that `resume` would continue it."""
         return self._running is None and self._open_turn() is not None
 
     @property
@@ -218,9 +218,9 @@ class Conversation:
         """Send the user's message (a text, or content parts of the chat completions API) and yield what happens.
 
         The turn runs while the events are read; leaving the iterator interrupts it. Failures of the model server or the
-        sandbox are the outcome of the turn; `ConfigError` and bugs are raised. A `message_id` that was answered before
-        yields the stored answer; one whose turn was cut off continues that turn. A turn that was cut off and is not
-        resumed ends here, unanswered.
+        sandbox are the outcome of the turn; `ConfigError` and bugs are raised. A known `message_id` yields the stored
+        answer, or continues its turn if that was cut off. Any other turn that was cut off and not resumed ends here,
+        unanswered.
         """
         async with self._busy:
             known = None if message_id is None else self._store.turn_of(self.id, message_id)
@@ -238,7 +238,7 @@ class Conversation:
                     yield event
 
     async def resume(self) -> AsyncGenerator[Event, None]:
-        """Continue the turn that was cut off, if there is one (`unfinished`). As `send`."""
+        """Continue the turn that was cut off, if there is one (`unfinished`). Yields events as `send` does."""
         async with self._busy:
             turn = self._open_turn()
             if turn is not None:
@@ -247,7 +247,7 @@ class Conversation:
                         yield event
 
     def interrupt(self) -> bool:
-        """Stop the model or the running tool; the turn ends with outcome `interrupted`. Returns whether one ran."""
+        """Stop the model or the running tool; the turn ends with outcome `interrupted`. Returns whether a turn ran."""
         if self._running is None or self._running.done():
             return False
         self._interrupted = True
@@ -289,8 +289,8 @@ class Conversation:
         return other
 
     def take_notices(self) -> list[Notice]:
-        """What the person should know of the time before this conversation was opened. The next turn reports it if
-        nobody takes it."""
+        """The notices about what happened before this conversation was opened. The next turn reports them if nobody
+        takes them."""
         taken, self._notices = self._notices, []
         return taken
 
@@ -319,12 +319,12 @@ class Conversation:
             return summary
 
     def use_server(self, server: Server) -> None:
-        """Ask another model server, or another model, from the next message on."""
+        """Use another model server, or another model, from the next message on."""
         self._server, self._session = server, None
 
     async def use_model(self, model: str) -> bool:
-        """Ask another model of the service's server, also when the conversation is resumed. Returns whether the server
-        lists it: False if the server gives no list. Raises `ConfigError` for a model that is not in its list."""
+        """Use another model of the service's server, also when the conversation is resumed. Returns whether the server
+        lists it; False if the server has no list. Raises `ConfigError` for a model that is not in its list."""
         server = self._service.server_for(model)
         listed = await self._service.models()
         if listed and model not in listed:
@@ -436,7 +436,7 @@ class Conversation:
         yield ended
 
     async def _act(self, turn: StoredTurn) -> AgentResult:
-        """Let the agent loop answer the history."""
+        """Run the agent loop on the history."""
         settings, service = self._service.settings, self._service
         session = await self._server_session()
         tools = self._runtime(message_text(turn.content))
@@ -462,7 +462,7 @@ class Conversation:
         try:
             return await loop.run(self.messages, after=AgentResult(messages=[], turns_used=asked))
         finally:
-            tools.share(Delegation())  # the old one holds the loop, which holds the tools
+            tools.share(Delegation())  # breaks a reference cycle: delegation, loop, tools
             self._save_ledger(turn, service)
 
     async def _streamed(self, call: ChatCall, ask: Ask) -> ChatCompletion:
@@ -549,7 +549,7 @@ class Conversation:
         self._written, self._early = len(self.messages), 0
 
     def _close_turn(self, turn: StoredTurn, task: asyncio.Task[AgentResult], seconds: float) -> TurnEnded:
-        """Store the end of a turn, whatever it was, and leave a well-formed history."""
+        """Store the end of a turn, whatever its outcome, and leave a well-formed history."""
         result = self._loop.result if self._loop is not None else AgentResult(messages=[], outcome=Outcome.CANCELLED)
         self.failure = self._loop.failure if self._loop is not None else None
         error = None if task.cancelled() else task.exception()
@@ -670,7 +670,7 @@ class Conversation:
         return turns[-1] if turns and turns[-1].state == "open" else None
 
     def _recovered(self) -> list[Notice]:
-        """Close what a killed process left open; returns what the person should know."""
+        """Close the tool calls that a killed process left open; returns notices for the person."""
         notices = []
         if self.record.settings.get("sandbox") and not self._service.lasting:
             self._notes.append(NEW_SANDBOX)
@@ -686,7 +686,7 @@ class Conversation:
         return notices
 
     def _answer_calls(self, turn: StoredTurn, messages: list[Message]) -> list[Notice]:
-        """Store and append the results of the last calls that have none."""
+        """Store and append a result for each of the last calls that has none."""
         stored = self._store.messages_of(turn)
         asking = next((n for n in range(len(stored) - 1, -1, -1) if stored[n][1].get("role") == "assistant"), None)
         if asking is None:
@@ -738,7 +738,7 @@ class Conversation:
 
 
 class _WatchedSlot:
-    """A slot whose commands' output is also an event while they run, if a tool call with output runs them."""
+    """A slot that also emits the output of commands as events, while a tool call runs them."""
 
     def __init__(self, slot: Slot, emit: Callable[[Event], None]) -> None:
         self._slot, self._emit = slot, emit
@@ -785,7 +785,7 @@ def preview(name: str, arguments: Mapping[str, JSON]) -> str:
 
 
 def _with_notes(content: JSON, notes: Sequence[str]) -> JSON:
-    """A user's message with what has happened since the last one in front."""
+    """A user's message, preceded by notes on what has happened since the last one."""
     if not notes:
         return content
     text = "\n".join(f"[{note}]" for note in notes)

@@ -27,7 +27,7 @@ class ReasoningDelta(_Event, tag="reasoning"):
 
 
 class ReplyRestarted(_Event, tag="restarted"):
-    """The connection to the model server broke: all pieces of the current reply are void and come again."""
+    """The connection to the model server broke: all pieces of the current reply are void and will be sent again."""
 
 
 class ToolBegun(_Event, tag="tool_call"):
@@ -58,8 +58,8 @@ class ToolEnded(_Event, tag="tool_result"):
 
 
 class Notice(_Event, tag="notice"):
-    """Something that the person should know. `kind` is process, recovery, sandbox, workdir or compaction; `source` the
-    id of the background process, if it is about one."""
+    """A notice for the person. `kind` is process, recovery, sandbox, workdir or compaction; `source` the id of the
+    background process, if it is about one."""
 
     text: str
     kind: str
@@ -70,8 +70,8 @@ class TurnEnded(_Event, tag="end"):
     """The end of a turn, always its last event.
 
     `outcome` is that of a rollout (`natural`, `max_turns`, `length`, `budget`, `api_error`, `infra_error`) or
-    `interrupted`; `error` explains all but the first. `text` is the answer, `replayed` whether the message had been
-    answered before. Tokens are those of this turn; `context_tokens` are those of the latest model call.
+    `interrupted`; `error` explains every outcome but `natural`. `text` is the answer, `replayed` whether the message
+    had been answered before. Tokens are those of this turn; `context_tokens` are those of the latest model call.
     """
 
     turn: int

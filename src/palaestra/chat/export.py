@@ -1,10 +1,11 @@
 """Stored conversations as the groups that exporters write: `palaestra export --from sessions`.
 
 Only conversations of users who have consented are read, and secrets in their text are replaced. Invariant: tokens are
-exported only if all their text is stored and has no secret, which they would spell. The text of sub-agents is not.
+exported only if all their text is stored and has no secret, because tokens cannot be redacted. The text of sub-agents
+is not stored.
 
 A conversation is a group of one rollout without a reward. With a token-exact server it has one token record for each
-process that it ran in; a format of tokens gets one rollout for each.
+process that it ran in; token formats get one rollout for each record.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ UNREAD = "tokens of a conversation with sub-agents, whose text is not stored and
 def session_groups(
     store: ConversationStore, names: Sequence[str], left_out: Counter[str], *, tokens: bool
 ) -> Iterator[Group]:
-    """The groups of the named conversations (none: of all), the oldest first. `left_out` counts the others by reason;
-    `tokens`: one rollout for each token record. Raises `ConfigError` for an unknown name."""
+    """The groups of the named conversations (none: of all), the oldest first. `left_out` counts the excluded ones by
+    reason; with `tokens`, each token record is a rollout. Raises `ConfigError` for an unknown name."""
     chosen = [store.find(name) for name in names] or store.conversations(limit=-1)[::-1]
     number = 0
     for record in chosen:
@@ -78,7 +79,7 @@ def _trajectories(
     )
     if not tokens:
         return [trajectory]
-    said = store.said(record.id)  # the tokens spell what was taken back or summarized, too
+    said = store.said(record.id)  # the tokens include text that was undone or summarized
     if clean != whole or redact(said) != said:
         left_out[SECRET] += 1
         return []
@@ -103,7 +104,7 @@ def _trajectories(
 
 
 def _turns(messages: Sequence[Message]) -> list[TurnRecord]:
-    """One record for each model call, without its counts: the store has those of whole turns."""
+    """One record for each model call, without token counts, which the store has only for whole turns."""
     replies = [message for message in messages if message.get("role") == "assistant"]
     return [
         TurnRecord(
@@ -116,7 +117,7 @@ def _turns(messages: Sequence[Message]) -> list[TurnRecord]:
 
 
 def redact(value: JSON) -> JSON:
-    """The value with every text in it without secrets. Images stay as they are."""
+    """The value with the secrets in its texts replaced. Images stay as they are."""
     if isinstance(value, str):
         return value if value.startswith("data:image/") else redacted(value)
     if isinstance(value, dict):

@@ -30,8 +30,8 @@ from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 @dataclass(frozen=True, slots=True)
 class Which:
-    """Which conversation: a stored one (`resume`), a fork of one (`fork`, after `fork_turn`), or a new one. `title` is
-    its new title, `message_id` makes a message be answered once."""
+    """The conversation to use: a stored one (`resume`), a fork of one (`fork`, after `fork_turn`), or a new one.
+    `title` is its new title; a message with a known `message_id` is not answered twice."""
 
     resume: str | None = None
     fork: str | None = None
@@ -40,7 +40,7 @@ class Which:
     message_id: str | None = None
 
     def opened(self, service: ChatService, people: People) -> Conversation:
-        """The conversation. Raises `ConfigError`."""
+        """Open the conversation. Raises `ConfigError`."""
         if self.fork is not None:
             record = service.store.fork(service.store.find(self.fork).id, self.fork_turn)
             conversation = Conversation.open(service, record.id, people)
@@ -92,7 +92,7 @@ async def _turn(
         async for event in conversation.resume():
             write(event)
     async for event in conversation.send(content, message_id=message_id):
-        if not isinstance(event, Notice):  # notices come by themselves
+        if not isinstance(event, Notice):  # `People.notice` already prints notices
             write(event)
         if isinstance(event, TurnEnded):
             ended = event
@@ -161,7 +161,7 @@ class _Plain:
 
 
 def read_stdin(text: str) -> str:
-    """What was piped in to be added to the message. Raises `ConfigError` if both are empty."""
+    """The piped text that is added to the message. Raises `ConfigError` if both are empty."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
     if not text.strip() and not piped.strip():
         raise ConfigError("there is no message: give -p TEXT, or pipe it in")

@@ -1,4 +1,4 @@
-"""`ChatService`: what the conversations of one process share: model clients, tools, slots, background processes, store.
+"""`ChatService`: model clients, tools, slots, background processes and the store, for all conversations of a process.
 
     async with ChatService(APIServerConfig(base_url="http://127.0.0.1:8000/v1"), store) as service:
         conversation = Conversation.begin(service, People(approve=ask_person))
@@ -10,7 +10,7 @@ A terminal has one conversation in it, an editor a few, a gateway hundreds. Noth
 first message connects to the model server, the first command starts the backend. All of it belongs to one event loop.
 
 With a backend whose slots stay (`LocalBackend(service=…)`) and a `checkpoint` file for processes, the next service
-takes up the slots and processes of one that was killed.
+takes over the slots and processes of a killed one.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ BuildTools: TypeAlias = Callable[[Sequence[str]], ToolRegistry]
 class ChatSettings:
     """The settings of the conversations of a service.
 
-    `max_turns` are the model calls for one message, `budget` is for one message, `context_tokens` the size of the
-    model's window (None: unknown). `spec` is that of slots, and `prepare` fills a new one. `tools` are added to every
-    toolset's, `provided` take the place of built-in ones of their name; `build_tools` replaces `build_tool_registry`.
+    `max_turns` limits the model calls for one message, `budget` is for one message, `context_tokens` the size of the
+    model's window (None: unknown). `spec` describes the slots, and `prepare` fills a new one. `tools` are added to
+    every toolset's, `provided` replace built-in tools of the same name; `build_tools` replaces `build_tool_registry`.
     `memory` is the folder of the `memory` tool's notes. `shared` are objects that tools find by their type
     (`ToolRun.state`).
     """
@@ -99,9 +99,9 @@ class OpenConversation(Protocol):
 
 
 class ChatService:
-    """The shared part of conversations. `server` is that of conversations that name no other; `backend` None is this
-    machine's; `pool` replaces it. `checkpoint` is the file of background processes for the next service. The caller
-    closes `store`. Raises `ConfigError` for unusable settings of a server."""
+    """The shared part of conversations. They use `server` unless they name another one; slots come from `backend`
+    (None: this machine) or from `pool`. The file `checkpoint` hands background processes over to the next service. The
+    caller closes `store`. Raises `ConfigError` for unusable settings of a server."""
 
     def __init__(
         self,
@@ -185,8 +185,8 @@ class ChatService:
         return group
 
     async def start(self) -> None:
-        """Start the backend, and take up the slots and processes of an earlier service. Idempotent; the first command
-        does it otherwise. Raises `IsolationUnavailable` and `SandboxError`."""
+        """Start the backend, and take over the slots and processes of an earlier service. Idempotent; otherwise the
+        first command starts it. Raises `IsolationUnavailable` and `SandboxError`."""
         async with self._starting:
             if self._started:
                 return
@@ -200,7 +200,7 @@ class ChatService:
                 await self.processes.recover_from_checkpoint(slots)
 
     async def lease(self, conversation: str, snapshot: Snapshot | None = None) -> tuple[Slot, bool]:
-        """The slot of a conversation, and whether it is one that an earlier service had."""
+        """The slot of a conversation, and whether it comes from an earlier service."""
         await self.start()
         kept = self._kept.pop(conversation, None)
         if kept is not None:
@@ -220,7 +220,7 @@ class ChatService:
         return self._lasting is not None
 
     def model_name(self, server: Server | Sequence[Server] | None = None) -> str:
-        """The model of a server, as it is known now."""
+        """The model of a server, as far as it is known."""
         server = self.server if server is None else server
         for known, group, _ in self._groups:
             if known == server:
@@ -235,7 +235,7 @@ class ChatService:
         return self.server.model_copy(update={"model_name": model})
 
     async def models(self) -> list[str]:
-        """The models that the service's server lists; none without a list, and if it does not answer."""
+        """The models that the service's server lists; none if it has no list or does not answer."""
         if not isinstance(self.server, APIServerConfig):
             return []
         try:
@@ -254,7 +254,7 @@ class ChatService:
 
 
 class _Routed(Notifications):
-    """Also passes each report on."""
+    """Also passes each report to the service."""
 
     def __init__(self, report: Callable[[ProcessSession, str, str, int | None], None]) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
 """`ConversationStore`: the conversations of one user of this machine, in one SQLite file, with full-text search.
 
-It is the truth about a conversation: every message is stored when it exists, and every side effect (a tool call, a
-message that a gateway sends) before it begins and after it ends. So the process may be killed at any moment: the next
-one finds an open turn, knows which calls had begun, and answers no message twice (`message_id`).
+It is the authoritative record of a conversation: every message is stored when it exists, and every side effect (a tool
+call, a message that a gateway sends) before it begins and after it ends. So the process may be killed at any moment:
+the next one finds an open turn, knows which calls had begun, and answers no message twice (`message_id`).
 
-The file is in WAL mode with `synchronous=NORMAL`: nothing is lost when the process dies; a power failure may take the
-last moments. Several processes may use it. Methods block for some ten microseconds and belong to the thread that made
+The file is in WAL mode with `synchronous=NORMAL`: nothing is lost when the process dies; a power failure may lose the
+last writes. Several processes may use it. Methods block for some ten microseconds and belong to the thread that made
 the store, except `search`.
 
-Nothing is deleted by `undo`, `fork` or compaction: turns change their state, and history is what the rest adds up to.
+`undo`, `fork` and compaction delete nothing: turns only change their state, and the history leaves some of them out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from palaestra.tools.builtin.session_search import EXCERPTS, Session, SessionMat
 
 SCHEMA_VERSION = 1
 BUSY_S = 10.0
-"""How long a write waits for another process's."""
+"""How long a write waits for that of another process."""
 
 _TABLES = """
 CREATE TABLE conversations (
@@ -72,8 +72,8 @@ _TURN = "id, conversation, number, kind, message_id, state, content, answer, out
 
 @dataclass(frozen=True, slots=True)
 class ConversationRecord:
-    """One conversation. `key` names where it takes place (a gateway's session key), `user` whose it is, `parent` and
-    `parent_turn` where it was forked. Times are in seconds since the epoch."""
+    """One conversation. `key` names its place (a gateway's session key), `user` its owner, `parent` and `parent_turn`
+    the turn after which it was forked. Times are in seconds since the epoch."""
 
     id: str
     title: str
@@ -91,8 +91,8 @@ class ConversationRecord:
 class StoredTurn:
     """One turn: a user's message and everything up to its answer. `number` counts from 1.
 
-    `kind` is message or compaction, `state` open, done or undone, `content` the message as it was sent, `report` the
-    numbers of its end.
+    `kind` is message or compaction, `state` open, done or undone, `content` the message as it was sent, `report` its
+    final figures.
     """
 
     row: int
@@ -127,7 +127,7 @@ class Effect:
 class ConversationStore:
     """Opens or creates the file; `path` defaults to `conversations.sqlite` in `state_folder()`. A context manager.
 
-    Raises `ConfigError` for a file that is not a store, or a newer version's.
+    Raises `ConfigError` for a file that is not a store or that a newer version wrote.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -198,13 +198,13 @@ class ConversationStore:
         return record
 
     def get(self, conversation: str) -> ConversationRecord | None:
-        """The conversation of that id."""
+        """The conversation with this id."""
         return next(self._conversations("WHERE id = ?", conversation), None)
 
     def find(self, name: str) -> ConversationRecord:
-        """The conversation with that id or title, or the only one whose id begins so; `last` is the latest.
+        """The conversation with that id or title, or the only one whose id begins with it; `last` is the latest.
 
-        Raises `ConfigError` for none or several.
+        Raises `ConfigError` if none or several match.
         """
         if name == "last":
             found = self.conversations(limit=1)
@@ -219,7 +219,7 @@ class ConversationStore:
     def conversations(
         self, *, limit: int = 50, key: str | None = None, user: str | None = None
     ) -> list[ConversationRecord]:
-        """The latest conversations first, of one key or one user if given."""
+        """The conversations, latest first; only those of one key or one user, if given."""
         wanted = [(name, value) for name, value in (("key", key), ("user", user)) if value is not None]
         where = "WHERE " + " AND ".join(f"{name} = ?" for name, _ in wanted) if wanted else ""
         values = [value for _, value in wanted]
@@ -246,7 +246,7 @@ class ConversationStore:
         kind: str = "message",
         messages: Sequence[Message] = (),
     ) -> StoredTurn:
-        """Open the next turn, with its first messages. Raises `ConfigError` for a `message_id` that has one already."""
+        """Open the next turn, with its first messages. Raises `ConfigError` if `message_id` has a turn already."""
         now = time.time()
         with self._writing():
             (last,) = self._db.execute(
@@ -379,7 +379,7 @@ class ConversationStore:
             )
 
     def effects(self, turn: StoredTurn, *, kind: str | None = None, message: int | None = None) -> list[Effect]:
-        """The side effects of a turn in the order of their beginning, of one kind or one message if given."""
+        """The side effects of a turn, in the order in which they began, of one kind or one message if given."""
         rows = self._db.execute(
             "SELECT id, kind, key, name, payload, state, result FROM effects"
             " WHERE turn = ?1 AND (?2 IS NULL OR kind = ?2) AND (?3 IS NULL OR message = ?3) ORDER BY id",
@@ -393,7 +393,7 @@ class ConversationStore:
     # Tokens, approvals, consent
 
     def save_ledger(self, conversation: str, part: int, turns: tuple[int, int], record: bytes) -> None:
-        """Keep the token record of the turns `turns` (first, last), replacing that of the same part."""
+        """Store the token record of the turns `turns` (first, last) in place of the earlier record of that part."""
         with self._writing():
             self._db.execute(
                 "INSERT OR REPLACE INTO ledgers VALUES (?, ?, ?, ?, ?)", (conversation, part, *turns, record)
@@ -412,7 +412,7 @@ class ConversationStore:
             self._db.executemany("INSERT OR IGNORE INTO allowed VALUES (?, ?)", [(user, each) for each in dangers])
 
     def allowed(self, user: str) -> set[str]:
-        """The kinds of danger that a user allows always."""
+        """The kinds of danger that a user always allows."""
         return {danger for (danger,) in self._db.execute("SELECT danger FROM allowed WHERE user = ?", (user,))}
 
     def set_consent(self, user: str, consent: bool) -> None:

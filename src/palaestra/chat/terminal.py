@@ -1,8 +1,8 @@
 """`palaestra chat` in a terminal: inline and append-only, in the terminal's own scrollback.
 
-The prompt is shown before anything heavy is imported; settings are read and the service is made meanwhile. While a turn
-runs there is no prompt: the answer is written as it comes, and Ctrl-C interrupts it. Invariants: text of models and
-commands reaches the terminal without control characters; only the person's key press is an approval.
+The prompt is shown before anything heavy is imported; meanwhile, settings are read and the service is created. While a
+turn runs there is no prompt: the answer is written as it comes, and Ctrl-C interrupts it. Invariants: text of models
+and commands reaches the terminal without control characters; only a key press by the person counts as approval.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class ChatTerminal:
             self._above(f"{YELLOW}note: {_clean(notice)}{PLAIN}")
 
     def _loaded(self, task: asyncio.Task[None]) -> None:
-        """End the prompt if there is nothing to talk to."""
+        """End the prompt if loading failed."""
         if task.cancelled() or task.exception() is None or self._session is None:
             return
         if self._session.app.is_running:
@@ -195,7 +195,7 @@ class ChatTerminal:
         keys = KeyBindings()
 
         @keys.add("enter")
-        @keys.add("c-j")  # an Enter that was typed before the prompt was there
+        @keys.add("c-j")  # an Enter that was typed before the prompt appeared
         def _(event: KeyPressEvent) -> None:
             buffer = event.current_buffer
             if buffer.complete_state is not None and buffer.complete_state.current_completion is not None:
@@ -286,7 +286,7 @@ class ChatTerminal:
         try:
             with _no_echo():
                 async for event in events:
-                    if not isinstance(event, Notice):  # those come by themselves
+                    if not isinstance(event, Notice):  # `People.notice` already shows them
                         self._screen.show(event)
         finally:
             self._turn_runs = False
@@ -326,7 +326,7 @@ class ChatTerminal:
         self._report_left(left)
 
     def _report_left(self, changes: Sequence[FolderChange]) -> None:
-        """Name what is not written back, each file once."""
+        """Report the files that are not written back, each once."""
         for change in changes:
             if (change.path, change.problem) not in self._left_out:
                 self._left_out.add((change.path, change.problem))
@@ -374,8 +374,8 @@ class ChatTerminal:
         return line or None
 
     async def _line(self, prompt: str) -> str:
-        """One line of the person; empty after Ctrl-D and after Ctrl-C, which also stops the turn that asks. What was
-        typed before the question does not count."""
+        """One line of the person; empty after Ctrl-D and after Ctrl-C, which also stops the turn that asks. Input typed
+        before the question is discarded."""
         async with self._asking:
             self._screen.end_line()
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
@@ -548,7 +548,7 @@ class ChatTerminal:
 
 
 class Screen:
-    """Writes events to the terminal, only ever at the end. Text that comes in pieces is styled as it comes."""
+    """Writes events to the terminal, always at the end. Streamed text is styled as it arrives."""
 
     def __init__(self, raw: TextIO) -> None:
         self._raw = raw
@@ -571,7 +571,7 @@ class Screen:
             self.write(f"{PLAIN}\n")
 
     def line(self, text: str) -> None:
-        """A whole line of our own."""
+        """Write a whole line."""
         self._leave()
         if text:
             self.write(f"{text}\n")
@@ -668,8 +668,8 @@ class Screen:
 
 
 class MarkdownStream:
-    """Styles Markdown while it comes, letter by letter: headings, bold, code, fences, and diffs in them. Nothing that
-    was written is changed later."""
+    """Styles Markdown as it arrives, letter by letter: headings, bold, code, fences, and diffs in fences. Written text
+    is never changed."""
 
     def __init__(self) -> None:
         self._line = ""
@@ -678,11 +678,11 @@ class MarkdownStream:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """The text with styles; a marker that may go on is held back."""
+        """The text with styles; a marker that may be incomplete is held back."""
         return "".join(map(self._letter, text))
 
     def end(self) -> str:
-        """What was held back, and the end of all styles."""
+        """The text that was held back, and the end of all styles."""
         held, self._held = self._held, ""
         self._line, self._fence, self._bold, self._code = "", "", False, False
         return f"{held}{PLAIN}"
@@ -765,7 +765,7 @@ def pasted(text: str) -> str:
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """What is typed while a turn runs is kept for the prompt and not shown in the middle of the answer."""
+    """While a turn runs, do not show typed input in the middle of the answer; the next prompt gets it."""
     if not sys.stdin.isatty():
         yield
         return

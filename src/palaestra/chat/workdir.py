@@ -1,9 +1,9 @@
-"""A folder of this machine as the workspace of a sandbox: copied in, and its changes copied back if the person wants.
+"""A folder of this machine as the workspace of a sandbox: copied in, and its changes copied back if the person agrees.
 
 The agent works on a copy, on every backend, so nothing it does reaches the folder before `apply`. Invariants: a file
-that has changed on this machine since it was copied is never overwritten; nothing is written outside the folder, also
-through symlinks; a file is replaced whole; no file is written that makes git run commands (`makes_git_run`); at most
-`MAX_FILES` files with `MAX_BYTES` are written back.
+that has changed on this machine since it was copied is never overwritten; nothing is written outside the folder, not
+even through symlinks; a file is replaced whole; files that make git run commands are not written (`makes_git_run`); at
+most `MAX_FILES` files with `MAX_BYTES` are written back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
-"""The largest folder that is copied, and the most that the sandbox's changes may add up to."""
+"""The limits of a folder that is copied, and of all changes in the sandbox together."""
 
 CHANGED_HERE = "it changed here meanwhile"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
@@ -36,7 +36,7 @@ _GIT_DATA = frozenset({
     "HEAD", "ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "MERGE_MSG", "MERGE_MODE", "CHERRY_PICK_HEAD", "REVERT_HEAD",
     "COMMIT_EDITMSG", "AUTO_MERGE", "index", "packed-refs", "shallow", "objects", "refs", "logs",
 })  # fmt: skip
-"""What commits, branches and merges write in a `.git` folder. Git runs none of it."""
+"""The files that commits, branches and merges write in a `.git` folder. Git runs none of them."""
 
 _LIST = r"find . -type f ! -path './.palaestra-*' -printf '%P\t%s\t%T@\0'"
 
@@ -129,8 +129,8 @@ class WorkFolder:
         )
 
     def apply(self, changes: Sequence[FolderChange]) -> list[FolderChange]:
-        """Write changes to the folder; returns those that were left out, each with its `problem`: also a file that was
-        changed here since `changes` read it, because a person may have thought for long."""
+        """Write changes to the folder; returns the skipped ones, each with its `problem`. A file that was changed here
+        since `changes` read it is skipped, too, because a person may take long to decide."""
         left = []
         for change in changes:
             target, problem = self.root / change.path, change.problem
@@ -166,7 +166,7 @@ class WorkFolder:
         self._copied[change.path] = _digest(change.after)
 
     async def accept(self, slot: Slot) -> None:
-        """Take the sandbox's present files as known: what was not applied is not offered again."""
+        """Mark the sandbox's present files as known: changes that were not applied are not offered again."""
         self._listed = await self._list(slot)
 
     def _pack(self, archive: Path) -> dict[str, str]:
@@ -184,7 +184,7 @@ class WorkFolder:
                     continue
                 try:
                     data = path.read_bytes()
-                except OSError:  # not readable for us: not for the agent either
+                except OSError:  # a file that we cannot read, the agent cannot read either
                     continue
                 total += len(data)
                 if total > MAX_BYTES or len(copied) >= MAX_FILES:
@@ -222,20 +222,21 @@ class WorkFolder:
             return None
 
     def _real(self, path: str) -> str:
-        """The path with the links on its way followed, as far as they stay in the folder."""
+        """The path with its symlinks resolved, as far as they stay in the folder."""
         target = self.root / path
         parent = target.parent.resolve()
         return (parent.relative_to(self.root) / target.name).as_posix() if parent.is_relative_to(self.root) else path
 
     def _inside(self, target: Path) -> bool:
-        """Whether the directory of a path is in the folder, whatever symlinks are on the way."""
+        """Whether the directory of a path is in the folder once symlinks are resolved."""
         return target.parent.resolve().is_relative_to(self.root) and not target.is_dir()
 
 
 def makes_git_run(path: str, repositories: Collection[str] = ()) -> bool:
     """Whether a file at this path can make git run commands on this machine: a hook, a configuration (aliases, filters,
     `core.fsmonitor`), the todo list of a rebase, or a `.git` file that names another repository. In a `.git` folder
-    only what commits write (`_GIT_DATA`) cannot; in the bare `repositories`, hooks and configuration can.
+    every file can, except those that commits write (`_GIT_DATA`); in the bare `repositories`, hooks and configuration
+    can.
 
     Source: https://git-scm.com/docs/gitrepository-layout
     """

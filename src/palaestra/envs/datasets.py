@@ -167,7 +167,7 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
         ) from None
     try:
         yield from datasets.load_dataset(name, split=split, streaming=True)
-    except Exception as problem:  # the library raises its own, requests' and plain ones for the same missing network
+    except Exception as problem:  # for a missing network the library raises its own, requests' or built-in errors
         raise ConfigError(
             f"the data set {name!r} (split {split!r}) cannot be read from the hub: "
             f"{type(problem).__name__}: {problem}. "

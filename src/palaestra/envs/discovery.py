@@ -1,7 +1,7 @@
 """Find environments by name: files of the nearest `environments` folder, and entry points of installed packages.
 
 A file `environments/NAME_env.py` is the environment NAME, and comes before an entry point of the same name. Listing
-imports and runs no environment. A reference is a name, `path/to/my_env.py` or `path.py:name`.
+neither imports nor runs an environment. A reference is a name, `path/to/my_env.py` or `path.py:name`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FOLDER = "environments"
 GROUP = "palaestra.environments"
 DOORS = "palaestra.doors"
-"""What is run as an environment is and is none, such as a file of prompts: loaded by name, not listed."""
+"""Forms that are run like environments, such as a file of prompts: loaded by name, not listed."""
 
 _ENDING = "_env.py"
 _CLASS_FORMS = "palaestra.envs.api.base_env"
@@ -137,7 +137,7 @@ def _is_environment(value: object) -> bool:
 
 
 def _is_class_environment(value: object) -> bool:
-    if not inspect.isclass(value) or _CLASS_FORMS not in sys.modules:  # what loads it is a class environment
+    if not inspect.isclass(value) or _CLASS_FORMS not in sys.modules:  # every class environment loads that module
         return False
     return issubclass(value, _class_forms().BaseEnv)
 

@@ -1,4 +1,4 @@
-"""What every form of environment offers before a run: its name, its settings, and how it is built."""
+"""The interface of every form of environment before a run: its name, its settings, and how it is built."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Form(Protocol):
     def config_type(self) -> type[BaseEnvConfig]: ...
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """The settings and servers of the environment's own; None if it sets nothing."""
+        """The environment's own settings and servers; None if it sets nothing."""
         ...
 
     def check_values(self) -> Mapping[str, JSON]:
-        """Settings with which a check needs nothing else; unused if a user sets one of them."""
+        """Settings with which a check needs nothing else; unused if the user sets one of them."""
         ...
 
     def build(

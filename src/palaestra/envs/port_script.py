@@ -1,7 +1,7 @@
 """Ports a script of the contract: rewrites its imports, and lists what cannot start or is not called here.
 
-The file is read, never run, and all text but the imports stays, to the byte. What this package has is looked up in its
-own classes, so the lists cannot grow old.
+The file is read, never run, and all text but the imports stays byte for byte. The names of this package are looked up
+in its own classes, so the lists cannot become outdated.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ HOOKS = frozenset((
     "score_trajectory", "setup", "setup_agent_env", "setup_trajectory_workspace", "setup_wandb",
     "teardown_agent_env", "verify_and_score_trajectory", "wandb_log",
 ))  # fmt: skip
-"""Methods of the contract's classes that their own runtime calls. One that our class of the same name lacks is never
-called here."""
+"""Methods of the contract's classes that their own runtime calls. A method that our class of the same name lacks is
+never called here."""
 
 TWO_SHAPES = frozenset({"_build_scored_item", "_run_agent_loop"})
-"""Hooks whose overrides may take or return what either version of the contract says."""
+"""Hooks whose overrides may follow either version of the contract."""
 
 PASSED_IF_WANTED = frozenset({"agent_result", "workspace_meta"})
-"""Arguments that overrides get if they have a parameter of the name."""
+"""Arguments that overrides get if they have a parameter of that name."""
 
 CLASSES = ("BaseEnv", "HermesAgentBaseEnv", "AgentEnv")
 """Classes that scripts subclass."""
@@ -100,7 +100,7 @@ def counterpart(name: str) -> str | None:
 
 
 def advice(name: str) -> str:
-    """What to do about a name without a counterpart."""
+    """Advice on a name without a counterpart."""
     return NOT_NEEDED.get(name, _NO_COUNTERPART)
 
 
@@ -346,7 +346,7 @@ class _Script:
 
     def _family(self, kind: ast.ClassDef) -> tuple[type, list[ast.ClassDef]] | None:
         """The contract's class that a class derives from, with itself and its bases in the script. None if one of its
-        bases is unknown, because that may have anything."""
+        bases is unknown, because an unknown base may define anything."""
         local = {each.name: each for each in _classes(self._tree)}
         relatives, base = [kind], None
         for each in relatives:
@@ -395,7 +395,7 @@ def _dotted(node: ast.expr | None) -> str | None:
 
 
 def _owner(node: ast.Attribute) -> str | None:
-    """Whose attribute it is: `self`, `super()`, or None for anything else."""
+    """The owner of an attribute: `self`, `super()`, or None for anything else."""
     if isinstance(node.value, ast.Name) and node.value.id == "self":
         return "self"
     call = node.value
@@ -423,7 +423,7 @@ def _attributes(cls: type) -> Iterator[str]:
 
 
 def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | None:
-    """Why a call does not fit what it calls; None if it does, or if that is only known at run time."""
+    """Why a call does not fit the called object's signature; None if it fits, or if only a run can tell."""
     if any(isinstance(each, ast.Starred) for each in node.args) or any(each.arg is None for each in node.keywords):
         return None
     try:
@@ -439,7 +439,7 @@ def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | No
 
 
 def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
-    """Why an override cannot be called as our method is; None if it can."""
+    """Why an override cannot be called like our method; None if it can."""
     parameters = list(inspect.signature(ours).parameters.values())[1:]
     passed = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     always = [each for each in passed if each.default is each.empty]

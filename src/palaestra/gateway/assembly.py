@@ -1,12 +1,12 @@
 """Put a gateway together from its configuration: locks, mailbox, conversations, platforms.
 
-Everything that it keeps is in one folder, its home:
+A gateway keeps all its files in one folder, its home:
 
     gateway.yaml          the settings              conversations.db   conversations and their journal
     gateway.db            the mailbox               processes.json     background processes, for the next start
     gateway.lock          held while it runs
 
-Invariant: a folder, and a token on one machine, belong to one running gateway.
+Invariant: no two running gateways share a folder, or a token on one machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands that people write in a chat, such as `/stop`. Another text that begins with a slash is for the model."""
+"""The commands that people write in a chat, such as `/stop`. Other texts that begin with a slash go to the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIASES = {"reset": "new", "start": "help"}
 AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny", "answer"})
 """Commands that do not wait for the turn that runs."""
 WITH_WORDS = frozenset({"help", "stop", "approve", "deny", "answer"})
-"""Commands that may be followed by words; some programs add words to the `/start` that they send by themselves."""
+"""Commands that may be followed by words; some programs add words to the `/start` that they send automatically."""
 
 _COMMAND = re.compile(r"/([a-z]+)(?:@\w+)?(?:\s+(.*))?", re.DOTALL)
 
@@ -45,7 +45,7 @@ def parse(text: str) -> ChatCommand | None:
 
 
 def misused(command: ChatCommand) -> str:
-    """Why a command is not done, or the empty string."""
+    """Why a command is rejected, or the empty string."""
     if command.argument and command.name not in WITH_WORDS:
         return f"/{command.name} takes nothing after it; nothing was done."
     if command.name == "stop" and command.argument not in ("", "processes"):

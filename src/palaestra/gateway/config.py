@@ -71,7 +71,7 @@ class ModelPrices(Settings):
 
 
 class UserLimits(Settings):
-    """What one person may use. Beyond it, a message is answered with the time at which the next one is taken."""
+    """The limits of one person. The answer to a message over a limit names the time at which the next one is taken."""
 
     messages_per_hour: int = setting(120, "Messages that one person may send in an hour; 0: any number.", ge=0)
     cost_per_day: float = setting(0.0, "Cost of one person's turns in 24 hours, in dollars; 0: any cost.", ge=0)
@@ -122,7 +122,7 @@ class GatewayConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, JSON] | None) -> GatewayConfig:
-        """From a mapping; a missing key, and one whose value is None, has its default. Raises `ConfigError`."""
+        """Read it from a mapping; a missing key, and one whose value is None, has its default. Raises `ConfigError`."""
         return cls(**_without_none(dict(values or {})))
 
     def to_dict(self) -> dict[str, JSON]:

@@ -1,4 +1,4 @@
-"""Files in both directions: what people send goes to `uploads/` of the sandbox, what the model names is sent to them.
+"""Files in both directions: attachments go to `uploads/` of the sandbox, files that the model names go to the chat.
 
 A line `MEDIA:path` in an answer sends that file of the sandbox, and is left out of the text.
 """

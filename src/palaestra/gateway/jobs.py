@@ -1,10 +1,10 @@
-"""The tool `cronjob`, and the jobs that it schedules: prompts that run as turns of the chat in which they were made.
+"""The tool `cronjob`, and the jobs that it schedules: prompts that run as turns of the chat that created them.
 
-Jobs are rows of the mailbox. When one is due, its message joins the messages that came in and its next time is
-stored, in one transaction; from then on it is a message like any other. So a run begins once, however often the gateway
-is killed or its clock is changed, and its turn is answered as the turns of persons are. Invariants: a run whose time
-passed while the gateway was down, or while the job's earlier run was not finished, is reported to the chat and not made
-up for, unless it is at most `LATE_S` late; of several runs that were missed, one runs at most.
+Jobs are rows of the mailbox. When a job is due, one transaction adds its message to the incoming messages and stores
+its next time; from then on it is a message like any other. So a run begins once, however often the gateway is killed or
+its clock is changed, and its turn is answered like that of a person. Invariants: a run that was due while the gateway
+was down, or while the job's earlier run was unfinished, is reported to the chat and not made up for, unless it is at
+most `LATE_S` late; of several missed runs, at most one runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 20
-"""Jobs of one session; a scheduled turn may make further ones."""
+"""The most jobs of one session; a scheduled turn may make further ones."""
 LATE_S = 600.0
 CHECK_S = 1.0
 LOCAL = "local"
@@ -64,8 +64,8 @@ class Job(msgspec.Struct):
 
 class Jobs:
     """The jobs of a gateway. `enqueue` takes a message that is in the mailbox (session key, address, row), `wake` sends
-    what the mailbox has for a chat, `user_of` names the person of a conversation, and `refusal` is why a person of a
-    platform may start no turn now, or empty."""
+    the mailbox's messages for a chat, `user_of` names the person of a conversation, and `refusal` returns why a person
+    of a platform may not start a turn now, or the empty string."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Jobs:
     # The schedule
 
     async def run_due(self) -> None:
-        """Begin what is due, for as long as the gateway runs."""
+        """Begin the jobs that are due, for as long as the gateway runs."""
         while True:
             now = self._clock.wall()
             for job in await due(self._mailbox, now):
@@ -100,7 +100,7 @@ class Jobs:
                     continue
                 try:
                     await self._begin(job, now)
-                except ValueError as error:  # a time that is no longer one, in another time zone
+                except ValueError as error:  # in another time zone, the time no longer exists
                     logger.warning("job %s is paused: %s", job.id, error)
                     await self._stored(msgspec.structs.replace(job, next_at=None))
             await self._clock.sleep(CHECK_S)
@@ -188,7 +188,7 @@ class Jobs:
         return {"success": True, "job": self._shown(job)}
 
     async def _changed(self, job: Job, arguments: Mapping[str, JSON]) -> Job:
-        """The job with the optional arguments. Raises `ToolMistake` for a chat that may not be written to."""
+        """The job, changed by optional arguments. Raises `ToolMistake` for a chat that may not be written to."""
         changes = {name: arguments[name] for name in ("name", "repeat", "deliver", "skills") if arguments.get(name)}
         job = msgspec.structs.replace(job, **changes)
         if job.deliver == ORIGIN and self._platforms[job.address.platform].limits.requests:
@@ -230,7 +230,7 @@ class Jobs:
         return {"success": True, "removed": job.id}
 
     async def _run_now(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        """Run a job once more, next to its schedule; its turn follows the turn that asks for it."""
+        """Run a job once more, in addition to its schedule; its turn follows the turn that asks for it."""
         job = await self._job(arguments, run)
         deliver, now = await self._deliver(job), self._clock.wall()
 
@@ -263,7 +263,7 @@ class Jobs:
 
 
 def shown(job: Job, zone: tzinfo | None = None) -> dict[str, JSON]:
-    """A job for reading."""
+    """A job as JSON for the model and the owner."""
     return {
         "job_id": job.id, "name": job.name, "schedule": job.schedule, "prompt": job.prompt, "deliver": job.deliver,
         "repeat": job.repeat, "skills": job.skills, "runs": job.runs,
@@ -306,7 +306,7 @@ def _find(connection: sqlite3.Connection, job_id: str) -> Job | None:
 
 
 def _is_busy(connection: sqlite3.Connection, job: Job) -> bool:
-    """Whether a run of the job is not answered yet."""
+    """Whether a run of the job is still unanswered."""
     query = "select 1 from incoming where session_key = ? and done = 0 and substr(message_id, 1, ?) = ?"
     stem = _stem(job)
     return connection.execute(query, (job.session_key, len(stem), stem)).fetchone() is not None
@@ -317,7 +317,7 @@ def _stem(job: Job) -> str:
 
 
 def _message(job: Job, at: str, deliver: ChatAddress | None) -> Incoming:
-    """The message of one run, named by its time, so that no time runs twice."""
+    """The message of one run. Its id contains the run's time, so that no run happens twice."""
     skills = f" Read these skills first: {', '.join(job.skills)}." if job.skills else ""
     note = f"Scheduled job {job.title} ({job.schedule}). Nobody may be there to answer questions.{skills}"
     text = f"[{note}]\n\n{job.prompt}"

@@ -1,4 +1,4 @@
-"""Cut a long reply into messages that a platform takes.
+"""Cut a long reply into messages that a platform accepts.
 
 Invariants: no message is longer than the limit, and none ends inside a character. Apart from the lines that close and
 reopen a code block, the messages joined are the reply.
@@ -57,7 +57,7 @@ def _closing(body: str, opening: str) -> str:
 
 
 def _code_blocks(text: str) -> tuple[list[int], list[str]]:
-    """Where lines end after which another code block is open, and the opening line of that block ("" for none)."""
+    """The line ends after which another code block is open, with the opening line of that block ("" for none)."""
     ends, openings, opening, end = [0], [""], "", 0
     for line in text.splitlines(keepends=True):
         end += len(line)
@@ -81,7 +81,7 @@ def _length(opening: str) -> int:
 
 
 def _cut(text: str, start: int, room: int, limits: PlatformLimits) -> int:
-    """The end of the next piece: behind the last paragraph, line, sentence or word that fits."""
+    """The end of the next piece: after the last paragraph, line, sentence or word that fits."""
     end = _fitting(text, start, room, limits)
     if end >= len(text):
         return len(text)
@@ -112,7 +112,7 @@ def _fitting(text: str, start: int, room: int, limits: PlatformLimits) -> int:
 
 
 def _whole_characters(text: str, end: int, start: int) -> Iterator[int]:
-    """Ends at or shortly before `end` that separate no accent or joined part from its character."""
+    """Ends at or shortly before `end` that do not separate an accent or a joined part from its character."""
     for candidate in range(end, max(start, end - 16), -1):
         following, before = text[candidate], text[candidate - 1]
         joined = unicodedata.combining(following) or _JOINER in (following, before) or ord(following) in _VARIATIONS

@@ -1,10 +1,10 @@
-"""The mailbox: every message that came in and every one that goes out, in one SQLite file of the gateway's folder.
+"""The mailbox: every incoming and every outgoing message, in one SQLite file of the gateway's folder.
 
-Invariants: a message is on the disk before the platform is told that it arrived; the answers to it and the fact that it
-is answered are one transaction; an outgoing message leaves the file only when the platform has it. So a gateway that is
-killed at any moment loses no message, and starts no turn twice for one.
+Invariants: a message is on the disk before the platform is told that it arrived; one transaction stores its answers and
+marks it as answered; an outgoing message leaves the file only when the platform has it. So a gateway that is killed at
+any moment loses no message, and starts no second turn for one.
 
-All calls run in one thread, which commits what has arrived meanwhile together.
+All calls run in one thread, which commits the calls that have arrived meanwhile together.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 VERSION = 3
 KEPT_S = 30 * 86_400.0
-"""How long the ids of answered messages are kept, so that one that comes again is recognised."""
+"""How long the ids of answered messages are kept, so that a repeated message is recognised."""
 CODE_VALID_S = 3600.0
 _CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 CODES_PER_MINUTE = 20
-"""Codes that strangers of one platform get in a minute, at most. Senders can be forged, and each code is a message to
-somebody; but whoever forges them must keep others from a code for a minute only."""
+"""The most pairing codes that strangers on one platform get in a minute. Senders can be forged, and each code is a
+message to somebody; but a forger must not keep others from getting a code for more than a minute."""
 
 _TABLES = """
 create table incoming (
@@ -72,7 +72,7 @@ Decision: TypeAlias = Literal["taken", "duplicate", "limited", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to send: `text`, or a file. `key` names it for ever."""
+    """A message to send: `text`, or a file. `key` identifies it permanently."""
 
     key: str
     address: ChatAddress
@@ -92,7 +92,7 @@ class Unsent:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a message: its `row` if it was taken; for `limited`, when the next one is taken."""
+    """The outcome of taking a message: its `row` if it was taken; for `limited`, when the next one is taken."""
 
     decision: Decision
     row: int = 0
@@ -101,7 +101,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A session: the conversation that it has now, where it is, and when it was used, in seconds since the epoch."""
+    """A session: its present conversation, its address, and its last use, in seconds since the epoch."""
 
     key: str
     conversation: str
@@ -154,7 +154,7 @@ class Mailbox:
             self._connection.close()
 
     async def do(self, work: Callable[[sqlite3.Connection], T], *, synced: bool = False) -> T:
-        """Run `work` in a transaction; returns when it survives the death of this process or, if `synced`, a power
+        """Run `work` in a transaction; returns once it survives the death of this process or, if `synced`, a power
         failure. Raises `DiskError`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -167,8 +167,8 @@ class Mailbox:
         self, message: Incoming, session_key: str, now: float, *, done: bool = False, most_per_hour: int = 0,
         most_waiting: int = 0,
     ) -> Receipt:  # fmt: skip
-        """Add a message, unless it was added before, its sender is over the limit or the session has too many that
-        wait. With `done` it only is remembered. A limit of 0 is none."""
+        """Add a message, unless it was added before, its sender is over the limit or too many wait in the session. With
+        `done` it is only remembered. A limit of 0 means no limit."""
         address = message.address
 
         def work(connection: sqlite3.Connection) -> Receipt:
@@ -265,7 +265,7 @@ class Mailbox:
         return [_address(chat) for (chat,) in rows]
 
     async def next_unsent(self, address: ChatAddress) -> Unsent | None:
-        """The oldest message for a chat that was not sent."""
+        """The oldest unsent message for a chat."""
         return await self.do(lambda connection: _next_unsent(connection, _chat(address)))
 
     async def begin_send(self, number: int) -> None:
@@ -302,7 +302,7 @@ class Mailbox:
     # Platforms
 
     def notes(self, platform: str) -> MailboxNotes:
-        """What a platform keeps from one start to the next."""
+        """The notes that a platform keeps from one start to the next."""
         return MailboxNotes(self, platform)
 
     # People
@@ -312,7 +312,7 @@ class Mailbox:
         return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).fetchone()))
 
     async def pairing_code(self, platform: str, user_id: str, name: str, now: float) -> str | None:
-        """A new code for a person; None if they have one that is still valid, and if `CODES_PER_MINUTE` are used up."""
+        """A new code for a person; None if they have a valid one, or if `CODES_PER_MINUTE` are used up."""
 
         def work(connection: sqlite3.Connection) -> str | None:
             connection.execute("delete from codes where made_at < ? or made_at > ?", (now - CODE_VALID_S, now))
@@ -354,7 +354,7 @@ class Mailbox:
         )
 
     async def unpair(self, platform: str, user_id: str) -> bool:
-        """Allow a person no longer; whether they were paired."""
+        """Revoke the pairing of a person; returns whether they were paired."""
         query = "delete from users where platform = ? and user_id = ?"
         return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).rowcount))
 
@@ -381,7 +381,7 @@ class Mailbox:
         await self.do(work)
 
     async def prune(self, now: float) -> None:
-        """Forget what is answered and sent for longer than `KEPT_S`."""
+        """Delete finished messages, and costs, that are older than `KEPT_S`."""
 
         def work(connection: sqlite3.Connection) -> None:
             old = (now - KEPT_S,)
@@ -476,7 +476,7 @@ def add_incoming(
     connection: sqlite3.Connection, message: Incoming, session_key: str, now: float, *, done: bool = False
 ) -> int:
     """Add a message that came in, in the transaction of `Mailbox.do`; returns its row. Raises `sqlite3.IntegrityError`
-    for one that is there already."""
+    for a message that is there already."""
     address = message.address
     row = connection.execute(
         "insert into incoming (platform, chat_id, message_id, session_key, user_id, body, received_at, done)"

@@ -1,8 +1,8 @@
 """The tool `send_message`: an agent writes to a chat of the gateway.
 
-It may write to its own chat, to the home channels, and to the chats of the setting `message_targets`; others do not
-exist for it, because whoever writes to an agent could have it write to strangers. A message is in the mailbox when the
-tool answers, and is sent until the platform has it. A call that a crash cut off is never repeated by itself.
+It may write to its own chat, to the home channels, and to the chats of the setting `message_targets`; other chats are
+hidden from it, because whoever writes to an agent could make it write to strangers. A message is in the mailbox when
+the tool answers, and is sent until the platform has it. A call that a crash cut off is never repeated automatically.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ORIGIN = "origin"
 
 
 class Messaging:
-    """Where the agents of a gateway may write. `notify` posts a text to a chat."""
+    """The chats to which the agents of a gateway may write. `notify` posts a text to a chat."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Messaging:
         self.tool: FunctionTool = replace(MESSAGING[0], run=self._run, missing=lambda: None, touches_world=True)
 
     async def targets(self, session_key: str) -> dict[str, tuple[ChatAddress, str]]:
-        """The chats that the agent of a session may write to by name, each with what it is."""
+        """The chats that the agent of a session may write to by name, each with a description."""
         found: dict[str, tuple[ChatAddress, str]] = {}
         sessions = await self._mailbox.sessions()
         for row in sessions:

@@ -1,7 +1,7 @@
-"""Send what the mailbox holds: each chat's messages in order, again until the platform has them.
+"""Send the messages of the mailbox: each chat's in order, again until the platform has them.
 
-A platform that does not answer is asked again, at most every minute, for as long as the gateway runs; the messages stay
-in the mailbox. One that the platform refuses is kept there with the reason and reported to the home channel.
+A platform that does not answer is tried again, at most every minute, for as long as the gateway runs; the messages stay
+in the mailbox. A message that the platform refuses is kept there with the reason and reported to the home channel.
 
 A gateway that is killed between sending a message and recording it sends it again. With a platform that takes keys
 (`Limits.idempotent`) people see it once; with others the second one begins with `SENT_AGAIN`.
@@ -44,12 +44,12 @@ class Outbox:
         self._again = asyncio.Event()
 
     async def resume(self) -> None:
-        """Send what an earlier gateway left."""
+        """Send the messages that an earlier gateway left."""
         for address in await self._mailbox.chats_to_send_to():
             self.wake(address)
 
     def wake(self, address: ChatAddress) -> None:
-        """Send what there is for a chat."""
+        """Send the waiting messages of a chat."""
         if address.platform not in self._platforms:
             return  # it is not connected any more; its messages wait in the mailbox
         if address in self._sending:
@@ -60,7 +60,7 @@ class Outbox:
         self._start(self._send_all(address), f"send to {address.platform}")
 
     def retry_now(self) -> None:
-        """Try again at once: a platform is connected again."""
+        """Try again immediately, because a platform is connected again."""
         self._again.set()
         self._again = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""`Platform`: what carries messages between people and the gateway, such as Matrix or e-mail.
+"""`Platform`: a service that carries messages between people and the gateway, such as Matrix or e-mail.
 
 A platform knows nothing of sessions, models or permissions. Its rules, which `palaestra.testing.platform_conformance`
 checks:
@@ -11,8 +11,8 @@ checks:
   `PlatformRefused` if none can. `key` names the
   message: if the platform's API takes such a key (`PlatformLimits.idempotent`), two sends with one key are one.
 - `stop` is idempotent. Nothing is delivered after it returns.
-- How far a bot has read is what its server knows, where it can: by acknowledged messages or data of its account. A
-  platform whose server has no place for that keeps it in the gateway's mailbox (`KeepsNotes`).
+- Where possible, the server stores how far a bot has read, as acknowledged messages or data of its account. A platform
+  whose server cannot do that stores it in the gateway's mailbox (`KeepsNotes`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ChatType: TypeAlias = Literal["dm", "group", "channel"]
 
 @dataclass(frozen=True, slots=True)
 class ChatAddress:
-    """Where messages go: a chat of a platform, or a thread in it."""
+    """The target of messages: a chat of a platform, or a thread in it."""
 
     platform: str
     chat_id: str
@@ -50,9 +50,9 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A message from a person. `message_id` is unique in its chat. `problem` is what could not be read of it. For a
-    `trusted` message the platform has checked a secret of the sender's, so that no allow-list is needed. The message of
-    a scheduled `job` comes from nobody; its answer goes to `deliver`, or nowhere if that is None."""
+    """A message from a person. `message_id` is unique in its chat. `problem` names the part that could not be read. For
+    a `trusted` message the platform has checked the sender's secret, so no allow-list is needed. The message of a
+    scheduled `job` comes from nobody; its answer goes to `deliver`, or nowhere if that is None."""
 
     address: ChatAddress
     message_id: str
@@ -68,7 +68,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Which message an outgoing one answers, and whether it is the `last` one to do so."""
+    """The message that an outgoing one answers, and whether this is the `last` part of the answer."""
 
     message_id: str
     last: bool = False
@@ -76,8 +76,8 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class PlatformLimits:
-    """What a platform can carry. `unit` is what `max_text` counts: characters, UTF-16 units or bytes of UTF-8. With
-    `requests`, a message is a request that waits until something answers it."""
+    """The limits and features of a platform. `unit` is what `max_text` counts: characters, UTF-16 units or bytes of
+    UTF-8. With `requests`, a message is a request that waits until something answers it."""
 
     max_text: int
     unit: Literal["characters", "utf16", "utf8"] = "characters"
@@ -136,7 +136,7 @@ class Platform(Protocol):
 
 
 class Notes(Protocol):
-    """What a platform keeps from one start to the next, in the mailbox: a few texts by name."""
+    """A few texts by name that a platform keeps in the mailbox from one start to the next."""
 
     async def read(self) -> dict[str, str]: ...
 

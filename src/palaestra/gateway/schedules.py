@@ -6,7 +6,7 @@
     2026-12-24T18:00              once, in the gateway's time zone unless the text names another one
 
 Cron lines follow crontab(5): lists, ranges, steps and names of months and days; if both days are restricted, either may
-match. A time that a change of the clocks skips is moved on by the change; one that occurs twice counts once.
+match. A time that a clock change skips is moved forward by the change; one that occurs twice counts once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`Gateway`: takes messages from platforms, runs one turn after another in each session, and answers.
 
-It stands on the mailbox (every message is on the disk before it counts) and on conversations (`palaestra.chat`, whose
-journal answers a message once). Messages of one session are answered in their order; sessions do not wait for each
-other. Invariants: a message gets an answer or a refusal that says why, also when the gateway is killed meanwhile;
-`/stop` and the answer to a question reach only the session of the chat they were written in; a failure of one session
-or platform leaves the others alone.
+It builds on the mailbox (every message is on the disk before it counts) and on conversations (`palaestra.chat`, whose
+journal answers each message once). Messages of one session are answered in their order; sessions do not wait for each
+other. Invariants: a message gets an answer or a refusal that says why, even if the gateway is killed meanwhile; `/stop`
+and the answer to a question reach only the session of the chat they were written in; a failure of one session or
+platform leaves the others alone.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ CLOSE_AFTER_S = 3600.0
 """An open conversation without a sandbox is closed after this time; the next message opens it again."""
 LONGEST_RECONNECT_S = 60.0
 MOST_UNSENT = 500
-"""Messages for one chat that may wait to be sent; further turns of the chat wait for that."""
+"""The most unsent messages of one chat; beyond it, further turns of the chat wait."""
 STOP_PATIENCE_S = 10.0
 MOST_SHOWN = 2000
-"""Characters of a command that a chat is shown before it is asked to approve it."""
+"""The most characters of a command that a chat is shown when asked to approve it."""
 
 _CODE_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
@@ -168,7 +168,7 @@ class Gateway:
             try:
                 async with asyncio.timeout(STOP_PATIENCE_S):
                     await platform.stop()
-            except Exception as error:  # of a client library: the other platforms are stopped all the same
+            except Exception as error:  # an error of a client library: the other platforms are stopped anyway
                 logger.warning("%s was not stopped: %s: %s", platform.name, type(error).__name__, error)
         for task in list(self._background):
             task.cancel()
@@ -247,7 +247,8 @@ class Gateway:
             await self._answer_now(message, key, f"{text} Send it again later, or /stop the turn that runs.")
 
     async def _is_repeated(self, message: Incoming) -> bool:
-        """Whether a request was taken before. One that is answered gets its answer again; another one waits for it."""
+        """Whether a request was taken before. An answered one gets its answer again; another one waits for its
+        answer."""
         taken = await self.mailbox.answered(message)
         if taken is None or not taken[0]:
             return taken is not None
@@ -279,7 +280,7 @@ class Gateway:
         return f"You have used ${spent:.2f} of ${most:.2f} in 24 hours; write again later."
 
     async def _turn_away(self, message: Incoming, key: str, now: float) -> None:
-        """Answer a stranger with a code, in a chat of two only; in a group they are not answered."""
+        """Answer a stranger with a pairing code, only in a chat of two; in a group they get no answer."""
         address = message.address
         logger.warning("%s: a message of user %s, who is not allowed, was not taken", address.platform, message.user_id)
         receipt = await self.mailbox.take(message, key, now, done=True)
@@ -334,7 +335,7 @@ class Gateway:
             session.running = False
 
     async def _answer(self, session: _Session, waiting: Waiting) -> None:
-        """One message: a command, or a turn of the agent. Records its answers."""
+        """Handle one message, a command or a turn of the agent, and record its answers."""
         message = waiting.message
         session.stopped = False
         if not message.job:
@@ -357,7 +358,7 @@ class Gateway:
         self._outbox.wake(self._to(message))
 
     def _to(self, message: Incoming) -> ChatAddress:
-        """Where the answer goes. A chat whose platform is no longer connected is replaced by that of the message."""
+        """Where the answer goes. If a chat's platform is no longer connected, the chat of the message replaces it."""
         to = message.deliver
         return message.address if to is None or to.platform not in self.platforms else to
 
@@ -366,8 +367,8 @@ class Gateway:
         return self.chat.store.find(conversation).user.partition(":")[2]
 
     def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
-        """The messages of an answer, at least one. Their keys derive from the message that is answered. That of a job
-        answers no message of a person."""
+        """The messages of an answer, at least one. Their keys derive from the message that is answered. The answer of a
+        job is not a reply to a person's message."""
         if message.job and message.deliver is None:
             return []
         address = self._to(message)
@@ -431,7 +432,7 @@ class Gateway:
         return None if await self.chat.processes.has_active_for_session(session.key, max_age_s) else reason
 
     def _open(self, session: _Session, conversation: str, user_id: str) -> Conversation:
-        """The stored conversation of that id, or a new one for an empty id."""
+        """The stored conversation with this id, or a new one for an empty id."""
         people = People(
             approve=lambda request: self._ask_approval(session, request),
             answer=lambda question, choices: self._ask_question(session, question, choices),
@@ -455,7 +456,7 @@ class Gateway:
             await conversation.close()
 
     async def _sweep(self) -> None:
-        """End sessions whose policy says so, also when nobody writes, and close conversations that need nothing."""
+        """End sessions whose policy says so, even when nobody writes, and close conversations that need nothing."""
         while True:
             await self._clock.sleep(SWEEP_EVERY_S)
             for session in list(self._sessions.values()):
@@ -481,7 +482,7 @@ class Gateway:
     # Turns
 
     async def _turn(self, session: _Session, message: Incoming, again: JSON = None) -> _Answer:
-        """Let the agent answer a message, or `again` an earlier one's content."""
+        """Let the agent answer a message, or `again`, the content of an earlier one."""
         conversation = session.conversation
         assert conversation is not None  # `_begin` opened it
         if session.stopped:
@@ -509,7 +510,7 @@ class Gateway:
         return files.message_content(text, message, lines, images=self.config.model_sees_images)
 
     async def _show(self, session: _Session, message: Incoming, event: Event) -> None:
-        """Show what happens in a turn, where the platform can."""
+        """Show the events of a turn, where the platform can."""
         platform = self.platforms[message.address.platform]
         if isinstance(event, ToolBegun):
             session.doing = f"{event.name}: {event.preview}"
@@ -599,7 +600,7 @@ class Gateway:
         return "\n".join(lines)
 
     async def _do(self, command: ChatCommand, session: _Session, message: Incoming) -> _Answer:
-        """A command that waits for the turns before it."""
+        """Run a command that waits for the turns before it."""
         conversation = session.conversation
         assert conversation is not None  # `_begin` opened it
         if command.name == "new":
@@ -621,7 +622,7 @@ class Gateway:
 
     async def _ask_approval(self, session: _Session, request: ApprovalRequest) -> ApprovalAnswer:
         """Ask the chat whether a command may run; no answer in time means no. The answer names the question by a code,
-        because one that comes late must not answer the next question."""
+        because a late answer must not count for the next question."""
         shown, hidden = request.command[:MOST_SHOWN], len(request.command) - MOST_SHOWN
         more = f"({hidden} more characters of it are not shown.)\n" if hidden > 0 else ""
         code = session.approval_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))

@@ -1,4 +1,4 @@
-"""When a session of the gateway begins anew: after hours without a message, or at an hour of the day.
+"""When a session of the gateway is reset: after hours without a message, or at an hour of the day.
 
 Invariant: a session whose background processes run is not reset, for as long as `bg_process_max_age_hours` allows.
 """
@@ -28,7 +28,7 @@ class SessionResetPolicy(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, JSON] | None) -> SessionResetPolicy:
-        """From a mapping; a missing key, and one whose value is None, has its default. Raises `ConfigError`."""
+        """Read it from a mapping; a missing key, and one whose value is None, has its default. Raises `ConfigError`."""
         return cls(**{name: value for name, value in (values or {}).items() if value is not None})
 
     def to_dict(self) -> dict[str, JSON]:
@@ -37,7 +37,7 @@ class SessionResetPolicy(Settings):
     def reason(self, idle_s: float, now: datetime) -> Literal["daily", "idle"] | None:
         """Why a session that was used `idle_s` ago is to be reset, or None.
 
-        `now` has the time zone that `at_hour` counts in. `idle_s` must come from a monotonic clock where one ran since
+        `now` has the time zone that `at_hour` counts in. `idle_s` must come from a monotonic clock if one has run since
         then, so that a change of the wall clock resets nothing.
         """
         if self.mode in ("idle", "both") and idle_s >= self.idle_minutes * 60:

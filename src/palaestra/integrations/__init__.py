@@ -1,1 +1,1 @@
-"""Adapters for trainers of other packages, written against the public names of `palaestra`. Nothing imports them."""
+"""Adapters for trainers of other packages, written against the public names of `palaestra`. No module imports them."""

@@ -76,7 +76,7 @@ class Controller:
             await asyncio.sleep(poll_s)
 
     async def play_queued(self) -> None:
-        """Begin the rollouts that are queued now, as far as there is room. Leaving the block waits for their ends."""
+        """Begin the rollouts that are queued now, as far as there is room. Leaving the block waits until they end."""
         if not self._free:
             return
         queued = await _request(self._client, "GET", f"{self._url}/api/rollouts?state_in=queuing&limit={self._free}")
@@ -110,7 +110,7 @@ class Controller:
     async def _patch(self, name: str, status: JSON) -> None:
         try:
             await _request(self._client, "PATCH", f"{self._url}/api/rollouts/{name}", {"status": status})
-        except aiohttp.ClientError as error:  # the others go on; the server times this one out
+        except aiohttp.ClientError as error:  # the others continue; the server times this one out
             logger.warning("rollout %s: its state %s could not be reported: %s", name, status["state"], error)
 
 

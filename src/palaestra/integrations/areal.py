@@ -3,7 +3,7 @@
     trainer.train(workflow=Agent("my_env.py", agent="codex"))
 
 Each row of AReaL's data set has a `task_id`. Its proxy gives every rollout an address with a key, and records the
-tokens; the agent's loop, the slots and the sealed grading are those of a run. A rollout without a reward raises
+tokens; the agent's loop, the slots and the sealed grading work as in a run. A rollout without a reward raises
 `Dropped`, which rejects the sample. Proxy mode `inline` only: the run lives in the worker's event loop.
 
 Source: `OpenAIProxyWorkflow` of AReaL 1.0.4. Nothing of AReaL is imported.
@@ -19,7 +19,7 @@ from palaestra.integrations.blame import reward_of
 
 
 class Agent:
-    """What AReaL takes as a workflow. `settings` are those of `palaestra.RolloutFunction`; `aclose` ends the run."""
+    """The workflow to give to AReaL. `settings` are those of `palaestra.RolloutFunction`; `aclose` ends the run."""
 
     def __init__(self, env: object, **settings: Any) -> None:
         self._rollout = RolloutFunction(env, **settings)

@@ -1,7 +1,7 @@
 """How each trainer is told that a rollout is not the policy's fault, so that it drops the sample.
 
-An unscored rollout (`Unscored`) never becomes a reward. The adapters in this folder follow this table; for trainers
-without one it says what an adapter of your own has to do.
+An unscored rollout (`Unscored`) never becomes a reward. The adapters in this folder follow this table; for other
+trainers it shows what your own adapter has to do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DROPPED: Mapping[str, str] = {
     "verifiers": "the trace has an error",
     "verl": "the response mask is all zeros, which `adv_estimator=grpo_scored` leaves out",
 }
-"""How each trainer is told that a rollout is not the policy's fault. None of them gets a reward for it."""
+"""How each trainer is told that a rollout is not the policy's fault. No trainer gets a reward for it."""
 
 
 class Dropped(InfraError):
@@ -38,7 +38,7 @@ class Dropped(InfraError):
 
 
 def reward_of(result: Scored | Unscored) -> float:
-    """The reward of a rollout. Raises `Dropped` for one without."""
+    """The reward of a rollout. Raises `Dropped` if it has none."""
     if isinstance(result, Unscored):
         raise Dropped(result)
     return result.reward

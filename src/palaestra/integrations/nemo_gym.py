@@ -4,7 +4,7 @@
     from palaestra.integrations.nemo_gym import EnvironmentAgent
     if __name__ == "__main__": EnvironmentAgent.run_webserver()
 
-A row has `task_id` beside `responses_create_params`. The model is asked at `model_base_url`, or through the model
+A row has `task_id` next to `responses_create_params`. The model is asked at `model_base_url`, or through the model
 server of the configuration. With the address of vLLM or SGLang itself and `server_type` in `settings`, the output has
 exactly the sampled tokens with their log-probabilities.
 
@@ -33,7 +33,7 @@ from palaestra import JSON, ConfigError, Message, RolloutFunction, Trajectory, U
 from palaestra.integrations.turns import TurnTokens, sampled_turns
 
 KEPT_ANSWERS = 1024
-"""How many rollouts `/verify` knows: the newest."""
+"""How many of the newest rollouts `/verify` knows."""
 
 
 class EnvironmentAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
@@ -64,7 +64,7 @@ class EnvironmentVerifyResponse(BaseVerifyResponse):  # type: ignore[misc]
 
 
 class RolloutReference(BaseModel):
-    """Which rollout `/verify` is about."""
+    """The rollout that `/verify` is about."""
 
     model_config = ConfigDict(extra="allow")
     rollout_id: str
@@ -107,7 +107,7 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return answer
 
     async def verify(self, body: RolloutReference) -> EnvironmentVerifyResponse:
-        """The graded rollout. Answers 404 for one that is not among the newest of this server."""
+        """The graded rollout. Answers 404 for a rollout that is not among the newest of this server."""
         if body.rollout_id not in self._answers:
             raise HTTPException(404, f"the rollout {body.rollout_id!r} is not among this server's newest")
         return self._answers[body.rollout_id]

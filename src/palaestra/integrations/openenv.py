@@ -3,7 +3,7 @@
     factory = SessionFactory(env)
     session = factory.create(task_id)          # initial_messages, list_tools, call_tool, verify, close
 
-The harness owns the agent's loop; the tools, the slots and the sealed grading are those of a run. `env_reward` is None
+The harness owns the agent's loop; the tools, the slots and the sealed grading work as in a run. `env_reward` is None
 for an unscored rollout, which OpenEnv leaves out. `training_trace` gives a rollout that was recorded token by token.
 
 Needs the package `openenv`. Source: `openenv.core.harness` of OpenEnv 0.10.
@@ -68,7 +68,7 @@ class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[m
 
 
 class PlayedSession(ResourceSession):  # type: ignore[misc]
-    """One rollout. `failure` is why it could not begin; such a rollout has no tools' answers and no reward."""
+    """One rollout. `failure` is why it could not begin; such a rollout has neither tool results nor a reward."""
 
     def __init__(self, play: SyncPlay | None, tools: list[Tool], failure: InfraError | None = None) -> None:
         self._play, self._tools, self._failure = play, tools, failure
@@ -81,7 +81,8 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
         return list(self._tools)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """What a model would read, errors of the call included; `error` only if the rollout has ended."""
+        """The text that a model would read, errors of the call included; `error` is set only if the rollout has
+        ended."""
         if self._play is None:
             return ToolResult(error=str(self._failure), done=True)
         try:
@@ -90,7 +91,7 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
             return ToolResult(error=str(error), done=True)
 
     def verify(self, transcript: list[Message], final_state: JSON = None) -> VerifyResult:
-        """Seal and grade the rollout. Its last message is the transcript's."""
+        """Seal and grade the rollout. Its last message is that of the transcript."""
         said = [message.get("content") for message in transcript if message.get("role") == "assistant"]
         last = said[-1] if said and isinstance(said[-1], str) else ""
         if self._play is not None:

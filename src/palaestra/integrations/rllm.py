@@ -1,9 +1,9 @@
-"""rLLM rolls out an environment, as an agent flow beside its trainer or as a remote runtime.
+"""rLLM rolls out an environment, as an agent flow next to its trainer or as a remote runtime.
 
     AgentTrainer(agent_flow=EnvironmentFlow("my_env.py"), evaluator=evaluate, …)
 
 A task is a row with `task_id`. rLLM's gateway gives every rollout an address and records the tokens; the agent's loop,
-the slots and the sealed grading are those of a run, so the evaluator only reads the reward (`evaluate`).
+the slots and the sealed grading work as in a run, so the evaluator only reads the reward (`evaluate`).
 
 A rollout without a reward raises `Dropped` in the flow: rLLM plays it again, and then raises, or keeps an episode
 without a trajectory (`raise_on_error=False`). The remote runtime gives `finished=False` with the termination reason
@@ -59,7 +59,7 @@ class EnvironmentFlow:
 
 
 def evaluate(task: Any, episode: Episode) -> EvalOutput:
-    """The reward that the environment gave, as rLLM's evaluator."""
+    """An evaluator of rLLM that returns the environment's reward."""
     reward = episode.trajectories[0].reward
     return EvalOutput(reward=reward, is_correct=reward >= 1.0)
 

@@ -3,8 +3,8 @@
     generate = custom_generate("my_env.py")        # --custom-generate-function-path my_module.generate
 
 Each row of slime's data set has `task_id` in its metadata (`--metadata-key`). A segment of the rollout's tokens is a
-`Sample`; several have one `rollout_id`. Unscored rollouts are `ABORTED` with `remove_sample` and no reward. In fully
-asynchronous training slime queues their group again. Otherwise set `--dynamic-sampling-filter-path
+`Sample`; several segments share one `rollout_id`. Unscored rollouts are `ABORTED` with `remove_sample` and no reward.
+In fully asynchronous training slime queues their group again. Otherwise set `--dynamic-sampling-filter-path
 palaestra.integrations.slime.keep_scored`: slime then leaves the group out and draws another.
 
 Source: `slime.rollout.sglang_rollout` and `Sample` of August 2026. Nothing of slime is imported.
@@ -26,7 +26,7 @@ Generate = Callable[[Any, Any, Mapping[str, JSON]], Awaitable[Any]]
 def custom_generate(env: object, **settings: Any) -> Generate:
     """A function for `--custom-generate-function-path`. `settings` are those of `palaestra.RolloutFunction`; the
     tokenizer is slime's `--hf-checkpoint`, and temperature, `top_p`, `top_k` and the longest reply are those that slime
-    asks for: training and evaluation are a run each."""
+    asks for. Training and evaluation are separate runs."""
     rollouts: dict[str, RolloutFunction] = {}
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, JSON]) -> Any:
@@ -74,7 +74,7 @@ def _rollout_function(
 
 
 def _fill(sample: Any, row: ExportedRow) -> Any:
-    """The sample with one segment's tokens: those of the prompt first, then `response_length` others."""
+    """The sample with one segment's tokens: those of the prompt first, then `response_length` tokens after it."""
     sample.tokens = [*row.prompt_ids, *row.completion_ids]
     sample.response_length = len(row.completion_ids)
     sample.loss_mask, sample.rollout_log_probs = row.mask, row.logprobs

@@ -6,9 +6,9 @@
     )
     asyncio.run(train.main(config))
 
-With `RolloutStrategy` the agent loop is ours and the cookbook's policy samples: retries after infrastructure failures,
-exact tokens and sealed grading are those of a run, and an unscored rollout is a `RolloutError`, never a reward. With
-the cookbook's own strategies, its loop steps the environments of `EnvGroupBuilder`.
+With `RolloutStrategy` our agent loop runs and the cookbook's policy samples: retries after infrastructure failures,
+exact tokens and sealed grading work as in a run, and an unscored rollout is a `RolloutError`, never a reward. With the
+cookbook's own strategies, its loop steps the environments of `EnvGroupBuilder`.
 
 `sandbox_factory` is what `tinker_cookbook.recipes.harbor_rl` asks for in place of Modal; each sandbox is a slot.
 
@@ -52,11 +52,11 @@ from palaestra import (
 )
 
 MOST_OUTPUT_BYTES = 128 * 1024
-"""Of a command, if the recipe sets no bound: the cookbook's own default."""
+"""The most output of a command if the recipe sets no limit: the cookbook's own default."""
 
 Ask: TypeAlias = Callable[[list[int], int | None, Collection[int]], Awaitable[Sampled]]
 _ASK: ContextVar[tuple[asyncio.AbstractEventLoop, Ask]] = ContextVar("ask")
-"""Who samples for the rollouts of this context, and the event loop of the cookbook in which it does."""
+"""The cookbook's event loop, and the function that samples in it for the rollouts of this context."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
         self._envs: list[Env] = []
 
     async def make_envs(self) -> Sequence[Env]:
-        """Environments that the cookbook's loop steps. The record has no log-probabilities: they are not told to it."""
+        """Environments that the cookbook's loop steps. The record has no log-probabilities: the loop passes none on."""
         made = [Env(self) for _ in range(self.group_size)]
         self._envs += made
         return made
@@ -190,8 +190,8 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
 
 @chz.chz
 class DatasetBuilder(types.RLDatasetBuilder):  # type: ignore[misc]
-    """The tasks of an environment, in the order in which it gives them, as groups. `passes` repeats them. `held_out`
-    tasks at the end are the cookbook's test set."""
+    """The tasks of an environment, in the order in which it gives them, as groups. `passes` repeats them. The last
+    `held_out` tasks are the cookbook's test set."""
 
     env: str
     model: str
@@ -281,7 +281,7 @@ def _trajectory(
         for begin, end in _runs(row.mask):
             prompt, reply = tokens[: start + begin], tokens[start + begin : start + end]
             action = said.get((tuple(prompt), tuple(reply)))
-            if action is None:  # the ledger has it in another cut: after an interruption, for example
+            if action is None:  # the ledger divides it differently: after an interruption, for example
                 action = TokensWithLogprobs(reply, (row.logprobs or [])[begin:end])
             steps.append(types.Transition(tinker.ModelInput.from_ints(prompt), action, 0.0, False))
     if steps:
@@ -336,7 +336,7 @@ class SlotSandbox:
         await self.cleanup()
 
     async def send_heartbeat(self, timeout: int = 30) -> None:
-        """Nothing to do: a slot needs no sign of life."""
+        """Nothing to do: a slot needs no heartbeat."""
 
     async def run_command(
         self, command: str, workdir: str | None = None, timeout: int = 60, max_output_bytes: int | None = None
@@ -388,8 +388,9 @@ class SlotSandbox:
 def sandbox_factory(*, image: str | Callable[[Path], str] | None = None, **settings: Any) -> Callable[[Path, int], Any]:
     """A `SandboxFactory` whose sandboxes are slots of this machine.
 
-    `image` is the root file system of all tasks, or gives that of a task from its `environment` folder; Dockerfiles are
-    not built. `settings` are those of `palaestra.Sandbox`, such as `network`, `memory` or `isolation`.
+    `image` is the root file system of all tasks, or a function that returns the one of a task for its `environment`
+    folder; Dockerfiles are not built. `settings` are those of `palaestra.Sandbox`, such as `network`, `memory` or
+    `isolation`.
     """
 
     async def make(env_dir: Path, timeout: int) -> SlotSandbox:

@@ -5,7 +5,7 @@
         rollout_func=rollout_func(env), reward_funcs=reward,
     )
 
-The agent loop, the slots and the grading are those of a run, and all steps are one record. The trainer's own model
+The agent loop, the slots and the grading work as in a run, and all steps are one record. The trainer's own model
 samples, in this process, so that every token is trained with the weights that sampled it. Tool output is masked with
 `env_mask`; an unscored rollout has the reward None, which TRL leaves out of the group's baseline and of the loss.
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 TASK = "task_id"
-"""The key of a prompt's messages with the task's id: TRL hands prompts to `rollout_func` and no other column."""
+"""The key of a prompt's messages with the task's id: TRL passes only the prompt column to `rollout_func`."""
 
 
 def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Dataset:
@@ -49,7 +49,7 @@ def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings:
     `top_k` are the trainer's, and `max_token_length` (of one reply) its `max_completion_length` unless set.
 
     After each step the log-probabilities of the sampled tokens are compared with the trainer's own, at the cost of one
-    forward pass: more than `max_difference` nats on any token raises `ConfigError`. None does not compare.
+    forward pass: more than `max_difference` nats on any token raises `ConfigError`. None skips the comparison.
     """
     return RolloutFunc(env, max_difference, settings)
 
@@ -69,7 +69,7 @@ def reward(*, completions: Sequence[Any], **columns: Any) -> list[float | None]:
 
 
 class EnvironmentFactory:
-    """What `environment_factory` returns: each call makes an environment in TRL's sense, for one rollout at a time.
+    """The result of `environment_factory`: each call makes an environment in TRL's sense, for one rollout at a time.
     `close` ends the run, `path` is its folder."""
 
     def __init__(self, env: object, settings: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ def _described(schema: Mapping[str, Any], name: str) -> str:
 
 
 class RolloutFunc:
-    """What `rollout_func` returns. Its session opens with the first call and closes when the training ends; `close`
+    """The result of `rollout_func`. Its session opens with the first call and closes when the training ends; `close`
     ends it earlier, `path` is the run's folder."""
 
     def __init__(self, env: object, max_difference: float | None, settings: Mapping[str, JSON]) -> None:
@@ -284,7 +284,7 @@ def _task_id(prompt: JSON) -> str:
 
 
 def _group_rows(group: Group, count: int, filler: int) -> Iterator[dict[str, Any]]:
-    """`count` rows: those of the group's rollouts, and rows without a reward for what was not rolled out."""
+    """`count` rows: those of the group's rollouts, and rows without a reward for missing rollouts."""
     rows = [_row(each, filler) for each in sorted(group.trajectories, key=lambda each: each.index)]
     yield from rows
     for index in range(len(rows), count):
@@ -308,14 +308,14 @@ _LISTS = ("prompt_ids", "completion_ids", "mask", "logprobs")
 
 
 def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
-    """A row that trains nothing: TRL takes no empty one."""
+    """A row without trained tokens, because TRL does not take an empty row."""
     lists = dict(zip(_LISTS, ([filler], [filler], [0], [0.0]), strict=True))
     return {**lists, "reward": None, "rollout_id": rollout_id}
 
 
 @contextmanager
 def _sampling_model(trainer: GRPOTrainer) -> Iterator[Any]:
-    """The trained model as it can sample: whole, and without dropout."""
+    """The trained model, ready to sample: gathered whole, and without dropout."""
     from trl.models import unwrap_model_for_generation
 
     training = trainer.model.training

@@ -1,4 +1,4 @@
-"""The model calls of a recorded rollout with their exact tokens, for trainers that take calls and not rows."""
+"""The model calls of a recorded rollout with their exact tokens, for trainers that take calls instead of rows."""
 
 from __future__ import annotations
 

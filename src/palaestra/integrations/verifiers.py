@@ -5,7 +5,7 @@
     __all__ = ["EnvironmentHarness", "EnvironmentTaskset"]
 
 The interception server of verifiers gives every rollout an address with a key and records the tokens. The agent's loop,
-the slots and the sealed grading are those of a run; the runtime of verifiers stays empty. A rollout without a reward
+the slots and the sealed grading work as in a run; the runtime of verifiers stays empty. A rollout without a reward
 raises, which is an error on the trace.
 
 Needs the package `verifiers`. Source: `Harness.launch`, `Taskset` and `Task` of verifiers 0.4.

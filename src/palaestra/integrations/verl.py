@@ -6,8 +6,8 @@
       env: my_env.py
       settings: {slots: 8}
 
-verl has no word for a sample to drop, so an unscored rollout has a response of one masked token and the reward 0.0.
-With `adv_estimator=grpo_scored`, GRPO leaves such rows out: they are neither trained nor part of their group's mean.
+verl cannot mark a sample as dropped, so an unscored rollout has a response of one masked token and the reward 0.0. With
+`adv_estimator=grpo_scored`, GRPO leaves such rows out: they are neither trained nor part of their group's mean.
 `VERL_USE_EXTERNAL_MODULES=palaestra.integrations.verl` registers it. verl's other estimators count the 0.0.
 
 Needs the package `verl`. Source: `AgentLoopBase`, `LLMServerClient` and `compute_grpo_outcome_advantage` of verl 0.9.1.
@@ -39,17 +39,17 @@ from palaestra import (
 )
 
 _ASKED: ContextVar[tuple[Any, Mapping[str, Any], str]] = ContextVar("verl_asked")
-"""Of the rollout: the client of the model servers, the sampling settings, and the id that keeps it at one server."""
+"""The rollout's client of the model servers, its sampling settings, and the id that keeps it at one server."""
 
 
 class _ServerClient(TokenChat):
     """verl's client of its model servers as a model server of ours."""
 
     async def start(self) -> None:
-        """The servers run already."""
+        """Nothing to do: the servers already run."""
 
     async def aclose(self) -> None:
-        """They end with the training."""
+        """Nothing to do: the servers end with the training."""
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         client, wanted, name = _ASKED.get()
@@ -77,7 +77,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """One rollout of the row's task. Raises `ConfigError` for a row without `task_id`, or a rollout of several
-        segments (sub-agents, compaction), of which verl takes one."""
+        segments (sub-agents, compaction), of which verl takes only one."""
         task = kwargs.get("task_id") or (kwargs.get("extra_info") or {}).get("task_id")
         if not task:
             raise ConfigError("the row has no task_id, and neither has its extra_info")

@@ -73,9 +73,7 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     @model_validator(mode="after")
     def _stateful_tools_are_isolated_too(self) -> Self:
         if self.require_stateful_sandbox:
-            self.__dict__["require_sandbox"] = (
-                True  # not an assignment: what was set stays told apart from what was not
-            )
+            self.__dict__["require_sandbox"] = True  # not an assignment, which would mark the field as set
         return self
 
 
@@ -108,7 +106,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         self._executors: dict[RecordedTools | None, ToolExecutor] = {}
         self._agents = itertools.count()
 
-    # What a subclass must say, besides `get_next_item`
+    # Required methods, in addition to `get_next_item`
 
     @abstractmethod
     def build_task(self, item: Item) -> str:
@@ -122,7 +120,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     async def setup_agent_env(self) -> None:
         """Load the data set. Called once."""
 
-    # What a subclass may say, besides `prepare_group` and `setup_trajectory_workspace`
+    # Optional methods, in addition to `prepare_group` and `setup_trajectory_workspace`
 
     async def verify_and_score_trajectory(  # type: ignore[override]  # the contract gave this hook two shapes
         self,
@@ -161,7 +159,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         """Evaluate the model; the default rolls nothing out."""
         return {}
 
-    # What a subclass can use
+    # Methods for subclasses to call
 
     async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:
         """Run the agent on one task outside any rollout: the last answer, and `success`, `error`, `tool_calls`.
@@ -197,7 +195,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         done = await self._run_items([item], self.config.group_size, plain=True)
         return grouped([scored_item(trajectory) for trajectory in done if trajectory.scored]), []
 
-    # How it is run
+    # Called by the runner
 
     async def setup(self) -> None:
         """Called once, at the start of the run."""

@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Item: TypeAlias = JSON
-"""One row of whatever the environment draws from; the runner only carries it."""
+"""One row of the environment's data; the runner only passes it on."""
 
 
 class ItemRunner(Protocol):
-    """Rolls every item out `samples` times; trajectories are in item order. `plain`: without the class's own way of
+    """Rolls every item out `samples` times; trajectories are in item order. `plain` skips the class's own way of
     collecting."""
 
     async def __call__(self, items: Sequence[Item], samples: int, *, plain: bool = False) -> list[Trajectory]: ...
@@ -61,7 +61,7 @@ class ItemRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A rollout for the base classes' `collect_trajectory` to play. None: as the settings and the group say.
+    """A rollout for the base classes' `collect_trajectory` to play. None stands for the value of the settings or group.
 
     With `hooks` False, neither set-up nor verification hook is called, and `compute_reward` scores.
     """
@@ -77,20 +77,20 @@ class RolloutFailed(InfraError):
 
 
 PLAYER: ContextVar[Callable[[Attempt], Awaitable[ScoredDataItem]] | None] = ContextVar("player", default=None)
-"""Plays a rollout of the group or rollout that a class collects here."""
+"""Plays a rollout for the class that collects a rollout or group in this context."""
 
 ATTEMPT: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
-"""What the rollout that is played here was asked for."""
+"""The request for the rollout that is played in this context."""
 
 COLLECTED: ContextVar[SessionContext | None] = ContextVar("collected", default=None)
-"""The group that a class collects here: a scripted policy plays its task."""
+"""The group that a class collects in this context; a scripted policy plays its task."""
 
 COLLECTING = frozenset({"collect_trajectory", "_collect_trajectory_local", "_collect_trajectory_sandbox"})
 COLLECTING_GROUPS = frozenset({"collect_trajectories", "postprocess_histories"})
 """Methods with which a class collects rollouts or groups itself."""
 
 MANAGERS = {"process": "process_manager", "serve": "env_manager"}
-"""The method of a class that surrounds a command's run."""
+"""The method of a class that wraps the run of a command."""
 
 
 @contextmanager
@@ -114,13 +114,13 @@ class BaseEnv(ABC):
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     mcp: MCPServers | None = None
-    """The run's MCP servers. Only there while a run is on."""
+    """The run's MCP servers; set only during a run."""
     _server: ChatServer | None = None
     _own_server: ChatServer | None = None
     tool_world: RecordedTools | None = None
-    """What the run's tools are told that touch the world. Only there while a run is on."""
+    """The recorded replies of the run's tools that touch the world; set only during a run."""
     check_values: ClassVar[Mapping[str, JSON]] = {}
-    """Settings with which `palaestra env check` needs nothing else; left aside where a user says one of them."""
+    """Settings with which `palaestra env check` needs nothing else; unused if the user sets one of them."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class BaseEnv(ABC):
         self._logged: dict[str, JSON] = {}
         self.curr_step = 0
         self.max_token_len = -1
-        """The most tokens that the trainer takes; -1 until a trainer has said it."""
+        """The most tokens that the trainer takes; -1 until a trainer reports it."""
         self.checkpoint_dir = ""
         self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
         self._evaluation: dict[str, JSON] = {}
@@ -167,7 +167,7 @@ class BaseEnv(ABC):
             raise SystemExit(report_failure(error)) from None
         raise SystemExit(main(form))
 
-    # What a subclass must say
+    # Required methods
 
     @abstractmethod
     async def setup(self) -> None:
@@ -201,7 +201,7 @@ class BaseEnv(ABC):
         return grouped([row for row, _ in pairs if row is not None]), [later for _, items in pairs for later in items]
 
     async def postprocess_histories(self, trajectories: JSON) -> JSON:
-        """The group that `collect_trajectories` returned, as it is to be recorded. The default leaves it unchanged."""
+        """The form in which the group of `collect_trajectories` is recorded. The default leaves it unchanged."""
         return trajectories
 
     async def process_manager(self) -> None:
@@ -217,7 +217,7 @@ class BaseEnv(ABC):
             raise ConfigError(f"{type(self).__name__} is not run by a command that its manager surrounds")
         await self._manager()
 
-    # What a subclass may say
+    # Optional methods
 
     def item_id(self, item: Item, number: int) -> str:
         """A readable id for item `number`: the item's own if it has one."""
@@ -228,15 +228,15 @@ class BaseEnv(ABC):
         return f"item-{number}"
 
     def as_environment(self) -> EvaluatedEnvironment:
-        """This instance as the runner sees it."""
+        """This instance, adapted to the runner."""
         return adapted(self, "class_environment.CollectedEnvironment")
 
-    # What a subclass can use
+    # Methods for subclasses to call
 
     @property
     def server(self) -> ChatServer:
         """The model server, from `__init__` to the end of a run. A class may assign another one, which its rollouts
-        then ask."""
+        then use."""
         from palaestra.envs.api.rollout_parts import RolloutServer
         from palaestra.inference.server_group import ServerGroup
         from palaestra.rollouts.rollout import CURRENT
@@ -262,7 +262,7 @@ class BaseEnv(ABC):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, loaded on first use, else
-        None. Raises `ConfigError` if it cannot be loaded, without a second attempt."""
+        None. Raises `ConfigError` if it cannot be loaded; loading is not tried twice."""
         servers = getattr(self._own_server or self._server, "servers", ())
         own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
         if own is not None:
@@ -286,9 +286,9 @@ class BaseEnv(ABC):
         return await self._run_items(items, samples)
 
     async def _play(self, attempt: Attempt) -> ScoredDataItem | None:
-        """Play a rollout of what is being collected, or, from `evaluate`, a new one. Its row; None if it has no score.
+        """Play a collected rollout or, from `evaluate`, a new one. Returns its row; None if it has no score.
 
-        Raises `RolloutFailed` for a rollout without a score of what is being collected.
+        Raises `RolloutFailed` for a collected rollout without a score.
         """
         if (player := PLAYER.get()) is not None:
             return await player(attempt)
@@ -374,14 +374,14 @@ class BaseEnv(ABC):
 
 def adapted(inner: BaseEnv, adapter: str) -> EvaluatedEnvironment:
     """An instance for the runner. The adapter is found by name when a run needs it: it loads the agent and the sandbox,
-    which a command that only checks flags does without."""
+    which a command that only checks flags does not need."""
     module, _, name = adapter.partition(".")
     environment: EvaluatedEnvironment = getattr(import_module(f"palaestra.envs.api.{module}"), name)(inner)
     return environment
 
 
 def scored_item(trajectory: Trajectory) -> ScoredDataItem:
-    """The latest row of a scored rollout; one whose history was rewritten, or that has sub-agents, has several."""
+    """The latest row of a scored rollout; a rollout with a rewritten history or sub-agents has several."""
     row = trajectory.latest_row
     assert row is not None
     return ScoredDataItem(

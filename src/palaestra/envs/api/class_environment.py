@@ -1,7 +1,7 @@
-"""Run instances of class environments: the adapters of `BaseEnv` and its kind to the runner.
+"""Run instances of class environments: adapters of `BaseEnv` and its subclasses to the runner.
 
-`collect_trajectory` of a class that collects its rollouts itself journals each rollout, `collect_trajectories` each
-group. Such a class has no slot, no tool and no sealed grading, and its tokens come from its rows.
+If a class collects its rollouts itself, the journal gets each rollout of `collect_trajectory`, or each group of
+`collect_trajectories`. Such a class has no slot, no tool and no sealed grading, and its tokens come from its rows.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def in_rollout(rollout: Rollout) -> Iterator[None]:
-    """Run code of a class in the block that may run the agent itself: calls of tools under the rollout's name, or under
-    none, are in its slot."""
+    """Run code of a class that may run the agent itself: in the block, tool calls under the rollout's name, or under
+    none, run in its slot."""
     tools = TaskTools(rollout.rollout_id, lambda: rollout.tools, asyncio.get_running_loop())
     with assigned(CURRENT, rollout), assigned(TASK_TOOLS, tools):
         yield
@@ -100,7 +100,7 @@ class ClassEnvironment(EvaluatedEnvironment):
 
     @property
     def world(self) -> RecordedTools | None:
-        """The class's own, which makes calls outside of rollouts too."""
+        """The class's own recorded replies: the class calls tools outside of rollouts too."""
         return self.inner.tool_world
 
     @world.setter
@@ -116,8 +116,8 @@ class ClassEnvironment(EvaluatedEnvironment):
             await self.set_up()
 
     async def set_up(self) -> None:
-        """Call `setup` if that is left to do. A class that surrounds its run with a manager gets the call inside of it,
-        with the first task."""
+        """Call `setup` if it has not been called. If a class wraps its run in a manager, the call happens inside the
+        manager, with the first task."""
         if self._awaits_setup:
             self._awaits_setup = False
             await run_hook(ConfigError, called(self.inner.setup), f"{self.name} cannot begin: setup")
@@ -202,7 +202,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         return self.inner._evaluation
 
     def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
-        """The same environment over these items, numbered from `first`, instead of its data set. `plain`: without the
+        """The same environment over these items, numbered from `first`, instead of its data set. `plain` skips the
         class's own way of collecting."""
         other = copy(self)
         other._items, other._first = items, first
@@ -210,10 +210,10 @@ class ClassEnvironment(EvaluatedEnvironment):
 
     @abstractmethod
     def task(self, item: Item, number: int) -> Task:
-        """The task of an item. Items drawn again are tasks of their own, told apart by their number."""
+        """The task of an item. An item that is drawn again is a separate task with its own number."""
 
     async def ended(self, task: Task, group: Group) -> None:
-        if self._managed and self._items is not None:  # an evaluation while the run goes on
+        if self._managed and self._items is not None:  # an evaluation during the run
             return
         self.inner.curr_step += 1
         try:
@@ -228,11 +228,11 @@ class ClassEnvironment(EvaluatedEnvironment):
         await settled(self.inner.wandb_log({}))
         logged, self.inner._logged = self.inner._logged, {}
         found = numbers(logged)
-        self.inner._logged.update(found)  # a number counts until the next one of its name, a text once
+        self.inner._logged.update(found)  # numbers stay until they are replaced, texts are returned once
         return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """The kept rollouts that are a text and a score: a subclass may keep other data."""
+        """The kept rollouts that consist of a text and a score; a subclass may keep other data."""
         kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
         pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
         return [
@@ -241,7 +241,7 @@ class ClassEnvironment(EvaluatedEnvironment):
 
 
 class CollectedEnvironment(ClassEnvironment):
-    """Runs one instance of a class that collects. Items that it wants drawn next come before those of its data set."""
+    """Runs one instance of a class that collects. Items that the class queues come before those of its data set."""
 
     def __init__(self, inner: BaseEnv) -> None:
         super().__init__(inner)
@@ -254,7 +254,7 @@ class CollectedEnvironment(ClassEnvironment):
 
     @property
     def collects_rollouts(self) -> bool:
-        """Whether the class has a way of its own, which a replay of the agent's turns would not follow."""
+        """Whether the class collects rollouts itself, which a replay of the agent's turns would not reproduce."""
         return self._collects
 
     async def next_item(self) -> Item:
@@ -415,8 +415,8 @@ class CollectedEnvironment(ClassEnvironment):
 
 
 def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
-    """The result of a collected rollout. It ended as the agent loop that had its messages, or the only loop there was;
-    without such a loop, naturally."""
+    """The result of a collected rollout. Its outcome is that of the agent loop with the same messages, or of the only
+    loop; without such a loop, it ended naturally."""
     messages = list(row.get("messages") or ())
     loops = [each for each in ended if each.messages == messages] or (ended if len(ended) == 1 else [])
     if not loops:
@@ -432,7 +432,7 @@ def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
 
 
 def own_row(item: Mapping[str, JSON], result: AgentResult | None) -> TokenRow | None:
-    """The environment's own row; None if it is one of the ledger's. Only the latter counts as exact."""
+    """The environment's own row; None if it is a row of the ledger. Only rows of the ledger count as exact."""
     state = (result.managed_state if result is not None else None) or {}
     row = TokenRow(
         tokens=list(item["tokens"]),

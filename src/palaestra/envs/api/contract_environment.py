@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class ContractEnvironment(CollectedEnvironment):
-    """Runs one instance of a class environment. Item and metadata travel in the rollout, never on the instance."""
+    """Runs one instance of a class environment. Item and metadata are kept in the rollout, never on the instance."""
 
     inner: HermesAgentBaseEnv
     _offers_collecting = True
@@ -79,7 +79,7 @@ class ContractEnvironment(CollectedEnvironment):
             named = ", ".join(sorted(own_names(type(self.inner)) & (COLLECTING | COLLECTING_GROUPS)))
             raise ConfigError(f"{type(self.inner).__name__} overrides {named}, which its base class never calls")
         await super().open()
-        self.inner.tool_kit(random.Random(0))  # a toolset that there is not is said before the run has a folder
+        self.inner.tool_kit(random.Random(0))  # an unknown toolset is reported before the run has a folder
 
     @property
     def agent(self) -> AgentSettings:
@@ -126,7 +126,7 @@ class ContractEnvironment(CollectedEnvironment):
         return self.inner.config.share_setup or overrides(self.inner, "prepare_group")
 
     def recipe(self, task: Task) -> JSON:
-        """The class's declaration for the item, with the item, the class's own settings and its code."""
+        """The recipe that the class declares for the item, with the item, the class's own settings and its code."""
         inner = self.inner
         declared = inner.group_recipe(task.data)
         if declared is None:
@@ -143,7 +143,7 @@ class ContractEnvironment(CollectedEnvironment):
         async def slot() -> Slot:
             return sandbox
 
-        @functools.cache  # one for all calls of the hook, whose shell goes on between them
+        @functools.cache  # one for all calls of the hook: its shell persists between them
         def tools() -> ToolRuntime:
             registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
             middleware = [] if self.world is None else [self.world.rollout(f"{task.id}:prepare")]
@@ -199,7 +199,7 @@ class ContractEnvironment(CollectedEnvironment):
         return row
 
     async def _attempt(self, rollout: Rollout, attempt: Attempt | None = None) -> AgentResult:
-        """Let the agent work. `attempt` is what a class that collects asked for: then the set-up is done here too."""
+        """Let the agent work. `attempt` is the request of a class that collects; the set-up is then done here too."""
         opening = None
         if attempt is not None:
             inner, item = self.inner, attempt.item
@@ -256,13 +256,13 @@ class ContractEnvironment(CollectedEnvironment):
             answer = await bridged(called(self.inner.compute_reward, rollout.task.data, rollout.result, context))
             said = f"{self.name}.compute_reward"
         score = score_of(answer, said)
-        detail = score.detail if isinstance(answer, Score) else score.metrics  # which may name more than numbers
+        detail = score.detail if isinstance(answer, Score) else score.metrics  # the detail may have more than numbers
         if grading.processes_at_end:
             detail = {**detail, "processes_at_end": grading.processes_at_end}
         return Score(score.reward, numbers(score.metrics), detail)
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
-        """Call the verification hook in the shape that this kind of class gives it."""
+        """Call the verification hook with the arguments that this kind of class expects."""
         return await settled(
             self.inner.verify_and_score_trajectory(
                 rollout.task.data,
@@ -278,7 +278,7 @@ class ContractEnvironment(CollectedEnvironment):
         return await (super().grade(rollout) if collected else self._scored_with_row(rollout))
 
     async def _scored_with_row(self, rollout: Rollout) -> Score:
-        """The score of the class's hooks, with the reward of the row that it builds from it."""
+        """The score of the class's hooks, with the reward of the row that the class builds from it."""
         score = await Environment.grade(self, rollout)
         doing = f"{self.name}._build_scored_item on {rollout.rollout_id}"
         row = rollout.meta["row"] = call_hook(TaskError, lambda: self._row(rollout, score), doing)
@@ -303,7 +303,7 @@ def takes_rollout(hook: Callable[..., object]) -> bool:
 
 
 def accepts(hook: Callable[..., object], name: str) -> bool:
-    """Whether a hook has a parameter of this name, or takes any."""
+    """Whether a hook has a parameter of this name, or takes any keyword."""
     parameters = inspect.signature(hook).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 

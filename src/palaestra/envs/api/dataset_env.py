@@ -1,7 +1,7 @@
 """`ListedEnv`: a class environment whose items are known before the run, such as those of a data set.
 
-A subclass loads them; unusable items are left out by name, the others are drawn in order, again and again. `evaluate`
-rolls out the held-out items, `group_size` times each, and logs rates with their intervals.
+A subclass loads them; unusable items are left out and reported by name; the others are drawn in order, repeatedly.
+`evaluate` rolls out the held-out items, `group_size` times each, and logs rates with their intervals.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from palaestra.rollouts.records import Trajectory
 logger = logging.getLogger(__name__)
 
 MOST_SHOWN = 20
-"""How many items that were left out are named one by one."""
+"""The most left-out items that are named one by one."""
 
 
 class ListedEnvConfig(HeldOutConfig):
@@ -91,7 +91,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return self.config.dataset_name or str(self.name)
 
     def chosen(self, *, evaluating: bool) -> list[Item]:
-        """The items of `evaluate`, or those of the other commands. Raises `ConfigError` if the list is empty."""
+        """The items for `evaluate`, or those for the other commands. Raises `ConfigError` if the list is empty."""
         items = [item for item in self.items if self.config.serves(self.item_id(item, 0), evaluating=evaluating)]
         if not items:
             raise ConfigError(
@@ -101,7 +101,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return items
 
     async def get_next_item(self) -> Item:
-        """The items in order, again and again; once only when `total_steps` is -1."""
+        """The next item: in order, repeatedly, or only once each if `total_steps` is -1."""
         if not self._given:
             self._training = self.chosen(evaluating=False)
         if self._given >= len(self._training) and self.config.total_steps < 0:

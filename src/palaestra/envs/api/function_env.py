@@ -62,7 +62,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
     async def open(self) -> None:
         if self._mcp is not None:
             await self._mcp.open()
-        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # said before the run has a folder
+        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # reported before the run has a folder
 
     async def aclose(self) -> None:
         if self._mcp is not None:
@@ -78,7 +78,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
 
     @property
     def counts_tasks(self) -> bool:
-        return not inspect.isasyncgenfunction(self.form.source)  # an asynchronous one may wait for the run itself
+        return not inspect.isasyncgenfunction(self.form.source)  # an asynchronous function may wait for the run itself
 
     async def tasks(self) -> AsyncIterator[Task]:
         own = type(self.config).model_fields.keys() - FunctionEnvConfig.model_fields.keys()
@@ -160,8 +160,8 @@ class FunctionEnvironment(EvaluatedEnvironment):
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
-    """The products of a function. A plain one runs in a thread of its own, so that rollouts do not wait while it reads
-    or computes."""
+    """The tasks of a function. A synchronous one runs in a thread of its own, so that rollouts do not wait while it
+    reads or computes."""
     if inspect.isasyncgenfunction(source):
         async for task in source(**settings):
             yield task

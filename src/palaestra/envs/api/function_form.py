@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 HookFunction: TypeAlias = Callable[..., object]
 Source: TypeAlias = Callable[[], Awaitable[object]]
-"""Makes one thing a hook asked for, and only if it asked."""
+"""Makes one argument of a hook, and only if the hook asks for it."""
 
 F = TypeVar("F", bound=HookFunction)
 
 TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
 
 _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
-"""Names of pydantic's that nothing uses any more, and that a parameter may have."""
+"""Obsolete names of pydantic's, which a parameter may have."""
 
 
 class FunctionEnvConfig(HeldOutConfig):
@@ -113,7 +113,7 @@ class FunctionForm:
         self.__doc__ = source.__doc__
 
     def __call__(self, *args: JSON, **named: JSON) -> FunctionForm:
-        """The environment with arguments for its function, as `count_lines(n=3)`; hooks belong to both. Raises
+        """The environment with arguments for its function, as in `count_lines(n=3)`; both have the same hooks. Raises
         `ConfigError` if they do not fit."""
         try:
             bound = inspect.signature(self.source).bind(*args, **named)
@@ -256,8 +256,8 @@ def environment(
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:
-    """The type of a setting. A parameter with a text as its default and no annotation is a text: `3.10` is not a number
-    then."""
+    """The type of a setting. A parameter whose default is a text and that has no annotation is a text, so `3.10` is not
+    read as a number."""
     if parameter.annotation is not inspect.Parameter.empty:
         return parameter.annotation
     return str if isinstance(parameter.default, str) else Any

@@ -1,4 +1,4 @@
-"""`HermesAgentBaseEnv`: the class form of an environment, as existing scripts are written to it.
+"""`HermesAgentBaseEnv`: the class form of an environment that existing scripts subclass.
 
 A subclass provides items and scores rollouts; five methods are required, the workspace hooks and the overridable steps
 are optional. `contract_environment.py` adapts it to the runner. Modules that only a run needs
@@ -38,11 +38,11 @@ MOST_TOOL_ERRORS = 1000
 """How many failed tool calls are kept between two logs."""
 
 DRAW: ContextVar[random.Random | None] = ContextVar("draw", default=None)
-"""The generator of the group whose tools are chosen here."""
+"""The random generator of the group whose tools are chosen in this context."""
 
 GROUP_TOOLS: ContextVar[Tools | None] = ContextVar("group_tools", default=None)
 GRADING: ContextVar[ToolContext | None] = ContextVar("grading", default=None)
-"""The view of the rollout that is scored here."""
+"""The view of the rollout that is scored in this context."""
 
 
 class HermesAgentBaseEnv(BaseEnv):
@@ -71,7 +71,7 @@ class HermesAgentBaseEnv(BaseEnv):
     def config_init(cls) -> tuple[HermesAgentEnvConfig, list[APIServerConfig]]:
         return cls.env_config_cls(), [APIServerConfig()]
 
-    # What a subclass must say
+    # Required methods
 
     @abstractmethod
     def format_prompt(self, item: Item) -> str:
@@ -81,7 +81,7 @@ class HermesAgentBaseEnv(BaseEnv):
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
         """Score a rollout through `ctx`, which looks at the sealed workspace."""
 
-    # What a subclass may say
+    # Optional methods
 
     async def prepare_group(self, item: Item, exec_tool: ExecTool) -> None:
         """Prepare the workspace once per group; every rollout starts from a fork of it."""
@@ -124,13 +124,13 @@ class HermesAgentBaseEnv(BaseEnv):
         return item.get("solution") if isinstance(item, Mapping) else None
 
     def _resolve_tools_for_group(self) -> Tools:
-        """The tools of one group: definitions and names. Called once per group; an override chooses others."""
+        """The tools of one group: definitions and names. Called once per group; an override can choose others."""
         registry = self.tool_kit(DRAW.get() or random.Random(self.config.seed)).registry
         return registry.definitions(), set(registry.list_tools())
 
     @property
     def _current_group_tools(self) -> Tools | None:
-        """The tools of the group that is rolled out here, or those that the class assigned; None outside of a group."""
+        """The tools of the group in this context, or those that the class assigned; None outside of a group."""
         from palaestra.envs.api.rollout_parts import tools_of
         from palaestra.rollouts.rollout import CURRENT
 

@@ -1,4 +1,4 @@
-"""What class environments use in rollouts: the rollout's model server, its tools, an agent loop, and own slots."""
+"""Parts of rollouts of class environments: the rollout's model server, its tools, an agent loop, and own slots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
 
 
 class RolloutServer(ChatServer):
-    """The model server as the code of one rollout sees it: chats are those of the rollout, which a scripted policy
-    plays; everything else is the run's."""
+    """The model server for the code of one rollout: chats belong to the rollout, so that a scripted policy can play
+    them; everything else is the run's."""
 
     def __init__(self, group: ChatServer, session: ChatServer) -> None:
         self._group = group

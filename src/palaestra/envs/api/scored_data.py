@@ -53,24 +53,24 @@ class ScoredDataGroup(TypedDict, total=False):
 
 
 PLACEHOLDER = "placeholder"
-"""The source of tokens that no model sampled, of a server that only chats."""
+"""The token source of rows whose server gives no tokens."""
 
 
 def placeholder_tokens(messages: Sequence[Message]) -> list[int]:
-    """Tokens for a rollout whose server gave none, so that its row has the shape of a row."""
+    """Tokens for a rollout whose server gave none, so that its row is complete."""
     length = sum(len(str(message.get("content") or "")) for message in messages)
     return list(range(min(length // 4, 128)))
 
 
 class ScoredRow(dict[str, JSON]):
-    """A training row that also unpacks into `(row, [])`: the hook that builds it has returned both."""
+    """A training row that also unpacks into `(row, [])`, because scripts expect either from the hook that builds it."""
 
     def __iter__(self) -> Iterator[JSON]:  # `dict(row)`, `**row` and `items` do not use it
         return iter((self, []))
 
 
 def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
-    """One group of these rows, None without rows. A value that some rows lack is an empty list."""
+    """One group of these rows, None without rows. A key that some rows lack gets an empty list."""
     names = [name for name in ScoredDataItem.__annotations__ if name in ScoredDataGroup.__annotations__]
     lists = {name: [row.get(name) for row in rows] for name in names}
     group: JSON = {name: [] if any(value is None for value in values) else values for name, values in lists.items()}
@@ -113,7 +113,7 @@ def rows_of(group: object, task_id: str) -> list[Row]:
 
 
 MOST_RESULT = 500
-"""Characters of a tool's result that a shown rollout has."""
+"""The most characters of a tool's result in a shown rollout."""
 
 
 def format_trajectory(messages: Sequence[Message]) -> str:
@@ -130,7 +130,7 @@ def format_trajectory(messages: Sequence[Message]) -> str:
 
 
 def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
-    """What a `collect_` method returned. Raises `TaskError` for anything but a pair."""
+    """The row and the backlog that a `collect_` method returned. Raises `TaskError` for anything but a pair."""
     if isinstance(answer, ScoredRow):
         return answer, []
     if not isinstance(answer, tuple | list) or len(answer) != 2:
@@ -139,5 +139,5 @@ def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
 
 
 def is_of(row: Row, given: Row) -> bool:
-    """Whether a row of a group holds the tokens or the messages of a row that was given, also if others changed."""
+    """Whether a row of a group holds the tokens or the messages of a given row, even if the rest changed."""
     return any(row.get(key) is given.get(key) for key in ("tokens", "messages") if given.get(key))

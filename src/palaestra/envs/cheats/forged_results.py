@@ -1,4 +1,4 @@
-"""Cheats by code of the package that forges the results of its tests, in other ways than `hijacked_code.py`."""
+"""Cheats in which the package's code forges its test results, by other means than those in `hijacked_code.py`."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ for line in open(f'/proc/{pid}/maps'):
 libc.ptrace(17, pid, None, None)
 os.kill(pid, signal.SIGCONT)
 """
-"""Overwrites the word that reports of failed tests carry, in the memory of the grader."""
+"""Overwrites the outcome `failed` with `passed` in the memory of the grader."""
 
 
 def _beside(program: str) -> str:

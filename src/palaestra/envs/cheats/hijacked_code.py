@@ -371,7 +371,7 @@ python3 /tmp/known.py
 
 
 def _knowing(snippet: str) -> str:
-    """Shell that tells a package which tests the workspace has."""
+    """Shell that also gives the package's code hashes of the workspace's tests."""
     whole = in_package(snippet)
     return whole.replace(_INTO_PACKAGES, _INTO_KNOWING + _INTO_PACKAGES)
 

@@ -1,4 +1,4 @@
-"""Check an environment: the oracle scores full; doing nothing and every cheat score at most the floor (invariant R3).
+"""Check an environment: the oracle must score full, doing nothing and every cheat at most the floor (invariant R3).
 Each policy plays the same tasks through the real loop, tools, slots and grading. An environment without solutions is
 checked without the oracle and reported as unproven."""
 
@@ -57,7 +57,7 @@ CLASSES: Mapping[str, tuple[Cheat, ...]] = {
 BANK: tuple[Cheat, ...] = tuple(cheat for cheats in CLASSES.values() for cheat in cheats)
 
 _EVERY = 20
-"""After how many policies a line reports the progress of a check."""
+"""The number of policies after which a line reports the progress of a check."""
 
 FULL = 1.0
 """The reward that the oracle must get."""
@@ -205,7 +205,7 @@ class EnvironmentProof:
         return found
 
     def _warnings(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """What the scores of these tasks depend on, for their author."""
+        """Warnings to the author about what the scores of these tasks depend on."""
         for task in tasks:
             if task.grading == LIVE:
                 yield f"{task.id}: it is graded live, so its score uses programs that the agent may have changed"
@@ -240,7 +240,7 @@ class EnvironmentProof:
 
 
 async def first_tasks(environment: Environment, count: int) -> list[Task]:
-    """The first tasks of an open environment. Raises `ConfigError` without tasks or for a bad floor."""
+    """The first tasks of an open environment. Raises `ConfigError` without tasks or for an invalid floor."""
     tasks: list[Task] = []
     async for task in environment.tasks():
         if number(task.floor) is None:
@@ -299,7 +299,7 @@ def parse_settings(
 
 
 def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
-    """The cheats of these names; no names: all. Raises `ConfigError` for an unknown name."""
+    """The cheats of these names, or all cheats if none is named. Raises `ConfigError` for an unknown name."""
     known = {cheat.name: cheat for cheat in BANK}
     for name in only:
         if name not in known:

@@ -167,7 +167,7 @@ _NAMED = (
     "for f in $(printf '%s' \"$TASK\" | grep -oE '[A-Za-z0-9_./-]+\\.[A-Za-z0-9]+' | sort -u); do\n"
     '  mkdir -p "$(dirname $f)"; {}\ndone 2>/dev/null\n'
 )
-"""Shell that does something for each file that the task names."""
+"""Shell loop over the files that the task names."""
 
 VERDICTS = (
     Cheat("delete-tests", "all test files deleted", f"{_EACH_TEST} | xargs rm -f; rm -rf tests test testing\n"),

@@ -47,7 +47,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
 
 
 def command_timeout_s(config: HermesAgentEnvConfig) -> float:
-    """The limit of a command whose call sets none, in seconds."""
+    """The time limit of a command whose call sets none, in seconds."""
     if config.slot_backend == "modal" and "modal_execution_timeout" in config.model_fields_set:
         return config.modal_execution_timeout
     return float(config.terminal_timeout)
@@ -58,7 +58,7 @@ Before you answer or call a tool, think step by step inside <think> and </think>
 
 
 def system_prompt(config: HermesAgentEnvConfig) -> str | None:
-    """The system message of the agent, after the text that asks for thinking, if there is one."""
+    """The agent's system message, preceded by the text that asks for thinking, if there is one."""
     thinking = config.custom_thinking_prompt or (THINKING_PROMPT if config.thinking_mode else None)
     return "\n\n".join(filter(None, (thinking, config.system_prompt))) or None
 
@@ -167,7 +167,7 @@ def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -
 
 
 def network_policy(allowed: bool) -> NetworkPolicy:
-    """The same network for preparation and agent; grading has none unless its task sets one."""
+    """The network of a run: the same for preparation and agent, none for grading unless the task sets one."""
     network = Network.ON if allowed else Network.OFF
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
 
@@ -196,7 +196,7 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
 
 
 def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
-    """The contract's name of `make_pool`: the slots that a run with this configuration has, not yet started.
+    """The contract's name for `make_pool`: the slots of a run with this configuration, not yet started.
 
     Raises `ConfigError` if no run can start with it.
     """
@@ -205,7 +205,7 @@ def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
 
 
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
-    """The slots of a run; `local`: on this machine, whatever the settings name. Raises `ConfigError` for an unknown
+    """The slots of a run; with `local` on this machine, whatever the settings name. Raises `ConfigError` for an unknown
     backend or settings that it refuses."""
     name = config.slot_backend if isinstance(config, HermesAgentEnvConfig) and not local else "local"
     slots = config.slots

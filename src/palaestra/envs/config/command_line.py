@@ -59,13 +59,13 @@ ServerT_co = TypeVar("ServerT_co", bound=BaseModel, covariant=True)
 COMMANDS = ("process", "evaluate", "serve")
 
 Variables: TypeAlias = Sequence[tuple[str, Mapping[str, str]]]
-"""Variables by the place that they stand in, the one that counts more later."""
+"""Variables by their source, lowest precedence first."""
 
 _OTHER_WORDS = {
     "--parallel": "--concurrency", "--workers": "--concurrency", "--limit": "--tasks", "--count": "--tasks",
     "--output": "--out", "--url": "--base-url", "--key": "--openai.api_key",
 }  # fmt: skip
-"""Flags by words that other programs have for them."""
+"""Our flags by the names that other programs use for them."""
 
 ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_num_workers"}
 """Short names of settings for Python callers."""
@@ -77,20 +77,20 @@ _ON_COMMAND_LINE = (
     "that only you can read, or in an environment variable"
 )
 SWITCHES = ("--slurm", "--testing", "--show-config", "--dry-run", "--json", "--help", "--help-all", "--keep-workspaces")
-"""Flags that stand alone."""
+"""Flags that take no value."""
 
 _OWN = ("--policy", "--resume", "--config", "--mcp", *SWITCHES)
 GENERAL_FLAGS = (*_OWN, *SHORT_FORMS)
 """Flags that every environment has."""
 
 RECORDED = "the recorded run"
-"""The source of a setting that a resumed run was given when it began."""
+"""The source of a setting that a resumed run keeps from its beginning."""
 
 UNSAID = (DEFAULT, "config_init", "process", "evaluate")
-"""Sources of a setting that no user has said."""
+"""Sources of settings that no user has set."""
 
 NOT_SAID = frozenset(UNSAID) - {"config_init"}
-"""Sources of a setting that neither a user nor the environment has said."""
+"""Sources of settings that neither a user nor the environment has set."""
 
 _COMMON = (
     "group_size",
@@ -108,7 +108,7 @@ _SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
     "process": {"ensure_scores_are_not_same": False, "include_messages": True},
     "evaluate": {"ensure_scores_are_not_same": False},
 }
-"""What a command sets: `ensure_scores_are_not_same` is for a trainer, who learns nothing from a group of equals."""
+"""Settings of a command: `ensure_scores_are_not_same` is for a trainer, which learns nothing from equal scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return self._parsed(command, given, env, servers, replaced)
 
     def check_flags(self, argv: Sequence[str]) -> None:
-        """Raise `ConfigError` for an unknown flag of `argv`, unless it asks for help. The environment's own values need
-        not be known for that."""
+        """Raise `ConfigError` for an unknown flag of `argv`, unless it asks for help. This does not need the
+        environment's own values."""
         flags = [written for written, _ in self._split(argv)[1]]
         if {"--help", "-h", "--help-all"}.isdisjoint(flags):
             for written in flags:
@@ -187,8 +187,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         environ: Mapping[str, str] | None = None,
         dotenv: Mapping[str, str] | None = None,
     ) -> Parsed[EnvT_co, ServerT_co]:
-        """The same for the arguments of a Python call: names of settings, those of `ARGUMENTS`, `policy`, `resume` and
-        `config` (YAML files). An argument that is None is not set. Raises `ConfigError`."""
+        """Like `parse`, for the arguments of a Python call: names of settings, those of `ARGUMENTS`, `policy`, `resume`
+        and `config` (YAML files). An argument that is None is not set. Raises `ConfigError`."""
         given = _Given(source=ARGUMENT)
         for written, value in arguments.items():
             if value is None:
@@ -281,7 +281,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         key, entry = name + dot + (rest or ""), str if holds_texts(annotation) else JSON
         value = self._read(entry if dot else annotation, written, words)
         if written == "--backend" and written in given.spelled["env"].values():
-            value = f"{given.values['env'][key]} {value}"  # one more backend
+            value = f"{given.values['env'][key]} {value}"  # `--backend` adds a backend
         given.add(group, key, value, written, annotation)
 
     def _setting(self, written: str) -> tuple[str, str, str | None, Annotation]:
@@ -316,7 +316,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return found.description or "" if found is not None else ""
 
     def choices(self, written: str) -> list[str]:
-        """The values of a flag whose setting takes one of a list; empty for other flags."""
+        """The allowed values of a flag whose setting takes one of a list; empty for other flags."""
         found = self._field(written)
         return [each for each in choices(found.annotation) if each not in _not_offered(found)] if found else []
 
@@ -336,7 +336,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield ConfigLayer(given.source, given.values["env"], given.spelled["env"])
 
     def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
-        """The layers of each server. A policy or an address in variables or flags leaves one server."""
+        """The layers of each server. A policy or an address in variables or flags keeps only the first one."""
         lowest = [read_openai_variables(values, self.server_type, where) for where, values in variables]
         servers = [[*lowest, ConfigLayer("config_init", values)] for values in self.server_values] or [lowest]
         for file in given.files:
@@ -404,7 +404,7 @@ class _Given:
     show_config: bool = False
     source: str = COMMAND_LINE
     recorded: tuple[Mapping[str, JSON], Mapping[str, JSON]] = field(default_factory=lambda: ({}, {}))
-    """What a recorded run was given for its environment and its server."""
+    """The settings of the recorded run for its environment and its server."""
 
     def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
         target = self.values[group]
@@ -443,8 +443,8 @@ def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
 
 
 def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
-    """Replace an unknown tool-call parser that a script names by `hermes`, and yield a sentence about it. Raises
-    `ConfigError` for one that a user names."""
+    """Replace an unknown tool-call parser that a script names by `hermes`, and yield a notice. Raises `ConfigError` for
+    an unknown parser that a user names."""
     source = config.sources.get(field_name, DEFAULT)
     name = getattr(config.value, field_name, "none")
     if source == DEFAULT or name in ("hermes", "none"):
@@ -461,7 +461,7 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
 
 
 def _with_run(policy: str) -> str:
-    """The policy, with the journal in place of the id of a run, or `last`, to replay."""
+    """The policy; the id of a run to replay, or `last`, is replaced by the path of its journal."""
     name, _, run = policy.partition(":")
     if name == "replay" and run and not Path(run).exists():
         from palaestra.rollouts.journal.reader import journal_of  # here, because most policies replay nothing
@@ -495,7 +495,7 @@ def check_general_flags(argv: Sequence[str]) -> None:
 
 
 def _nearest_flag(written: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown flag: the flag that other programs call so, or the nearest one."""
+    """The end of a message about an unknown flag: our flag for the name that other programs use, or the nearest one."""
     meant = _OTHER_WORDS.get(written)
     return f" Did you mean {meant}?" if meant is not None else nearest(written, known)
 

@@ -1,8 +1,8 @@
 """The settings of environments: `BaseEnvConfig` and `HermesAgentEnvConfig`.
 
 Names and defaults are those that existing scripts and command lines use; `later` declares the fields that have no
-effect in this version. Sizes are tokens or megabytes as the name or description says; durations are seconds. The
-settings of the model server are in `palaestra.inference.config`.
+effect in this version. Sizes are in tokens or megabytes, as the name or description states; durations are in seconds.
+The settings of the model server are in `palaestra.inference.config`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
 LATER_BACKENDS = ("daytona", "slot_pool")
-"""What existing scripts name as the source of slots. A run refuses the later ones."""
-
-
-"""Why the settings of this backend have no effect."""
+"""Slot backends that existing scripts name and this version does not have; a run refuses them."""
 
 
 class EvalHandlingEnum(Enum):
@@ -40,7 +37,7 @@ class EvalHandlingEnum(Enum):
 
 
 class BaseEnvConfig(Settings):
-    """The settings of every environment: number and concurrency of groups, limits, and the places of the results."""
+    """The settings of every environment: number and concurrency of groups, limits, and where results go."""
 
     group_size: int = setting(4, "Rollouts per task.", ge=1)
     total_steps: int = setting(1000, "Groups to process, at most; -1 means every task once.", ge=-1)
@@ -246,7 +243,7 @@ class BaseEnvConfig(Settings):
 
     @model_validator(mode="after")
     def _a_group_of_one_is_kept(self) -> Self:
-        """All scores of a group of one are equal, so by default that must not drop it."""
+        """All scores of a group of one are equal, so by default equal scores must not drop it."""
         if self.group_size == 1 and "ensure_scores_are_not_same" not in self.model_fields_set:
             # Not an assignment: the field stays "unset", so that a larger group_size from a later layer gets True.
             self.__dict__["ensure_scores_are_not_same"] = False
@@ -432,7 +429,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         return self
 
     def take_variables(self, environ: Mapping[str, str]) -> None:
-        """Hand over the environment variables that settings name. Raises `ConfigError` for one that is not set."""
+        """Pass on the environment variables that settings name. Raises `ConfigError` for one that is not set."""
         if self.mcp_servers:
             hand_over(environ, self.mcp_servers)
 
@@ -453,7 +450,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     @property
     def slot_backend(self) -> str:
-        """The backend that has the slots. Its name is not checked before `check_runnable`."""
+        """The backend that provides the slots. Its name is not checked before `check_runnable`."""
         return str(getattr(self, self._slot_setting))
 
     @property
@@ -462,8 +459,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         return "terminal_backend" if self.tool_pool_mode == "default" else "tool_pool_mode"
 
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
-        """Raises `ConfigError` for a source of slots that this version does not have, and for a flag or an argument
-        that the backend does not read. `sources` says who set what."""
+        """Raises `ConfigError` for a slot backend that this version does not have, and for a flag or an argument that
+        the backend does not read. `sources` maps `env.FIELD` to who set it."""
         super().check_runnable(sources)
         name = self._slot_setting
         unknown = [each for each in backend_words(self.slot_backend) if each not in BUILTIN]
@@ -487,8 +484,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
 
 class HeldOutConfig(HermesAgentEnvConfig):
-    """Settings of environments that know their tasks by their ids. The id and the seed alone decide whether a task is
-    held out, on any machine and whatever else is in the data set."""
+    """Settings of environments whose tasks have fixed ids. The id and the seed alone decide whether a task is held out,
+    on any machine and whatever else is in the data set."""
 
     held_out: float = setting(
         0.0,

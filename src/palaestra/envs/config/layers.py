@@ -1,4 +1,4 @@
-"""Settings from YAML files, `.env` files and environment variables, as layers to merge, and the reading of their words.
+"""Settings from YAML files, `.env` files and environment variables, as layers to merge, and the parsing of values.
 
 A word is read by the type of its field, so a text field can hold `5`, `true` or `-x`. `palaestra.core.config.merge`
 validates ranges and required keys. An unknown key is an error.
@@ -46,7 +46,7 @@ _CONTRACT_VARIABLES = {
 """Names that existing scripts and job files export for the model server."""
 
 _OPENAI_VARIABLES = {"OPENAI_API_KEY": "api_key", "OPENAI_BASE_URL": "base_url"}
-"""The variables of OpenAI's own client. As there, they only fill in what nobody else sets."""
+"""The variables of OpenAI's own client. As there, they only fill in values that nothing else sets."""
 
 _SLOT_VARIABLES = {
     "TERMINAL_ENV": "terminal_backend",
@@ -82,15 +82,15 @@ _SLOT_VARIABLES = {
     "NOMAD_TOKEN": "nomad_token",
     "TERMINAL_NOMAD_JOB_ID": "sandbox_job_id",
 }
-"""Names that they export for slots."""
+"""Names that existing scripts and job files export for slots."""
 
 _SLOT_POOL = ("TERMINAL_ENV", "slot_pool")
-"""Says that TERMINAL_SLOT_BACKEND decides, and nothing by itself."""
+"""This value only says that TERMINAL_SLOT_BACKEND decides."""
 
 _PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.items()} | {
     variable: f"web_urls.{name}" for name, variable in WEB_URLS.items()
 }
-"""Names under which users of these providers have their keys already."""
+"""Names under which users of these providers usually keep their keys."""
 
 
 DOTENV = ".env"
@@ -164,8 +164,8 @@ _exports: Counter[str] = Counter()
 
 @contextmanager
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let the code of scripts read these variables in `os.environ` in the block. Those that are set there stay, and
-    those of overlapping blocks until the last one ends."""
+    """Let the code of scripts read these variables in `os.environ` in the block. Variables that are already set keep
+    their values; with overlapping blocks, variables stay until the last block ends."""
     added = {name: value for name, value in variables.items() if name not in os.environ or _exports[name]}
     for name, value in added.items():
         os.environ.setdefault(name, value)
@@ -180,7 +180,7 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def shell_variables(dotenv: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the process without those that a `.env` file gave it."""
+    """The variables of the process without those that it got from a `.env` file."""
     return {name: value for name, value in os.environ.items() if dotenv.get(name) != value}
 
 
@@ -282,7 +282,7 @@ def _layer(path: Path, key: str, values: JSON) -> ConfigLayer:
 
 
 def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
-    """The value of a field from the `words` after its flag, which may be empty. Raises `ValueError`."""
+    """Parse the value of a field from the `words` after its flag; there may be none. Raises `ValueError`."""
     kinds = members(annotation)
     if takes_mapping(annotation) and words and not (len(words) == 1 and words[0].lower() in _NONE):
         return _read_mapping(words, texts=holds_texts(annotation))
@@ -344,7 +344,7 @@ def describe(annotation: Annotation) -> str:
 
 
 def choices(annotation: Annotation) -> list[str]:
-    """The words that a field of this type takes, if it takes one of a list."""
+    """The words that a field of this type allows, if it takes one of a list."""
     found: list[str] = []
     for kind in members(annotation):
         if _origin(kind) is Literal:

@@ -1,4 +1,4 @@
-"""Reads the command line of an environment, and runs it. What a run needs is imported once the line is accepted.
+"""Reads the command line of an environment, and runs it. The modules of a run are imported after the line is accepted.
 
 `palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes. The
 path of the run's folder goes to stdout, everything else to stderr.
@@ -91,6 +91,6 @@ def command_line(
 
 
 def take_variables(parsed: Parsed[BaseEnvConfig, APIServerConfig], dotenv: Mapping[str, str]) -> None:
-    """Give the tools their keys from the process's variables and those of a `.env` file."""
+    """Give the tools their keys from the variables of the process and of a `.env` file."""
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
         parsed.env_config.take_variables({**dotenv, **os.environ})

@@ -1,4 +1,4 @@
-"""`--dry-run`: what a command line would run. It starts no slot, asks no model server and writes nothing."""
+"""`--dry-run`: reports what a command line would run. It starts no slot, asks no model server and writes nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.schedule import numbered
 
 _SHOWN = 3
-"""How many tasks are named."""
+"""The most tasks that are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run would do. `tasks` is None where only the trainer or the environment's own code decides."""
+    """The plan of a run. `tasks` is None where only the trainer or the environment's own code decides."""
 
     command: str
     environment: str

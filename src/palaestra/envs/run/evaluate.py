@@ -34,7 +34,7 @@ class EvaluatedEnvironment(Environment):
     """An environment with tasks to evaluate."""
 
     score_name = "reward"
-    """What the score of a rollout is called where it is shown."""
+    """The name under which the score of a rollout is shown."""
 
     chooses_evaluation = False
     """Whether only the environment knows how many tasks it evaluates."""
@@ -44,10 +44,10 @@ class EvaluatedEnvironment(Environment):
         return bool(getattr(config, "held_out", self.chooses_evaluation))
 
     def trainer_takes(self, most_tokens: int | None) -> None:
-        """A trainer's server said how many tokens of a rollout it takes, at most."""
+        """Called with the most tokens of a rollout that the trainer's server takes."""
 
     async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
-        """Roll out for a command, `process` or `serve`. An environment may surround it with code of its own."""
+        """Roll out for a command, `process` or `serve`. An environment may run code of its own around it."""
         return await roll_out()
 
     def evaluated_tasks(self) -> AsyncIterator[Task] | None:
@@ -55,8 +55,8 @@ class EvaluatedEnvironment(Environment):
         return None
 
     def write_files(self, folder: Path) -> Sequence[str]:
-        """Write further files into the folder of a run that has ended or stopped, from its journal. Returns lines for
-        the run's summary. Raises `DiskError`."""
+        """Write further files, made from the journal, into the folder of a run that has ended or stopped. Returns lines
+        for the run's summary. Raises `DiskError`."""
         return ()
 
     @abstractmethod
@@ -66,7 +66,7 @@ class EvaluatedEnvironment(Environment):
 
 
 class Evaluation:
-    """One evaluation of an environment. `limit` is how many tasks of a function environment are taken, at most."""
+    """One evaluation of an environment. `limit` is the most tasks that are taken from a function environment."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Evaluation:
         self.limit = limit
         self.totals = Totals()
         self.logged: Logged = {}
-        """What `evaluate_log` was given: task, metrics, samples."""
+        """The arguments of `evaluate_log`: task, metrics, samples."""
 
     async def run(self) -> Totals:
         """Roll the tasks out; `logged` then has the result. Raises `RunStopped`, `ConfigError`."""
@@ -128,7 +128,7 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
-    """The pass@k metrics in one line with their coverage, or, of an evaluation without pass@k, its own figures."""
+    """The pass@k metrics in one line with their coverage; for an evaluation without pass@k, its own figures."""
     metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:
@@ -148,4 +148,4 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
 
 
 _SHOWN = 10
-"""How many of an evaluation's own figures are in its line."""
+"""The most own figures of an evaluation that this line shows."""

@@ -1,7 +1,8 @@
-"""Scores the kept work of a run again, without an agent: a score that was fixed need not be paid for twice.
+"""Scores the kept work of a run again, without an agent, so that a corrected score needs no new rollouts.
 
-The run kept each rollout's sealed workspace (`save_workspaces`). It is graded as it was then: in a fresh sandbox, with
-the agent's changes over the prepared workspace, by the environment's present code. Nothing is written.
+The run kept each rollout's sealed workspace (`save_workspaces`). The workspace is graded as in the run: in a fresh
+sandbox, with the agent's changes over the prepared workspace, but by the environment's present code. Nothing is
+written.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from palaestra.sandbox.slot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """One rollout's score then and now. `score` is None with an `error`."""
+    """One rollout's recorded score and its new one. `score` is None with an `error`."""
 
     trajectory: Trajectory
     score: Score | None
@@ -84,7 +85,7 @@ class _Grader:
             return Regraded(trajectory, None, f"{type(error).__name__}: {error}")
 
     async def grade(self, trajectory: Trajectory) -> Score:
-        """Raises `ConfigError`, `GraderError` and what else grading raises."""
+        """Raises `ConfigError`, `GraderError` and other errors of grading."""
         folder = _workspace(trajectory)
         if not folder.resolve().is_relative_to(self._folder):
             raise ConfigError(f"the workspace of {trajectory.rollout_id} is in {folder}, outside of {self._folder}")

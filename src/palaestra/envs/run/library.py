@@ -39,7 +39,7 @@ from palaestra.rollouts.records import Group
 logger = logging.getLogger("palaestra")
 
 _WAITING_GROUPS = 64
-"""Finished groups that `stream` holds for a slow consumer before no further group starts."""
+"""The finished groups that `stream` holds for a slow consumer before it stops starting groups."""
 
 
 async def run(
@@ -180,7 +180,7 @@ def _reference(env: object) -> str:
     of its own."""
     source = getattr(env, "source", env)
     name, path = getattr(source, "__name__", ""), None
-    with contextlib.suppress(OSError, TypeError):  # a class of a notebook
+    with contextlib.suppress(OSError, TypeError):  # a class defined in a notebook
         path = inspect.getsourcefile(cast("type", source))
     at_top = getattr(source, "__qualname__", "") == name
     return f"{Path(path).resolve()}:{name}" if at_top and path and Path(path).is_file() else ""
@@ -197,7 +197,7 @@ def assembled(
     progress: bool = False,
     **arguments: JSON,
 ) -> partial[Coroutine[Any, Any, RunReport]]:
-    """`envs.run.run.run` with an environment and the settings of its run. The variables of `.env` are exported
+    """The call that runs an environment with these settings, not yet made. The variables of `.env` are exported
     already. Raises `ConfigError`."""
     form = environment_form(env)
     servers = [server] if isinstance(server, ServerBaseline | ServerEngine) else list(server or ())

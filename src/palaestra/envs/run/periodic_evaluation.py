@@ -1,4 +1,4 @@
-"""Evaluates the environment every `steps_per_eval` steps while a run goes on.
+"""Evaluates the environment every `steps_per_eval` steps during a run.
 
 Each evaluation has a folder of its own in the run's folder, with a journal and result files. `eval_handling` decides
 how much of the run continues meanwhile: groups in flight always finish, and new ones wait (`STOP_TRAIN`), are limited
@@ -32,7 +32,7 @@ EVALUATIONS = "evaluations"
 
 class PeriodicEvaluation:
     """The evaluations of one run. `workers` and `eval_workers` are groups in flight, of the run and of an evaluation;
-    `step` gives the trainer's step, None counts finished groups; `log` takes metrics."""
+    `step` gives the trainer's step (None: the number of finished groups); `log` takes metrics."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PeriodicEvaluation:
         self._room.set()
 
     async def during(self, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
-        """Roll out, with the evaluations that become due. The last one is finished before this returns."""
+        """Roll out, and run the evaluations that become due. The last one is finished before this returns."""
         self._context.events.subscribe(self)
         evaluating = asyncio.create_task(self._evaluations(), name="evaluations")
         try:

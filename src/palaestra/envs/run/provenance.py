@@ -1,4 +1,4 @@
-"""What a run was made with: versions, the environment's file, its commit, and the machine. For the run's record."""
+"""The provenance of a run, for its record: versions, the environment's file, its commit, and the machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _GIT_S = 5.0
 
 
 def provenance(reference: str) -> dict[str, JSON]:
-    """The facts for the environment of this reference; those that cannot be had are left out. `git_changed` is whether
-    the environment's file differs from its commit."""
+    """The facts for the environment of this reference; unavailable ones are left out. `git_changed` is whether the
+    environment's file differs from its commit."""
     facts: dict[str, JSON] = {
         "palaestra": version("palaestra"),
         "python": platform.python_version(),

@@ -105,7 +105,7 @@ async def replay(recording: Recording, form: Form, settings: ReplaySettings, con
 
 
 def differing(recording: Recording, form: Form, settings: ReplaySettings) -> list[str]:
-    """The settings that the recording has and a replay does not take from it, for the user to read."""
+    """The recorded settings that a replay does not use, as text for the user."""
     recorded = recording.meta.config
     taken = {"isolation": settings.isolation}
     lines = [
@@ -150,7 +150,7 @@ class _Replay:
         return self.comparison
 
     def _compare(self, replayed: Group) -> None:
-        """A group that the recording has not finished is not compared: only evaluations cannot leave it out."""
+        """Compare a group with the recorded one. An evaluation also plays groups that the recording lacks."""
         self._played.add(replayed.number)
         recorded = self.recording.numbered(replayed.number)
         if recorded is not None:
@@ -160,7 +160,7 @@ class _Replay:
 
 @dataclass(frozen=True, slots=True)
 class ReopenedRun:
-    """A recorded run's environment, open, with a context for rollouts that leave no record."""
+    """The open environment of a recorded run, with a context for rollouts that leave no record."""
 
     environment: EvaluatedEnvironment
     config: BaseEnvConfig
@@ -229,8 +229,8 @@ def _counts(recording: Recording, form: Form, name: str, value: JSON) -> bool:
 def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
     """Whether a recorded setting counts for a run that is resumed.
 
-    A run of this user decides all but `HOST_SETTINGS`; another one `PORTABLE_SETTINGS`, and numbers that the user's own
-    environment class declares.
+    A run of this user decides all but `HOST_SETTINGS`; any other run decides only `PORTABLE_SETTINGS`, and numbers that
+    the user's own environment class declares.
     """
     if is_ours(recording):
         return name not in HOST_SETTINGS

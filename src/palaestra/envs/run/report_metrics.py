@@ -31,10 +31,10 @@ from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown, Tracker
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""Trackers hear no more often: enough for a curve, and fast runs do not drown them."""
+"""The shortest time between two reports to trackers: enough for a curve, and fast runs do not flood them."""
 
 ROLLOUTS = "rollouts"
-"""What the table of rollouts to look at is called, after the prefix."""
+"""The name of the table of sample rollouts, after the prefix."""
 
 
 METRICS_SCHEMA = "palaestra.metrics/1"
@@ -65,7 +65,7 @@ class MetricsFile:
             logger.warning("metrics are missing in %s: %s", self.path, error)
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:
-        """Nothing: the journal has every rollout."""
+        """Does nothing: the journal has every rollout."""
 
     def close(self) -> None:
         self._file.close()
@@ -111,7 +111,7 @@ class Reporting:
         return {GroupFinished: self._on_group, MetricsLogged: lambda event: self._log(event.numbers)}
 
     def warn(self, text: str) -> None:
-        """Report a failure, wherever `note` leads now."""
+        """Report a failure through the present `note`."""
         self.note(text)
 
     def add(self, tracker: Tracker) -> None:
@@ -187,7 +187,8 @@ def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
 async def make_reporting(
     parsed: Parsed[BaseEnvConfig, APIServerConfig], output: RunOutput, note: Callable[[str], None]
 ) -> Reporting:
-    """The run's trackers: `metrics.jsonl` and the services that were asked for. `note` gets those that are missing."""
+    """The run's trackers: `metrics.jsonl` and the services that were asked for. `note` gets a line for each missing
+    one."""
     config, folder = parsed.env_config, output.folder
     reporting = Reporting(
         [MetricsFile(folder.metrics)],

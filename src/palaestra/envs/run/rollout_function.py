@@ -1,4 +1,4 @@
-"""A rollout as a function: a task and the address of a model in, a reward or the reason why there is none out.
+"""A rollout as a function: takes a task and the address of a model, returns a reward or why there is none.
 
     async with RolloutFunction(env, agent="codex") as rollout:
         result = await rollout(task_id, base_url, api_key)
@@ -6,7 +6,7 @@
             case Scored(reward=reward): …
             case Unscored(blame=blame): …          # not the policy's fault: drop the sample
 
-Adapters for trainers are made of it (`integrations/`); `integrations/blame.py` lists how each is told to drop a sample.
+Adapters for trainers use it (`integrations/`); `integrations/blame.py` lists how each trainer is told to drop a sample.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RolloutFunction:
 
     `agent` is a program in the slot (`--agent`), or None for the agent loop. `server_type` is the protocol of the
     addresses: `openai` for any chat server, `vllm` or `sglang` for exact tokens. `settings` are those of
-    `palaestra.Session`; those of the server among them hold for all addresses.
+    `palaestra.Session`; server settings among them apply to all addresses.
     """
 
     def __init__(self, env: object, *, agent: str | None = None, server_type: str = "openai", **settings: Any) -> None:

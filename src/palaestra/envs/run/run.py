@@ -110,8 +110,8 @@ async def run(
 ) -> RunReport:
     """Run to the end and report the paths of the files. Nothing is written before model server, slots and environment
     work. The run gets a new folder below `root`, or is kept in `folder`. `subscribers` get the run's events; `gate` is
-    asked before each task and may wait. `drive` rolls out with the runner in place of all tasks in order. `engines`
-    replace those of the configured servers."""
+    asked before each task and may wait. `drive` decides what the runner rolls out; without it, all tasks in order.
+    `engines` replace those of the configured servers."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -188,7 +188,7 @@ async def run(
             else None,
         )
         command = CommandRun(environment, parsed, context, output, reporting, status, gate, drive)
-        gc.freeze()  # modules and settings live as long as the run; collections need not visit them
+        gc.freeze()  # modules and settings live as long as the run: exclude them from garbage collection
         try:
             totals = await command.run(console, stream)
         finally:
@@ -228,7 +228,7 @@ def _offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str,
     """The tools of a task that asks for none of its own; empty if they cannot be chosen without a task."""
     try:
         return environment.kit(Task(id="", prompt=""), random.Random(seed)).definitions
-    except Exception:  # user code that expects a real task
+    except Exception:  # the user's code may expect a real task
         return ()
 
 
@@ -267,7 +267,7 @@ def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None
 
 
 def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
-    """Groups in flight: as asked, in total or per model server, or enough to keep this machine's cores busy."""
+    """The number of groups in flight: the setting, in total or per model server, or enough for this machine's cores."""
     if config.max_num_workers > 0:
         return config.max_num_workers
     if "max_num_workers_per_node" in config.model_fields_set:
@@ -276,7 +276,7 @@ def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
 
 
 def eval_workers(config: BaseEnvConfig, workers: int) -> int:
-    """Groups of an evaluation in flight: as many as of the run, fewer if `max_eval_workers` is set."""
+    """Groups of an evaluation in flight: as many as in the run, fewer if `max_eval_workers` is set."""
     return min(workers, config.max_eval_workers) if "max_eval_workers" in config.model_fields_set else workers
 
 
@@ -304,7 +304,7 @@ class CommandRun:
     """Whether a group may be in flight."""
     exit_code: int = DONE
     resumable: bool = True
-    """Whether the run could continue as it is, should it not be finished."""
+    """Whether the run, if unfinished, can be resumed."""
     reason: str = "failed"
     """How the run ended: done, failed, or why it stopped."""
 
@@ -353,7 +353,7 @@ class CommandRun:
                 await self.reporting.finish(self.environment, figures)
 
     def _settle(self, totals: Totals) -> None:
-        """Set the reason and the exit code of a run that has come to its end."""
+        """Set the reason and the exit code of a run that has ended."""
         config, limits = self.parsed.env_config, self.context.limits
         self.reason = limits.reason or "done"
         if totals.failed + totals.failed_groups * config.group_size > config.max_failures:
@@ -402,10 +402,10 @@ class CommandRun:
                 limits.drain()
                 loop.call_later(patience if self.begun else 0.0, running.cancel)
 
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the program that called has its own way to end
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the calling program handles SIGTERM itself
             yield
             return
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # only a main thread has signals
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # only a main thread gets signals
             loop.add_signal_handler(signal.SIGTERM, drain)
         try:
             yield
@@ -445,7 +445,7 @@ class CommandRun:
             await context.workspaces.aclose()
 
     def _slot_usage(self) -> dict[str, float]:
-        """The metrics of the slots' containers and sandboxes; none on this machine."""
+        """The metrics of the slots' containers and sandboxes; none for slots on this machine."""
         pool, config = self.context.workspaces.pool, self.parsed.env_config
         if not isinstance(pool, SlotPool) or pool.backend.name == "local":
             return {}
@@ -520,7 +520,7 @@ class CommandRun:
         return totals
 
     def _timings(self) -> Mapping[str, float]:
-        """How long tasks took in the run that was named, else in the earlier parts of this one."""
+        """How long tasks took in the named run, else in the earlier parts of this one."""
         named = self.parsed.env_config.timings_from
         if named is not None:
             return read_timings(Path(named))
@@ -559,13 +559,13 @@ def _print_verdict(
     unfinished: str,
     stream: TextIO,
 ) -> None:
-    """Report how the run ended: its score and what that covers, the failures by cause, its files."""
+    """Report how the run ended: its score with its coverage, the failures by cause, its files."""
     groups, failed, rollouts, planned, scored = (int(figures.get(name, 0)) for name in _COUNTS)
     outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
     counts = f"{plural(groups, 'group')} ({failed} failed), {plural(rollouts, 'rollout')}"
     counts += f" ({outcomes})" if outcomes else ""
     lines = [f"{reason} after {duration(console.elapsed_s)}: {counts}"]
-    if rollouts and console.score_name == "reward":  # other environments report themselves what they made
+    if rollouts and console.score_name == "reward":  # other environments report their own output
         lines.append(f"  {_mean_reward(figures, scored, planned)}")
     if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):
         lines.append(f"  {evaluated}")
@@ -587,7 +587,7 @@ def _print_verdict(
 
 
 def _mean_reward(figures: dict[str, float], scored: int, planned: int) -> str:
-    """The mean reward of a run and what it covers."""
+    """The mean reward of a run and its coverage."""
     mean, covered = figures.get("reward/mean"), f"{scored} of {plural(planned, 'rollout')} scored"
     if mean is None:
         return f"no reward, {covered}"
@@ -597,7 +597,7 @@ def _mean_reward(figures: dict[str, float], scored: int, planned: int) -> str:
 
 
 def _slots(figures: dict[str, float]) -> Iterator[str]:
-    """What the slots used of each backend with containers."""
+    """The resource usage of the slots, for each backend with containers."""
     for backend in [name.split("/")[1] for name in figures if name.startswith("slots/") and name.endswith("/hours")]:
         hours, begun = figures[f"slots/{backend}/hours"], int(figures[f"slots/{backend}/begun"])
         cost = figures.get(f"slots/{backend}/cost")

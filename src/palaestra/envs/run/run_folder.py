@@ -58,7 +58,7 @@ class RunFolder:
     path: Path
     run_id: str
     made: tuple[Path, ...] = ()
-    """Folders above that were made for it."""
+    """Parent folders that were made for it."""
 
     @property
     def journal(self) -> Path:
@@ -92,7 +92,7 @@ class RunFolder:
         """Remove the folder, and those that were made for it if they are empty."""
         shutil.rmtree(self.path, ignore_errors=True)
         for path in self.made:
-            with contextlib.suppress(OSError):  # other runs are there
+            with contextlib.suppress(OSError):  # it has other runs
                 path.rmdir()
 
 
@@ -121,7 +121,7 @@ def run_place(root: Path, env: str, model: str) -> Path:
 
 
 def named_folder(path: Path) -> RunFolder:
-    """Make the folder of a run that its user named. Raises `ConfigError` if there is something."""
+    """Make the folder of a run that its user named. Raises `ConfigError` if the path exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
@@ -267,7 +267,7 @@ class RunOutput:
 
 
 def _charts(path: Path) -> list[Chart]:
-    """The curves of a training; none of other runs."""
+    """The curves of a training; none for other runs."""
     if not (path / "training").is_dir():
         return []
     from palaestra.trainers.charts import training_charts  # here, because most runs train nothing
@@ -322,7 +322,7 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
 def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> RunOutput:
     """The output of an earlier run, to resume it. Raises `ConfigError` if it was a run of something else."""
     folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
-    journal = Journal(folder.journal)  # before anything is read: whoever has it, has the run
+    journal = Journal(folder.journal)  # before anything is read: whoever holds the journal owns the run
     try:
         torn = repair(folder.journal)
         earlier = read_finished(folder.journal)
@@ -362,7 +362,7 @@ def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path)
     """The copy of the groups that the earlier part of a run made at the wanted path, perhaps with a number; None
     without one. It is written again.
 
-    The recording alone must not choose a file of the machine.
+    The recording alone must not choose a file on this machine.
     """
     path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
     moved = first.exists() and not first.samefile(folder.path)
@@ -373,7 +373,7 @@ def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path)
 
 
 def _is_numbered(name: str, wanted: str) -> bool:
-    """Whether it is the wanted name, perhaps with the number that a new file gets."""
+    """Whether a path has the wanted name, perhaps with the number that a new file gets."""
     stem, suffix = Path(wanted).stem, Path(wanted).suffix
     return re.fullmatch(rf"{re.escape(stem)}([._-]\d+)?{re.escape(suffix)}", name) is not None
 

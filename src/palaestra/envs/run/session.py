@@ -3,8 +3,8 @@
     async with Session(count_lines(n=8), policy="oracle") as session:
         groups = await session.roll_out("lines-3", "lines-5", group_size=4)
 
-A trainer needs it: each of its steps rolls out other tasks, with other weights, through the same slots and into one
-record. A program with an agent loop of its own plays rollouts (`Play`, `SyncPlay`).
+It is for trainers: each step rolls out other tasks, with other weights, through the same slots and into one record. A
+program with an agent loop of its own plays rollouts (`Play`, `SyncPlay`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals, first_failure
 
 CALLER = "caller"
-"""The policy of sessions whose agent is the program."""
+"""The policy of sessions whose agent is the calling program."""
 
 
 class Session:
@@ -90,14 +90,14 @@ class Session:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closing.set()
         for play in self._plays:
-            play._group.cancel()  # one that is not finished would never end
+            play._group.cancel()  # an unfinished rollout would never end
         with python_names(), self._entered:
             if kind is None:
                 await self._running
                 return
             if not issubclass(kind, PalaestraError):
                 self._running.cancel()
-            with suppress(asyncio.CancelledError, PalaestraError):  # what happened first counts
+            with suppress(asyncio.CancelledError, PalaestraError):  # the block's own error counts
                 await self._running
 
     def __enter__(self) -> SyncSession:
@@ -157,7 +157,7 @@ class Session:
         return play
 
     async def _one_attempt(self, task: Task) -> Group:
-        """A group of one rollout without retries: what the caller did cannot be done again."""
+        """A group of one rollout without retries: the caller's work cannot be repeated."""
         settings = replace(self._runner.run_context.settings, group_size=1, infra_retries=0, whole_groups=False)
         return await self._runner.roll_out(next(self._numbers), task, settings)
 
@@ -186,7 +186,7 @@ class Session:
         return task
 
     async def _drive(self, runner: Runner) -> Totals:
-        """Let the caller's tasks be rolled out until the session is closed."""
+        """Roll out the caller's tasks until the session is closed."""
         self._runner = runner
         self._path = runner.run_context.events.journal.path.parent.absolute()
         self._places = asyncio.Semaphore(runner.concurrency)
@@ -240,7 +240,7 @@ class Play:
         await self._next()
 
     async def _next(self) -> None:
-        """Wait until the agent is to say something, or the rollout has ended."""
+        """Wait until it is the agent's turn, or the rollout has ended."""
         asked = asyncio.ensure_future(self._player.asked.get())
         await asyncio.wait([asked, self._group], return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
@@ -251,7 +251,7 @@ class Play:
 
 
 class SyncSession:
-    """A session whose methods block, also where another event loop runs: `with Session(…) as session:`."""
+    """A session whose methods block, even where another event loop runs: `with Session(…) as session:`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

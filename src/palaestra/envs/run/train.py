@@ -1,7 +1,7 @@
 """Trains a model on an environment: `palaestra train`, and `palaestra.train` for Python programs.
 
 A training is a run (`envs.run.run.run`) that `trainers.training.Training` drives, with the trainer's engine in place of
-a model server. Its folder has `training/` besides, with the settings, the metrics of each step, and the checkpoints.
+a model server. Its folder also has `training/`, with the settings, the metrics of each step, and the checkpoints.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def train(
     training: TrainingConfig | Mapping[str, JSON] | None = None,
     **settings: JSON,
 ) -> TrainingReport:
-    """Train `model` on an environment, as `palaestra train` does. A `trainer` of your own brings its model.
+    """Train `model` on an environment, as `palaestra train` does. A `trainer` of your own has its own model.
 
     `training` are the settings of `TrainingConfig`, `settings` those of `palaestra.run`. The run gets a new folder
     below `folder`, or is kept in `out`. Raises what `palaestra.run` raises, and `TrainerError`.

@@ -3,10 +3,10 @@
 Settings: `token` is the bot's. It needs no privileged intents. In servers the bot takes messages that mention it or
 reply to it, and answers as a reply; a thread is a chat of its own.
 
-Discord has no acknowledgements. So the mailbox keeps up to which message everything is taken (`_POSITION`) and which
-direct channels there are, since Discord lists none to a bot. After each connection that does not resume the last one,
-the history after that message is read; the mailbox knows by their ids which messages it has. Lost is the first direct
-message that a person ever writes to the bot, if they write it while the gateway is down.
+Discord has no acknowledgements. So the mailbox keeps the last message up to which all are taken (`_POSITION`), and the
+direct channels, which Discord does not list to a bot. After each connection that does not resume the last one, the
+history after that message is read; the mailbox recognises messages that it has by their ids. The first direct message
+that a person ever writes to the bot is lost if the gateway is down at the time.
 
 Format: https://docs.discord.com/developers/events/gateway and /resources/message
 """
@@ -30,7 +30,7 @@ from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, Notes, PlatformLimits
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of audioop, which discord.py imports for voice
+    warnings.simplefilter("ignore", DeprecationWarning)  # about audioop, which discord.py imports for voice
     import discord
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ discord.VoiceClient.warn_nacl = discord.VoiceClient.warn_dave = False
 _POSITION, _DIRECT = "position", "direct "
 """Names of notes: the id of the last message that was taken, and the prefix of a direct channel's id."""
 _OVERLAP = 10_000 << 22
-"""Ten seconds in ids, which begin with a time: messages of different channels may come out of order."""
+"""Ten seconds as a difference of ids, which begin with a time: messages of channels may come out of order."""
 _WRITE_EVERY_S = 60.0
-"""How often the position is written while only messages come that are not for the bot."""
+"""How often the position is written while all messages are for others."""
 _MOST_WAITING = 1000
 """Messages that wait to be delivered; further ones are read from the history later."""
 _MOST_BYTES = 20 << 20
@@ -49,11 +49,11 @@ _START_S = 60.0
 _LONGEST_RATE_LIMIT_S = 30.0
 _LONGEST_WAIT_S = 60.0
 _FOR_GOOD = frozenset({4004, 4010, 4011, 4012, 4013, 4014})
-"""Codes of a closed connection that connecting again does not help: a wrong token, intents, version or shard."""
+"""Close codes after which connecting again does not help: a wrong token, intents, version or shard."""
 
 
 class Discord:
-    """One bot. `connector` makes what opens connections, in place of aiohttp's own."""
+    """One bot. `connector` makes the connector that replaces aiohttp's own."""
 
     extra_settings = ()
     limits = PlatformLimits(max_text=2000, unit="utf16", max_file_bytes=10 << 20, edits=True, typing=True)
@@ -76,8 +76,8 @@ class Discord:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin anew, as after a start. While `_behind`, the history may have messages that were not taken, and the
-        position stays; when the history is `_readable`, it is read. `_session` counts sessions of the websocket."""
+        """Reset the state, as at a start. While `_behind`, the history may have messages that were not taken, and the
+        position stays; the history is read once it is `_readable`. `_session` counts sessions of the websocket."""
         self._waiting: deque[discord.Message] = deque()
         self._taken: deque[int] = deque(maxlen=_MOST_WAITING)
         self._came = asyncio.Event()
@@ -113,7 +113,7 @@ class Discord:
             await self._closing
 
     async def _stay_connected(self, connected: asyncio.Future[None]) -> None:
-        """Connect for ever. The first attempt settles `connected`."""
+        """Connect again and again. The first attempt settles `connected`."""
         loop = asyncio.get_running_loop()
         wait_s = 1.0
         while True:
@@ -122,13 +122,13 @@ class Discord:
             try:
                 async with self._failures():
                     await client.login(self._token or "")
-                    await client.connect(reconnect=False)  # it resumes; for the rest, a later connection begins here
+                    await client.connect(reconnect=False)  # it still resumes; other connections begin in this loop
             except PlatformError as error:
                 if not connected.done():
                     connected.set_exception(error)
                     return
                 problem = str(error)
-            except Exception as error:  # of the library, by an answer that is not Discord's
+            except Exception as error:  # an error of the library, after an answer that is not Discord's
                 logger.exception("%s: the connection failed", self.name)
                 problem = f"{self.name}: {type(error).__name__}: {error}"
                 if not connected.done():
@@ -184,7 +184,7 @@ class Discord:
     # Messages that come in
 
     async def _follow(self, deliver: Deliver) -> None:
-        """Deliver what comes; what could not be delivered is tried again."""
+        """Deliver messages as they come; a failed delivery is tried again."""
         wait_s = 1.0
         while True:
             await self._came.wait()
@@ -198,7 +198,7 @@ class Discord:
                 wait_s = 1.0
             except PlatformError as error:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
-            except Exception:  # of the gateway: the disk is full, perhaps
+            except Exception:  # an error of the gateway, such as a full disk
                 logger.exception("%s: a message was not taken; it is read again", self.name)
             else:
                 continue
@@ -207,7 +207,7 @@ class Discord:
             wait_s = min(_LONGEST_WAIT_S, wait_s * 2)
 
     async def _read_history(self, client: discord.Client, deliver: Deliver) -> None:
-        """Deliver what was written while there was no connection. The first time, note where to begin."""
+        """Deliver the messages written while there was no connection. The first time, note where to begin."""
         session, self._readable = self._session, False
         channels = [channel for guild in client.guilds for channel in (*guild.channels, *guild.threads)]
         last = {each.id: each.last_message_id or 0 for each in channels if isinstance(each, discord.abc.Messageable)}
@@ -250,7 +250,7 @@ class Discord:
             incoming = await self._incoming(message)
         except PlatformUnavailable:
             raise
-        except Exception:  # of the library: one message must not hold up the others
+        except Exception:  # an error of the library: one message must not hold up the others
             logger.exception("%s: message %s cannot be read, and is passed over", self.name, message.id)
             incoming = None
         if incoming is not None:
@@ -259,14 +259,14 @@ class Discord:
         await self._advance(message.id, now=incoming is not None)
 
     async def _keep_direct(self) -> None:
-        """Note the direct channels, before their messages: without the note, nobody knows where to read again."""
+        """Note the direct channels before their messages: without the note, they could not be read again later."""
         for channel in list(self._direct):
             if f"{_DIRECT}{channel}" not in self._kept:
                 await self._keep(f"{_DIRECT}{channel}", "")
             self._direct.discard(channel)
 
     async def _advance(self, message_id: int, *, now: bool) -> None:
-        """Note up to where everything is taken."""
+        """Note the position up to which all messages are taken."""
         self._last = max(self._last, message_id)
         time_s = asyncio.get_running_loop().time()
         if self._behind or not (now or time_s - self._written_at > _WRITE_EVERY_S):
@@ -281,7 +281,7 @@ class Discord:
         self._kept[name] = value
 
     async def _incoming(self, message: discord.Message) -> Incoming | None:
-        """The message; None for what is not for the bot, or not of a person."""
+        """The message; None if it is not for the bot or not from a person."""
         me = self._running().user
         person = not message.author.bot and message.webhook_id is None
         spoken = message.type in (discord.MessageType.default, discord.MessageType.reply)
@@ -357,7 +357,7 @@ class Discord:
 
     @contextlib.asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
-        """Turn errors of discord.py into those of platforms."""
+        """Turn errors of discord.py into platform errors."""
         client = self._client
         try:
             yield
@@ -399,7 +399,7 @@ def _nonce(key: str) -> str:
 
 
 def _reference(address: ChatAddress, answers: Answers | None) -> discord.MessageReference | None:
-    """In a channel of many, an answer is a reply."""
+    """In a channel with several people, an answer is sent as a reply."""
     if answers is None or address.chat_type == "dm" or not answers.message_id.isdecimal():
         return None
     message, channel = int(answers.message_id), int(address.chat_id)

@@ -8,7 +8,7 @@ Settings: `token` is the password. `extra` has `address` (the bot's), `imap_host
 `poll_s` (15) and `authserv_id`.
 
 Anybody can write any sender into an e-mail. With `authserv_id`, the name under which your mail server writes
-`Authentication-Results` (RFC 8601), only messages are taken whose sender that server has checked (`dmarc=pass`).
+`Authentication-Results` (RFC 8601), only messages whose sender that server has checked (`dmarc=pass`) are taken.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Email:
                 continue  # it was deleted meanwhile
             try:
                 message = self._incoming(content, number)
-            except Exception:  # one that the parser does not survive must not keep the others waiting
+            except Exception:  # an e-mail that breaks the parser must not keep the others waiting
                 logger.exception("%s: the e-mail with the uid %s cannot be read, and is passed over", self.name, number)
                 message = None
             if message is not None:
@@ -156,7 +156,7 @@ class Email:
                 raise PlatformUnavailable(f"{self.name}: message {number} cannot be marked: {_said(stored)}")
 
     def _incoming(self, content: bytes, uid: str) -> Incoming | None:
-        """The message of an e-mail; None for one that is not of a person."""
+        """The message of an e-mail; None for one that is not from a person."""
         mail = message_from_bytes(content, policy=policy.default)
         name, user_id = _sender(mail)
         automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
@@ -182,7 +182,7 @@ class Email:
         return Incoming(address, message_id, user_id, _text(mail), files, name)
 
     def _is_checked(self, mail: EmailMessage, user_id: str) -> bool:
-        """Whether the first `Authentication-Results`, which our server wrote, says that the sender is the sender.
+        """Whether the first `Authentication-Results`, which our server wrote, confirms the sender.
 
         Senders choose parts of that header, such as the envelope's address: quoted text and comments do not count, and
         a second result of DMARC makes it invalid.
@@ -268,7 +268,7 @@ class Email:
                         await smtp.login(self._user, self._password or "")
                     except aiosmtplib.SMTPAuthenticationError as error:
                         problem = f"{self.name}: {host} refuses the login of {self._user}: {error.message}"
-                        withdrawn = self._reading is not None  # it was right at the start
+                        withdrawn = self._reading is not None  # the password was right at the start
                         raise (PlatformUnavailable if withdrawn else PlatformRefused)(problem) from None
                 yield smtp
         except (aiosmtplib.SMTPException, OSError, TimeoutError) as error:

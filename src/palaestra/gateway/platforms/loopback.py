@@ -4,7 +4,7 @@
     await platform.say("hello", chat_id="anna")
     reply = await platform.receive("anna")
 
-`outage` makes every send fail as a platform does whose server does not answer.
+`outage` makes every send fail as if the platform's server did not answer.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Matrix:
     async def _follow(
         self, client: AsyncClient, deliver: Deliver, since: str | None, first: SyncResponse | None, position: str
     ) -> None:
-        """Deliver what comes; what could not be delivered is read again."""
+        """Deliver messages as they come; a message that could not be delivered is read again."""
         response, wait_s = first, 1.0
         if since is not None:
             position = since
@@ -134,7 +134,7 @@ class Matrix:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
                 await asyncio.sleep(wait_s)
                 response, wait_s = None, min(60.0, wait_s * 2)
-            except Exception:  # of the gateway: the disk is full, perhaps
+            except Exception:  # an error of the gateway, such as a full disk
                 logger.exception("%s: a message was not taken; it is read again", self.name)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
@@ -149,7 +149,7 @@ class Matrix:
         return response
 
     async def _take(self, client: AsyncClient, deliver: Deliver, response: SyncResponse) -> bool:
-        """Join and deliver; whether there was anything."""
+        """Join rooms and deliver messages; returns whether there were any."""
         for room_id in response.rooms.invite:
             async with self._failures():
                 joined = await client.join(room_id)
@@ -163,7 +163,7 @@ class Matrix:
                     message = await self._incoming(client, room, event)
                 except PlatformUnavailable:
                     raise
-                except Exception:  # anybody may send what the protocol does not have; it must not hold up the others
+                except Exception:  # anybody may send an invalid event; it must not hold up the others
                     logger.exception("%s: the event %s cannot be read, and is passed over", self.name, event.event_id)
                     continue
                 if message is not None:
@@ -172,7 +172,7 @@ class Matrix:
         return found
 
     async def _incoming(self, client: AsyncClient, room: MatrixRoom, event: Event) -> Incoming | None:
-        """The message of an event; None for what is no message of a person."""
+        """The message of an event; None if it is not a message from a person."""
         if event.sender == client.user_id or isinstance(event, RoomMessageNotice):
             return None
         relation = event.source.get("content", {}).get("m.relates_to") or {}
@@ -205,7 +205,7 @@ class Matrix:
         if size > self._largest:
             return None, f"{name} has {size >> 20} MB, and at most {self._largest >> 20} MB are taken."
         place = _FILE.fullmatch(event.url)
-        if place is None:  # the bot's token would go along to whatever path this is
+        if place is None:  # the bot's token would be sent to that path
             return None, f"{name} has no address of a file."
         try:
             status, data = await self._request("GET", f"/_matrix/client/v1/media/download/{place[1]}/{place[2]}")

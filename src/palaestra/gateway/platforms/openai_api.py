@@ -12,7 +12,7 @@ A request with an `Idempotency-Key` that was sent before gets the answer of the 
 `tools`, `temperature` and other settings of a request have no effect. A person whose program disconnects keeps the
 session: the turn continues, and its answer is part of the conversation.
 
-The token is the platform's `token`; who has it may use the agent, so there is no allow-list. Settings in `extra`:
+The token is the platform's `token`; whoever has it may use the agent, so there is no allow-list. Settings in `extra`:
 `host` (127.0.0.1), `port` (8643) and `model`, the name to offer (palaestra).
 
 Format: https://platform.openai.com/docs/api-reference/chat
@@ -180,8 +180,8 @@ class OpenAIServer:
         return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self._model}
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
-        """Hand over an answer. One whose request is gone is part of the conversation, and goes nowhere else; so are
-        notices. A question of the agent is shown in the request that runs."""
+        """Hand over an answer. If its request is gone, the answer stays in the conversation and goes nowhere else; so
+        do notices. A question of the agent is shown in the request that runs."""
         if answers is not None:
             waiting = self._waiting.get((address.chat_id, answers.message_id))
             if waiting is not None and not waiting.answered:

@@ -20,12 +20,12 @@ PLATFORMS: Mapping[str, str] = {
     "email": "palaestra.gateway.platforms.email:Email",
     "matrix": "palaestra.gateway.platforms.matrix:Matrix",
 }
-"""Where the class of each platform is. It is called with the platform's name and its `PlatformConfig`; its
+"""The class of each platform, as module and name. It is called with the platform's name and its `PlatformConfig`; its
 `extra_settings` are the names that `extra` may have."""
 
 
 def make_platform(name: str, config: PlatformConfig) -> Platform:
-    """The platform of a name in the configuration, which may be `KIND` or `KIND-WORD`, such as `webhook-2`.
+    """The platform with this name in the configuration: `KIND` or `KIND-WORD`, such as `webhook-2`.
 
     Raises `ConfigError` for an unknown one, for unusable settings and if the extra `gateway` is not installed.
     """

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _LONG_POLL_S = 30
 _MOST_BYTES = 20 << 20
-"""What a bot may download."""
+"""The largest file that a bot may download."""
 _CHATS: dict[str, ChatType] = {"private": "dm", "group": "group", "supergroup": "group", "channel": "channel"}
 
 
@@ -85,7 +85,7 @@ class Telegram:
             await bot.session.close()
 
     async def _poll(self, bot: Bot, deliver: Deliver) -> None:
-        """Deliver what comes; what could not be delivered comes again."""
+        """Deliver messages as they come; a message that could not be delivered comes again."""
         offset, wait_s = 0, 1.0
         while True:
             try:
@@ -104,13 +104,13 @@ class Telegram:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
-            except Exception:  # of the gateway: the disk is full, perhaps
+            except Exception:  # an error of the gateway, such as a full disk
                 logger.exception("%s: a message was not taken; it comes again", self.name)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
 
     async def _incoming(self, bot: Bot, message: Message) -> Incoming | None:
-        """The message; None for what no person wrote."""
+        """The message; None if no person wrote it."""
         if message.from_user is None or message.from_user.is_bot:
             return None
         thread = str(message.message_thread_id) if message.is_topic_message else ""
@@ -180,7 +180,7 @@ class Telegram:
 
     @contextlib.asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
-        """Turn errors of the Bot API into those of platforms."""
+        """Turn errors of the Bot API into platform errors."""
         try:
             yield
         except TelegramRetryAfter as error:
@@ -191,7 +191,7 @@ class Telegram:
         except (TelegramNetworkError, TelegramServerError) as error:
             raise PlatformUnavailable(f"{self.name}: {error.message}") from None
         except TelegramUnauthorizedError as error:
-            withdrawn = self._polling is not None  # it was right at the start
+            withdrawn = self._polling is not None  # the token was right at the start
             kind = PlatformUnavailable if withdrawn else PlatformRefused
             raise kind(f"{self.name}: the token is not known: {error.message}") from None
         except TelegramAPIError as error:
