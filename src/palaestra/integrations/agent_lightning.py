@@ -9,7 +9,7 @@ of a rollout is a task's id, or an object with `task_id`. Agent-Lightning's prox
 
 A rollout without a reward ends in the state `failed`, with the outcome and the blame, and sends no reward event.
 
-Source: the REST API of Agent-Lightning 1.0.2. Nothing of the package is imported.
+Source: the REST API of Agent-Lightning 1.0.2. This module does not import the package.
 """
 
 from __future__ import annotations

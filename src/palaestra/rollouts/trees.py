@@ -175,9 +175,9 @@ class RolloutTree:
 
 
 def choose(roots: Sequence[Trajectory], branches: int, branch_at: str, rng: random.Random) -> list[Fork]:
-    """At most one fork for each branch: `uncertain` takes the points before the turns whose tokens were least likely,
-    `random` takes any points. A point is reused only when all have been used. The result depends only on the records
-    and `rng`.
+    """Choose at most one fork per branch. With `branch_at` set to `uncertain`, forks come before the turns with the
+    least likely tokens; with `random`, they are drawn at random. A point is reused only when all have been used. The
+    result depends only on the records and `rng`.
 
     The beginning of each root is a point too, with turn 0: otherwise the first turns would get few samples.
     """

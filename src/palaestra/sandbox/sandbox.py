@@ -72,8 +72,8 @@ class Sandbox:
     `image` is a root file system (a directory, a tar file, an OCI layout); None shows the host's system directories.
     `network` is "off", "on", or a list of hosts. `memory` and `disk` are bytes or text such as "512MB" (K, M and G are
     powers of 1024); `cpus` is in cores; `limits` replaces the three. `env` is the environment of commands. `isolation`
-    is "best" or the least level to accept: "full", "userns", "confined", "none". `pool` or `snapshot` place the sandbox
-    in a pool that runs already.
+    is "best" or the least level to accept: "full", "userns", "confined", "none". `pool` or `snapshot` places the
+    sandbox in a pool that is already running.
 
     Raises `ConfigError` for an unusable argument, and `IsolationUnavailable` when the block is entered
     and this machine cannot isolate.

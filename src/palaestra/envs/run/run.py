@@ -250,7 +250,8 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
 
 
 def serve_limit(total_steps: int, source: str) -> int | None:
-    """The most groups to serve: only if a user set a number, because an environment's own is for `process`."""
+    """The maximum number of groups to serve, or None. Only a number that the user set counts: an environment's own
+    limit applies to `process`."""
     return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
 
 

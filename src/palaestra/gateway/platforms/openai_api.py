@@ -75,7 +75,7 @@ class OpenAIServer:
         self._open = AsyncExitStack()
 
     async def start(self, deliver: Deliver) -> None:
-        """Raises `ConfigError` if the port is taken, or if there is no token beyond the loopback."""
+        """Raises `ConfigError` if the port is in use, or if it would listen beyond the loopback without a token."""
         self._deliver = deliver
         app = web.Application(
             client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_refused)]

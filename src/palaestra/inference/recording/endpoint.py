@@ -257,7 +257,7 @@ class _Call:
             await self._within(response.write(data))
 
     async def _within(self, writing: Awaitable[None]) -> None:
-        """Close the connection of a client that does not take its reply."""
+        """Await a write; close the connection if the client does not read it within `WRITE_S` seconds."""
         try:
             async with asyncio.timeout(WRITE_S):
                 await writing

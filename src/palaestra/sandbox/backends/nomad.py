@@ -66,7 +66,7 @@ class NomadBackendConfig:
     health_check_interval_s: float = 30.0
     """How long one request for the job's allocations waits for a change."""
     unattended_s: float = 60.0
-    """The time without a stream after which the run of a job counts as gone."""
+    """Seconds without an open stream after which the Palaestra run that started a job is considered dead."""
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

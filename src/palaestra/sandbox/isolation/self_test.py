@@ -114,8 +114,8 @@ def _claims(facts: dict[str, list[str]], rung: Rung) -> dict[str, bool]:
 
 def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]:
     """The checks, named by their failures. `facts` are the lines that the script wrote, by their first word. If the
-    server is not root, a command can signal its own init, and a process keeps its bounding set, from which `no new
-    privileges` removes nothing.
+    server is not root, two checks are skipped: a command can signal its own init, and processes keep their capability
+    bounding set, which `no_new_privs` does not reduce.
     """
     uid = facts.get("uid", [""])[0]
     bounding = facts.get("CapBnd:", ["1"]) if server_is_root else ["0"]

@@ -133,7 +133,8 @@ class SweRow:
         )
 
     def expected(self, run: TestRun) -> TestRun:
-        """A run of the prepared workspace, with `pytest.xfail` accepted in tests that must keep passing."""
+        """Return this test run of the prepared workspace, with calls of `pytest.xfail` counted as expected failures in
+        tests that must keep passing."""
         calls = {name for name in self.pass_to_pass if run.statuses.get(name) is Status.XFAIL_CALLED}
         return replace(run, statuses={**run.statuses, **dict.fromkeys(calls, Status.XFAILED)})
 

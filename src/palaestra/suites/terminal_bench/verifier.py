@@ -55,7 +55,8 @@ _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w
 
 
 GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
-"""Gives slots with the work in which no verifier has run; a task that is graded live has only one."""
+"""Opens a slot that contains the agent's work and in which no verifier has run. A task graded live has only one such
+slot."""
 
 
 class _PaysWithoutTests(GraderError):

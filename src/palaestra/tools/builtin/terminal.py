@@ -177,7 +177,7 @@ async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
 
 
 async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dict[str, JSON]:
-    """The bounded reply of a finished command, with the full size of a cut output."""
+    """The tool's reply for a finished command. Long output is truncated; the reply then states its full size."""
     kept = None
     if result.metadata.get("truncated"):
         names = ("output_total_bytes", "full_output_path", "full_output_bytes")

@@ -152,8 +152,8 @@ def read_scored_list(body: bytes) -> list[ScoredData]:
 
 
 def checked(group: ScoredData) -> ScoredData:
-    """Return the group if it is valid. Raises `RequestRefusal` (422) with the field whose lengths do not fit the
-    tokens'."""
+    """Return the group if it is valid. Raises `RequestRefusal` (422), which names the invalid field, for example
+    one whose lengths differ from those of `tokens`."""
     if not group.tokens:
         raise RequestRefusal(422, "tokens: a group needs at least one sequence", field="tokens")
     _same_count(group, "scores", group.scores)

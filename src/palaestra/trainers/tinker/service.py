@@ -303,8 +303,8 @@ class TinkerService:
     def submit(
         self, model_id: str, sequence: int | None, run: Callable[[TrainedModel], FutureAnswer]
     ) -> PendingRequest:
-        """Queue a request under its number. A repeated number gets the first one's future. Raises `NotFound`, `Busy`,
-        and `UserError` for a number that has passed."""
+        """Queue a request under its number. A number that was already submitted returns the future of that request.
+        Raises `NotFound`, `Busy`, and `UserError` for a number that has passed."""
         training = self.training(model_id)
         number = sequence or max([training.expected - 1, *training.waiting]) + 1
         request_id = f"{model_id}:{number}"

@@ -149,7 +149,8 @@ def _limit(limit: int, value: int | None) -> None:
 
 
 def _kill_slot(plan: UnprivilegedPlan) -> process_tree.KillSlot:
-    """Kills everything of the slot's user; without one, everything that this process may signal."""
+    """Return the function that kills the slot: all processes of its user; without such a user, all that this
+    process may signal (`confined`), or its descendants (`none`)."""
     if plan.user:
         return lambda: users.kill(plan.user)
     return process_tree.kill_everything if plan.confined else _kill_descendants

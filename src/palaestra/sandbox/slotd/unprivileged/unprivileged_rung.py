@@ -153,7 +153,7 @@ class UnprivilegedDriver:
             raise CannotMake("without root there is one slot at a time at the level confined; end the other one first")
 
     def end(self, files: CopiedFiles) -> None:
-        """The slot is dead and its files are gone, or have become a layer."""
+        """Release what a dead slot held. Its files are already deleted, or have become a layer."""
         self._slots -= 1
         if self._users is not None:
             server_directory.clear_shared_memory(files.user)
