@@ -79,7 +79,8 @@ class MCPServerConfig(Settings):
         for name in unused:
             if getattr(self, name):
                 raise ConfigError(f"{name} means nothing for a server with {'command' if self.command else 'url'}")
-        remember_named(self.env | self.headers)
+        named = self.env | self.headers
+        remember_named({name: value for name, value in named.items() if not _VARIABLE.search(value)})
         return self
 
     @field_serializer("args")
