@@ -382,3 +382,51 @@ def test_groups_that_had_ended_are_all_handed_on_where_the_run_is_interrupted_at
 
     asyncio.run(main())
     assert handed == [0, 1, 2]
+
+
+def test_groups_begin_while_the_slowest_rollout_of_each_earlier_one_still_runs(tmp_path: Path) -> None:
+    released, running, most, ended = asyncio.Event(), 0, 0, 0
+
+    async def first_of_each_group_last(rollout: Rollout) -> float:
+        nonlocal running, most, ended
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        if rollout.index == 0:
+            await released.wait()
+        running -= 1
+        ended += 1
+        if ended == 15:  # the three groups that begin at once have nine rollouts that do not wait
+            released.set()
+        return 1.0
+
+    totals, groups = run(
+        Sums(12, score=first_of_each_group_last), services(tmp_path, group_size=4), concurrency=3, limit=12
+    )
+    assert (totals.scored, len(groups)) == (48, 12)
+    assert most == 12
+
+
+def test_with_one_group_at_a_time_the_next_begins_after_the_last_rollout(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def noted(rollout: Rollout) -> float:
+        seen.append(rollout.group_id)
+        await asyncio.sleep(0.001 * rollout.index)
+        return 1.0
+
+    run(Sums(4, score=noted), services(tmp_path, group_size=3), concurrency=1)
+    assert seen == sorted(seen)
+
+
+def test_rollouts_of_a_group_may_wait_for_each_other(tmp_path: Path) -> None:
+    """With places for two groups, the places that rollouts of several groups free go to one group before the next."""
+    meeting: dict[str, asyncio.Barrier] = {}
+
+    async def together(rollout: Rollout) -> float:
+        await meeting.setdefault(rollout.group_id, asyncio.Barrier(3)).wait()
+        await asyncio.sleep(0.001 * rollout.index)
+        return 1.0
+
+    totals, _ = run(Sums(20, score=together), services(tmp_path, group_size=3), concurrency=2)
+    assert totals.scored == 60

@@ -41,6 +41,7 @@ from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.watchdog import Stages
 from palaestra.sandbox.slot import Slot, Snapshot
@@ -62,9 +63,12 @@ SETUP_TIMEOUT_S = 600.0
 
 
 class GroupRun:
-    """Runs one group to its end."""
+    """Runs one group to its end. Its rollouts take `places` if given; for a group that its environment collects they
+    are held to its end, since the environment decides how many rollouts it plays and which wait for which."""
 
-    def __init__(self, env: Environment, run: RunContext, number: int, task: Task) -> None:
+    def __init__(
+        self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None = None
+    ) -> None:
         self.env = env
         self.run_context = run
         self.task = task
@@ -73,6 +77,8 @@ class GroupRun:
         """Whether the journal has this start of the group, which replaces the group's earlier events."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
+        self._places = places
+        self._unused_places = run.settings.group_size
         self._preparing = asyncio.Lock()
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
@@ -102,6 +108,8 @@ class GroupRun:
         finally:
             if self._snapshot is not None:
                 await asyncio.shield(run.workspaces.pool.forget(self._snapshot))
+            if self._places is not None:
+                self._places.free(self._unused_places)
         run.events.emit(GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error))
         await run.events.journal.commit()
         await self.env.ended(self.task, group)
@@ -268,8 +276,16 @@ class GroupRun:
         async with asyncio.TaskGroup() as rollouts:
             for index in indices:
                 played = self._played.pop(index, None)
-                ending = self._roll_out_one(index) if played is None else self._record_played(played)
+                ending = self._roll_out_placed(index) if played is None else self._record_played(played)
                 rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
+
+    async def _roll_out_placed(self, index: int) -> None:
+        if self._places is None or self.env.collects_groups:
+            await self._roll_out_one(index)
+            return
+        async with self._places:
+            self._unused_places -= 1
+            await self._roll_out_one(index)
 
     async def _roll_out_tree(self, indices: Sequence[int], branches: range) -> None:
         """Roll out the roots, and then the branches, which continue them."""

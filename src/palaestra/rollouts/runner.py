@@ -1,5 +1,8 @@
-"""The runner takes tasks from an environment, runs a bounded number of groups concurrently, and passes on each finished
-group once it is on disk.
+"""The runner takes tasks from an environment, rolls a bounded number of them out concurrently, and passes on each
+finished group once it is on disk.
+
+A group does not wait for another one's slowest rollout: it begins when enough rollouts have ended, whichever groups
+they belong to, and a few groups are prepared ahead.
 
 It stops early if it is cancelled (finished groups are kept), if the environment fails to give its next task (groups in
 flight finish), or if the model server fails in every rollout of several groups in a row.
@@ -17,7 +20,7 @@ from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupFinished, GroupsPlanned
 from palaestra.rollouts.group import GroupRun, failed_for_the_engine, prompt_checksum
 from palaestra.rollouts.records import Group
-from palaestra.rollouts.schedule import Numbered, counted, numbered, slowest_first
+from palaestra.rollouts.schedule import Numbered, Places, counted, groups_ahead, numbered, slowest_first
 from palaestra.rollouts.spec import RunContext, RunSettings
 
 GIVE_UP_AFTER = 3
@@ -71,7 +74,8 @@ class Totals:
 
 class Runner:
     """Runs at most `limit` tasks of an environment, numbered from `first`, slow ones first if `timings` (seconds by
-    task id) are given. `on_group` gets every finished group.
+    task id) are given. `on_group` gets every finished group. `concurrency` groups' worth of rollouts run at a time;
+    with 1, groups run one after the other.
 
     Groups that an earlier part of the run finished are passed on first and not run again; if groups are larger now,
     they get the rollouts they lack. `gate` is called once before each task that is rolled out and may wait; if it
@@ -99,9 +103,7 @@ class Runner:
         tasks = numbered(env.tasks(), first, limit)
         self._tasks = slowest_first(counted(tasks, self._planned) if env.counts_tasks else tasks, timings or {})
         self._finished_before = dict(run.earlier.ended)
-        self._all_taken = False
         self._no_task: PalaestraError | None = None
-        self._taking = asyncio.Lock()
         self._engine_failures = 0
         self._warned = False
 
@@ -114,9 +116,7 @@ class Runner:
                     handed_on.add(number)
                     self._hand_on(group, kept=True)
                     await asyncio.sleep(0)  # each group is written to the disk, and there may be thousands
-            async with asyncio.TaskGroup() as workers:
-                for number in range(self.concurrency):
-                    workers.create_task(self._work(), name=f"groups-{number}")
+            await self._run_tasks()
         except* PalaestraError as failures:
             raise first_failure(failures) from None
         finally:
@@ -131,17 +131,25 @@ class Runner:
         """Announce the number of tasks, which is known only once the source has been read to its end."""
         self.run_context.events.announce(GroupsPlanned(total, self.run_context.settings.group_size))
 
-    async def _work(self) -> None:
-        while (taken := await self._take()) is not None:
-            await self.roll_out(*taken)
+    async def _run_tasks(self) -> None:
+        size = self.run_context.settings.group_size
+        places = Places(self.concurrency * size, groups_ahead(self.concurrency) * size)
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                await places.reserve(size)
+                if (taken := await self._take()) is None:
+                    return
+                groups.create_task(self.roll_out(*taken, places=places), name=f"group-{taken[0]}")
 
-    async def roll_out(self, number: int, task: Task, settings: RunSettings | None = None) -> Group:
-        """Roll out one task and pass its group on. `settings` replace those of the run. Raises `EngineUnavailable` if
-        the model server keeps failing."""
+    async def roll_out(
+        self, number: int, task: Task, settings: RunSettings | None = None, *, places: Places | None = None
+    ) -> Group:
+        """Roll out one task and pass its group on. `settings` replace those of the run; the group's rollouts take the
+        `places` that were reserved for them. Raises `EngineUnavailable` if the model server keeps failing."""
         context = self.run_context
         if settings is not None:
             context = replace(context, settings=settings)
-        run = GroupRun(self.env, context, number, task)
+        run = GroupRun(self.env, context, number, task, places)
         try:
             group = await run.run()
         finally:
@@ -163,20 +171,18 @@ class Runner:
 
     async def _take(self) -> Numbered | None:
         """The next task to roll out, once the gate is open; tasks that an earlier part finished are skipped."""
-        async with self._taking:
-            if self._all_taken or (self.gate is not None and not await self.gate()):
-                return None
-            while (taken := await self._next()) is not None and self._is_finished(*taken):
-                pass
-            return taken
+        if self.gate is not None and not await self.gate():
+            return None
+        while (taken := await self._next()) is not None and self._is_finished(*taken):
+            pass
+        return taken
 
     async def _next(self) -> Numbered | None:
         try:
-            taken = await anext(self._tasks, None)
+            return await anext(self._tasks, None)
         except PalaestraError as error:  # no more tasks follow; the groups in flight finish
-            taken, self._no_task = None, error
-        self._all_taken = taken is None
-        return taken
+            self._no_task = error
+            return None
 
     def _is_finished(self, number: int, task: Task) -> bool:
         """Whether an earlier part of the run finished the task. Raises `ConfigError` if another task had its number."""

@@ -1,4 +1,5 @@
-"""The order in which tasks start: that of the data set, or slow ones first if earlier timings are known.
+"""How many rollouts run at a time, and the order in which tasks start: that of the data set, or slow ones first if
+earlier timings are known.
 
 If the longest task starts last, the run waits for it while everything else is idle. A task keeps its number, and so its
 ids, its random choices and its place in every file. The order depends only on the tasks and the timings.
@@ -27,6 +28,44 @@ COUNT_S = 0.3
 """How long a run may wait for the number of its tasks before it begins."""
 
 Numbered = tuple[int, Task]
+
+
+def groups_ahead(concurrency: int) -> int:
+    """How many groups are prepared before there is a place for their rollouts; none if groups run one by one."""
+    return 0 if concurrency == 1 else -(-concurrency // 8)
+
+
+class Places:
+    """Limits the rollouts that run at a time to `limit`, and those of begun groups that have not ended to `ahead` more.
+
+    Rollouts get places in the order in which they ask, so the oldest group gets all of its places first. Environments
+    may therefore let the rollouts of a group wait for each other.
+    """
+
+    def __init__(self, limit: int, ahead: int) -> None:
+        self._running = asyncio.Semaphore(limit)
+        self._most = limit + ahead
+        self._open = 0
+        self._freed = asyncio.Event()
+
+    async def reserve(self, rollouts: int) -> None:
+        """Wait until a group of so many rollouts may begin."""
+        while self._open + rollouts > self._most:
+            self._freed.clear()
+            await self._freed.wait()
+        self._open += rollouts
+
+    def free(self, rollouts: int) -> None:
+        """Give back what `reserve` got, as rollouts end."""
+        self._open -= rollouts
+        self._freed.set()
+
+    async def __aenter__(self) -> None:
+        await self._running.acquire()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._running.release()
+        self.free(1)
 
 
 async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) -> AsyncIterator[Numbered]:

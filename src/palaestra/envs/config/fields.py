@@ -41,7 +41,7 @@ class BaseEnvConfig(Settings):
 
     group_size: int = setting(4, "Rollouts per task.", ge=1)
     total_steps: int = setting(1000, "Groups to process, at most; -1 means every task once.", ge=-1)
-    max_num_workers: int = setting(-1, "Groups in flight concurrently; -1 suits this machine.", ge=-1)
+    max_num_workers: int = setting(-1, "Groups whose rollouts run concurrently; -1 suits this machine.", ge=-1)
     max_token_length: int = setting(2048, "Most tokens that one model call may generate.", ge=1)
     data_path_to_save_groups: str | None = setting(
         None, "A JSONL file for a copy of the groups. An existing file is kept: the new one gets a number."
