@@ -248,11 +248,12 @@ class TinkerTrainer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"The checkpoint {folder} names no state of a Tinker server: {error!r}") from None
         try:
-            made = self._service.create_training_client_from_state_with_optimizer
-            self._client = await self._asked(_value(made, path))
+            # Into the model of `open`: a client of its own would need a second place on the server.
+            await self._asked(_value(self._client.load_state_with_optimizer, path))
         except TrainerError as error:
             raise ConfigError(
-                f"The state {path} cannot be loaded: {error}. Resume with the same server and its folder of states"
+                f"The state {path} cannot be loaded: {error}. Resume with the same lora_rank, the same server and its "
+                "folder of states"
             ) from error
         await self._sample_with(version)
 

@@ -512,6 +512,33 @@ def test_limits_of_models_and_samplers(tiny: Path, tmp_path: Path) -> None:
         server.close()
 
 
+def test_the_model_of_a_client_that_was_killed_makes_way(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from palaestra.trainers.tinker import service as module
+
+    monkeypatch.setattr(module, "SILENT_S", 15.0)  # the SDK sends a heartbeat each 10 s
+    server = Server(tiny, tmp_path / "ck", most_models=1)
+    try:
+        program = [sys.executable, "-c", CLIENT, server.url, server.name]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as owner, server.client() as service:
+            assert owner.stdout is not None
+            model = owner.stdout.readline().strip()
+            raises_soon(lambda: lora(service, server), "--max-models")
+            owner.kill()
+            lora(service, server).forward_backward([supervised([5, 6, 7])], "cross_entropy").result()
+            info = server.post("get_info", json.dumps({"model_id": model}).encode())
+            assert (info[0], "its session has ended" in info[1]["detail"]) == (404, True)
+    finally:
+        server.close()
+
+
+CLIENT = """
+import sys, time, tinker
+service = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-local")
+print(service.create_lora_training_client(sys.argv[2], rank=4).result().model_id, flush=True)
+time.sleep(600)
+"""
+
+
 def test_a_checkpoint_of_another_model_is_refused(service: Any, server: Server, tmp_path: Path) -> None:
     path = lora(service, server).save_state("here").result().path
     make_tiny(tmp_path / "other", hidden=64, layers=2, seed=9)

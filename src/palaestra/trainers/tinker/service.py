@@ -15,7 +15,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,10 @@ GAP_S = 60.0
 
 SESSION_S = 900.0
 """Seconds without a heartbeat (the SDK sends one each 10 s) after which a session has ended."""
+
+SILENT_S = 30.0
+"""Seconds without a heartbeat after which a session loses its models to a client that needs their place: a client that
+was killed cannot end its session."""
 
 MOST_RECORDED_TOKENS = 1 << 24
 """The most tokens of sequences recorded for `stable_reinforce`; beyond it, the oldest are forgotten."""
@@ -141,7 +145,7 @@ class TinkerService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-trainer")
         self._tokenizer: Tokenizer | None = None
-        self._creating = 0
+        self._placing = asyncio.Lock()
 
     async def aclose(self) -> None:
         """End all work. Idempotent."""
@@ -199,8 +203,7 @@ class TinkerService:
         now_s = self._clock.monotonic()
         for session in list(self.sessions.values()):
             if now_s - session.heard_s > SESSION_S:
-                log.info("session %s sent no heartbeat for %.0f s and has ended", session.session_id, SESSION_S)
-                self.end_session(session.session_id)
+                self._end_silent(session)
         self.futures.sweep()
         for sequence_id in [
             each for each, (_, used_s, _) in list(self._recorded.items()) if now_s - used_s > RECORDED_S
@@ -265,25 +268,42 @@ class TinkerService:
         make: Callable[[], tuple[TrainedModel, str | None]],
         pending: PendingRequest,
     ) -> None:
-        self._creating += 1
         try:
-            if len(self.trainings) + self._creating > self._most_models:
+            async with self._placing:
+                await self._free_place(session_id)
+                model, path = await self._in_thread(make)
+                if session_id in self.sessions:
+                    training = ModelTraining(model_id, session_id, model, self._clock.wall(), user_metadata)
+                    training.worker = self._start(self._work(training))
+                    self.trainings[model_id] = training
+                    self.sessions[session_id].models.append(model_id)
+            answer = FutureAnswer.of({"type": kind, "model_id": model_id, **({} if path is None else {"path": path})})
+        except Exception as error:
+            answer = _failure(error)
+        self.futures.finish(pending, answer)
+
+    async def _free_place(self, session_id: str) -> None:
+        """Wait for a place for a model, if one of the other sessions may be dead. A session that is heard from during
+        the wait is alive; one that is silent for `SILENT_S` ends. Raises `UserError` if all are alive."""
+        began_s = self._clock.monotonic()
+        while len(self.trainings) >= self._most_models:
+            owners = {training.session_id for training in self.trainings.values()} - {session_id}
+            silent = [self.sessions[owner] for owner in owners if self.sessions[owner].heard_s <= began_s]
+            if not silent:
                 raise UserError(
                     f"The server has {self._most_models} models in training, its limit: close the session of one "
                     "(ServiceClient.close), or start the server with a larger --max-models."
                 )
-            model, path = await self._in_thread(make)
-            if session_id in self.sessions:
-                training = ModelTraining(model_id, session_id, model, self._clock.wall(), user_metadata)
-                training.worker = self._start(self._work(training))
-                self.trainings[model_id] = training
-                self.sessions[session_id].models.append(model_id)
-            answer = FutureAnswer.of({"type": kind, "model_id": model_id, **({} if path is None else {"path": path})})
-        except Exception as error:
-            answer = _failure(error)
-        finally:
-            self._creating -= 1
-        self.futures.finish(pending, answer)
+            longest = min(silent, key=lambda session: session.heard_s)
+            if self._clock.monotonic() - longest.heard_s > SILENT_S:
+                self._end_silent(longest)
+            else:
+                await self._clock.sleep(1.0)
+
+    def _end_silent(self, session: ClientSession) -> None:
+        silent_s = self._clock.monotonic() - session.heard_s
+        log.warning("session %s sent no heartbeat for %.0f s and has ended", session.session_id, silent_s)
+        self.end_session(session.session_id)
 
     def _check_base(self, name: str) -> None:
         if not self.base.known_as(name):
@@ -412,7 +432,7 @@ class TinkerService:
 
         def run(model: TrainedModel) -> FutureAnswer:
             found = self.checkpoints.find(request.path)
-            if (found.lora is None) != (model.lora is None) or (found.lora and model.lora != found.lora):
+            if _layers(found.lora) != _layers(model.lora):
                 raise UserError(
                     f"The checkpoint {found.path} has other LoRA settings than this model: create one from it."
                 )
@@ -634,6 +654,11 @@ def _failure(error: Exception) -> FutureAnswer:
         return FutureAnswer.failure(str(error), "server")
     log.error("a request failed", exc_info=error)
     return FutureAnswer.failure(f"{type(error).__name__}: {error}", "server")
+
+
+def _layers(lora: LoraSettings | None) -> LoraSettings | None:
+    """The settings that decide which weights an adapter has: all but the seed of the first ones."""
+    return None if lora is None else replace(lora, seed=None)
 
 
 def _check_optimizer(config: Any) -> None:
