@@ -119,6 +119,10 @@ async def _serve_model(
     from palaestra.inference.tokenizers import no_folder
     from palaestra.testing.model_server import serve_model
 
+    def started(url: str) -> None:
+        print_url(url)
+        click.echo(f"use it with palaestra run or chat: --base-url {url}/v1 --model {model}", err=True)
+
     require_token(host, token)
     if "/" not in model and not Path(model).exists():
         raise no_folder(Path(model))
@@ -127,7 +131,7 @@ async def _serve_model(
     engine = TransformersEngine(config, device=device, seed=seed)
     await engine.start()
     try:
-        await serve_model(engine, host, port, print_url, stop, token)
+        await serve_model(engine, host, port, started, stop, token)
     finally:
         await engine.aclose()
 

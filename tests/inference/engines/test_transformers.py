@@ -317,15 +317,27 @@ def test_what_is_no_model_is_a_mistake_of_settings(folder: Path, tmp_path: Path)
     run(scenario)
 
 
+async def until(lines: asyncio.StreamReader, part: bytes) -> AsyncIterator[bytes]:
+    """The lines up to the first one with this part."""
+    async for line in lines:
+        yield line
+        if part in line:
+            return
+
+
 def test_one_served_model_for_every_client(folder: Path) -> None:
     """`palaestra serve model` samples the same for chat, vLLM's wire and SGLang's."""
 
     async def scenario() -> None:
         command = [sys.executable, "-m", "palaestra", "serve", "model", str(folder / "a"), "--port", "0"]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
         try:
             assert process.stdout is not None
+            assert process.stderr is not None
             url = (await process.stdout.readline()).decode().strip()
+            notes = [line.decode() async for line in until(process.stderr, b"--base-url")]
+            assert f"--base-url {url}/v1 --model {folder / 'a'}\n" in notes[-1]
             said = []
             for kind in ("openai", "vllm", "sglang"):
                 told = {} if kind == "openai" else {"tokenizer_name": str(folder / "a")}

@@ -9,7 +9,9 @@ import importlib.util
 import json
 import os
 import select
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -185,6 +187,52 @@ def test_a_training_frees_its_model_of_the_server(folder: Path) -> None:
     try:
         for _ in range(2):
             assert train(folder, "tinker", 1, tinker_url=server.url).result.steps == 1
+    finally:
+        server.kill()
+
+
+def test_a_training_that_is_killed_resumes_on_a_server_of_one_model(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("palaestra.trainers.tinker.model")
+    server = Server(folder, "--max-models=1")
+    (tmp_path / "note_env.py").write_text(NOTE + SCORE)
+    train = [sys.executable, "-m", "palaestra", "train", f"--tinker-url={server.url}"]
+    words = ["note_env.py", "--trainer=tinker", f"--model={folder}", "--out=run", "--unchecked=note", "--steps=1000"]
+    words += ["--eval-every=0", "--group=4", "--groups=1", "--env.max_agent_turns=2", "--env.max_token_length=24"]
+    try:
+        with subprocess.Popen([*train, *words]) as training:
+            while training.poll() is None and not list(Path("run/training").glob("checkpoints/step-*/state.json")):
+                time.sleep(0.1)
+            training.kill()
+        done = max(line["step"] for line in read_steps(Path("run")))
+        resumed = subprocess.run(
+            [*train, "--resume=run", f"--steps={done + 1}"], capture_output=True, text=True, check=False
+        )
+        assert resumed.returncode == 0, resumed.stderr
+        assert [line["step"] for line in read_steps(Path("run"))] == list(range(1, done + 2))
+    finally:
+        server.kill()
+
+
+def test_an_interrupted_training_names_the_command_that_resumes_it(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("palaestra.trainers.tinker.model")
+    server = Server(folder)
+    (tmp_path / "note_env.py").write_text(NOTE + SCORE)
+    words = ["note_env.py", "--trainer=tinker", f"--tinker-url={server.url}", f"--model={folder}", "--unchecked=note"]
+    words += ["--steps=1000", "--eval-every=0", "--group=4", "--groups=1", "--env.max_agent_turns=2"]
+    command = [sys.executable, "-m", "palaestra", "train", *words, "--env.max_token_length=24", "--out=run"]
+    try:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as training:
+            while training.poll() is None and not list(Path("run/training").glob("checkpoints/step-*/state.json")):
+                time.sleep(0.1)
+            os.killpg(training.pid, signal.SIGINT)
+            assert training.stderr is not None
+            said = training.stderr.read()
+        assert training.returncode == 130
+        (line,) = [line for line in said.splitlines() if "resume" in line]
+        again = shlex.split(line.partition("continue with palaestra ")[2])
+        assert again == ["train", "--tinker-url", server.url, "--resume", "run"], said
+        resumed = [sys.executable, "-m", "palaestra", *again, f"--steps={len(list(read_steps(Path('run')))) + 1}"]
+        subprocess.run(resumed, check=True)
     finally:
         server.kill()
 

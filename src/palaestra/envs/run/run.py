@@ -107,11 +107,13 @@ async def run(
     gate: Gate | None = None,
     drive: Drive | None = None,
     engines: Sequence[ServerEngine] = (),
+    resumed_by: str = "palaestra resume",
 ) -> RunReport:
     """Run to the end and report the paths of the files. Nothing is written before model server, slots and environment
     work. The run gets a new folder below `root`, or is kept in `folder`. `subscribers` get the run's events; `gate` is
     asked before each task and may wait. `drive` decides what the runner rolls out; without it, all tasks in order.
-    `engines` replace those of the configured servers."""
+    `engines` replace those of the configured servers. `resumed_by` is the command that resumes the run, without the
+    folder."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -187,7 +189,9 @@ async def run(
             if config.agent is not None
             else None,
         )
-        command = CommandRun(environment, parsed, context, output, reporting, status, gate, drive)
+        command = CommandRun(
+            environment, parsed, context, output, reporting, status, gate, drive, resumed_by=resumed_by
+        )
         gc.freeze()  # modules and settings live as long as the run: exclude them from garbage collection
         try:
             totals = await command.run(console, stream)
@@ -304,6 +308,7 @@ class CommandRun:
     begun: bool = False
     """Whether a group may be in flight."""
     exit_code: int = DONE
+    resumed_by: str = "palaestra resume"
     resumable: bool = True
     """Whether the run, if unfinished, can be resumed."""
     reason: str = "failed"
@@ -340,6 +345,8 @@ class CommandRun:
                         unfinished = f"{limits.reason}: {limits.message}"
                     elif output.failures.blames(Blame.ENGINE):
                         unfinished = "rollouts failed at the model server, and are rolled out again by a resumed run"
+                    if unfinished:
+                        unfinished += f"; continue with {self.resumed_by} {output.folder.path}"
                     _print_verdict(
                         output,
                         figures,
@@ -583,7 +590,7 @@ def _print_verdict(
     lines += [f"  {line}" for line in _slots(figures)]
     lines += _files(output)
     if unfinished:
-        lines.append(f"  {unfinished}; continue with palaestra resume {output.folder.path}")
+        lines.append(f"  {unfinished}")
     stream.write("".join(f"{line}\n" for line in lines))
 
 

@@ -107,11 +107,12 @@ async def train_line(
             drive=training.drive,
             engines=[chosen.engine],
             subscribers=[chosen.busy],
+            resumed_by=f"palaestra train{f' --tinker-url {tinker_url}' if tinker_url else ''} --resume",
         )
     finally:
         await chosen.aclose()
     if training.result is None:
-        raise RunStopped(f"the training stopped ({report.reason}); continue it with --resume {report.folder}")
+        raise RunStopped(f"the training in {report.folder} stopped ({report.reason}) and can be resumed")
     return TrainingReport(report, training.result)
 
 
