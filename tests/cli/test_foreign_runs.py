@@ -48,6 +48,29 @@ def test_a_grading_again_runs_no_file_that_the_folder_names(folder: Path, capsys
 
 
 @pytest.mark.slots
+def test_a_training_resumes_with_no_server_that_the_folder_names(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    (run / "training").mkdir()
+    (run / "training" / "settings.json").write_text('{"trainer": "trl", "training": {"steps": 1}}')
+
+    def forge(event: AnyJournalEvent) -> None:
+        if isinstance(event, RunStarted):
+            event.env = event.config["environment"] = "count_lines"
+            event.config["env"] |= {"isolation": "none"}
+            event.config["openai"] = [{"model_name": "elsewhere/model", "base_url": "http://elsewhere"}]
+            event.config["sources"] |= {"openai.model_name": "--model", "env.isolation": "--isolation"}
+
+    change(run, forge)
+    capsys.readouterr()
+    assert palaestra("train", "--resume", run) == 2
+    said = capsys.readouterr().err
+    assert "was not recorded here" in said
+    assert "name the model to train" in said
+
+
+@pytest.mark.slots
 def test_a_report_shows_what_a_run_says_as_text(folder: Path) -> None:
     run = record(folder, NOISY, "process", "--env.total_steps", "2")
 

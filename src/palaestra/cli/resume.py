@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
+
+if TYPE_CHECKING:
+    from palaestra.core.types import JSON
+    from palaestra.envs.form import Form
+    from palaestra.rollouts.journal.reader import Recording
 
 
 @click.command(
@@ -47,13 +53,12 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     """Continue a run with its recorded settings, which those given replace; returns the exit code. `--environment`
     among them names the environment in place of the recorded one."""
     from palaestra.envs.run.command import run_command
-    from palaestra.envs.run.origin import is_ours
-    from palaestra.envs.run.replay_run import decides, recorded_form, where_it_ran
+    from palaestra.envs.run.replay_run import recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.status import RunReader
 
     recording = open_recording(run)
-    recorded, folder = recording.meta.config, recording.path.parent.resolve()
+    folder = recording.path.parent.resolve()
     if (folder / "training").is_dir():
         raise ConfigError(f"{folder} is the run of a training: continue it with `palaestra train --resume {run}`")
     status = RunReader(recording.path).read()
@@ -62,20 +67,31 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
         f"in progress {plural(status.groups_begun - status.groups_ended, 'group')}",
         err=True,
     )
-    verb = str(recorded.get("command") or "process")
+    verb = str(recording.meta.config.get("command") or "process")
     environment, settings = _environment(settings)
     form = recorded_form(recording, environment)
-    if not is_ours(recording):
-        said = dict(recorded.get("env") or {}).items()
-        env = {name: value for name, value in said if decides(recording, form, name, value)}
-        recorded = {**recorded, "env": env, "openai": []}
-        click.echo(
-            "note: this run was not recorded here, or its records have changed: settings of this machine, the model "
-            "and other servers are not taken from it; give them again",
-            err=True,
-        )
+    recorded = settings_of(recording, form)
     with where_it_ran(recording):
         return run_command(form, [verb, "--resume", str(folder), *settings], prog=prog, recorded=recorded)
+
+
+def settings_of(recording: Recording, form: Form) -> dict[str, JSON]:
+    """The recorded settings that a resumed run takes. Somebody else's run decides only `PORTABLE_SETTINGS`, and no
+    server."""
+    from palaestra.envs.run.origin import is_ours
+    from palaestra.envs.run.replay_run import decides
+
+    recorded = dict(recording.meta.config)
+    if is_ours(recording):
+        return recorded
+    click.echo(
+        "note: this run was not recorded here, or its records have changed: settings of this machine, the model "
+        "and other servers are not taken from it; give them again",
+        err=True,
+    )
+    said = dict(recorded.get("env") or {}).items()
+    env = {name: value for name, value in said if decides(recording, form, name, value)}
+    return {**recorded, "env": env, "openai": []}
 
 
 def _environment(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -161,7 +161,7 @@ def command(
         chosen = make_trainer(cast("TrainerName", trainer or "trl"), parsed, config, tinker_url, Path(RUNS))
         if resume is None and not {environment, form.name} & set(unchecked):
             _check(form, environment)
-        report = asyncio.run(train_line(form, parsed, chosen, config, folder=out))
+        report = asyncio.run(train_line(form, parsed, chosen, config, folder=out, tinker_url=tinker_url))
     result = report.result
     if result.before is not None and result.after is not None:
         click.echo(
@@ -241,10 +241,11 @@ def _check(form: Any, environment: str) -> None:
 
 def _recorded(run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The form, the recorded settings and the training's own of a run to resume."""
+    from palaestra.cli.resume import settings_of
     from palaestra.envs.run.replay_run import recorded_form
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.trainers.checkpoints import read_settings
 
     recording = open_recording(run)
-    before = read_settings(recording.path.parent)
-    return recorded_form(recording, None), dict(recording.meta.config), before
+    before, form = read_settings(recording.path.parent), recorded_form(recording, None)
+    return form, settings_of(recording, form), before
