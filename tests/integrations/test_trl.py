@@ -25,7 +25,7 @@ with_trl = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra 'trl': make test-torch"),
 ]
 
-STEPS = 12
+STEPS = 20
 ROLLOUTS = 32
 
 
