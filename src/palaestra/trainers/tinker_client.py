@@ -187,9 +187,8 @@ class TinkerTrainer:
             ) from None
         if self._url is None and self._local is not None:
             self._url = await self._opened.enter_async_context(_local_server(self.model, self._local))
-        key = {"api_key": _LOCAL_KEY} if self._url is not None else {}
         try:
-            self._service = await asyncio.to_thread(lambda: tinker.ServiceClient(base_url=self._url, **key))
+            self._service = await asyncio.to_thread(self._connected)
             self._opened.push_async_callback(self._end_session)
             made = self._service.create_lora_training_client
             self._client = await _value(made, self.model, rank=self._config.lora_rank, seed=self._seed)
@@ -248,17 +247,26 @@ class TinkerTrainer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"The checkpoint {folder} names no state of a Tinker server: {error!r}") from None
         try:
-            # Into the model of `open`: a client of its own would need a second place on the server.
-            await self._asked(_value(self._client.load_state_with_optimizer, path))
+            # The model of `open` gives its place back: a state is loaded only into a new model.
+            await self._end_session()
+            self._service = await self._asked(asyncio.to_thread(self._connected))
+            made = self._service.create_training_client_from_state_with_optimizer
+            self._client = await self._asked(_value(made, path))
         except TrainerError as error:
             raise ConfigError(
-                f"The state {path} cannot be loaded: {error}. Resume with the same lora_rank, the same server and its "
-                "folder of states"
+                f"The state {path} cannot be loaded: {error}. Resume with the same server and its folder of states"
             ) from error
         await self._sample_with(version)
 
     async def aclose(self) -> None:
         await self._opened.aclose()
+
+    def _connected(self) -> tinker.ServiceClient:
+        """A client with a session of its own."""
+        import tinker
+
+        key = {"api_key": _LOCAL_KEY} if self._url is not None else {}
+        return tinker.ServiceClient(base_url=self._url, **key)
 
     async def _end_session(self) -> None:
         """Let the server free the model. SDK 0.25 has no call for that: its sessions end some minutes later."""

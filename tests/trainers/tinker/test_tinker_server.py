@@ -557,6 +557,10 @@ def test_the_other_calls_of_the_list(service: Any, server: Server) -> None:
     before = weights_of(training)
     training.forward_backward([supervised([5, 6, 7])], "cross_entropy").result()
     training.optim_step(adam(1e-2)).result()
+    raises_soon(lambda: lora(service, server, rank=4).load_state(path).result(), "LoRA settings")
+    other = lora(service, server, seed=2)
+    other.load_state(path).result()
+    assert weights_of(other) == pytest.approx(before, abs=1e-6)
     training.load_state(path).result()
     assert weights_of(training) == pytest.approx(before, abs=1e-6)
     rest, run = service.create_rest_client(), training.model_id
