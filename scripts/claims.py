@@ -110,6 +110,7 @@ HOST: dict[str, tuple[str, ...]] = {
     "control tokens from users, tools and their schemas": (
         "tests/inference/templates/test_turn_renderer.py::test_control_tokens_of_users_and_tools_are_text",
         "tests/inference/templates/test_turn_renderer.py::test_control_tokens_of_tool_schemas_are_text",
+        "tests/inference/templates/test_control_text.py",
     ),
     "control characters on a terminal": ("tests/core/test_printable.py",),
 }  # fmt: skip

@@ -62,7 +62,7 @@ class FastTokenizer:
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._tokenizer = self.backend_tokenizer = tokenizer
         self.chat_template = chat_template
         self.special = dict(special or {})
         self.source = source

@@ -35,7 +35,7 @@ _REFUSALS = (
     ValueError,
 )
 """The errors that rendering can raise, because a template is a third-party program."""
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
@@ -88,13 +88,13 @@ def template_of(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate
         raise ConfigError("The tokenizer has no chat template: pass chat_template=, or save one next to the tokenizer.")
     special = getattr(tokenizer, "special", None)
     if not isinstance(special, Mapping):
-        named = {name: getattr(tokenizer, name, None) for name in _NAMED_TOKENS}
+        named = {name: getattr(tokenizer, name, None) for name in NAMED_TOKENS}
         special = {name: text for name, text in named.items() if isinstance(text, str)}
     return ChatTemplate(source, special)
 
 
 MARK = "\ufdd0"
-"""A character that no text contains: `turn_renderer.py` splits control tokens with it."""
+"""A character that no text contains: `control_text.py` splits control tokens with it."""
 
 
 class WrittenOnce(dict[str, JSON]):

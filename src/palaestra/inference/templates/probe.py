@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.jinja import REASONING_FIELDS, THINK_OPEN, for_template, reasoning_of
+from palaestra.inference.templates.jinja import REASONING_FIELDS, THINK_OPEN, for_template, reasoning_of, tojson
 from palaestra.inference.tokenizers import Tokenizer
 
 _MOST_AFTER = 4
@@ -199,7 +199,7 @@ def _check_tools(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) ->
     text = render([_USER], tools=[_marked(tool) for tool in tools])
     for tool in tools:
         name = _function(tool).get("name", "")
-        missing = [word for word in (name, *_properties(tool)) if word + NONCE not in text]
+        missing = [word for word in (name, *_properties(tool)) if not _shows(text, word + NONCE)]
         if missing:
             raise ConfigError(
                 f"The chat template does not show tool '{name}' to the model ('{missing[0]}' is not in the prompt), so "
@@ -213,6 +213,13 @@ def _check_tools(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) ->
         raise ConfigError(f"The chat template has no place for a tool call and its result. {error}") from None
     if _RESULT not in shown:
         raise ConfigError("The chat template drops the results of tools: the model would never see one.")
+
+
+def _shows(text: str, word: str) -> bool:
+    """Whether a rendering has the word, as it is or as it is written in JSON."""
+    return any(
+        each in text for each in (word, *(tojson(word, ensure_ascii=escaped)[1:-1] for escaped in (False, True)))
+    )
 
 
 def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) -> str | None:

@@ -12,22 +12,23 @@ the template depends on more than the kinds of steps, and whole conversations ar
 is rendered only until it has an outline (`outlines`), which is then filled with the texts of later steps of its kind.
 
 Invariants: only text that the template puts after the last sampled token is encoded. A control token in the text of a
-user, a tool or a system prompt is encoded as text: a mark is put into it before the template is rendered, and the parts
-between the marks are encoded one by one.
+user, a tool or a system prompt, or in the arguments of a call, is encoded as text: a mark is put into it before the
+template is rendered, and the parts between the marks are encoded one by one. In other text of an assistant this holds
+for special tokens only, because its calls and its thinking may be written with control tokens.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import re
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.jinja import MARK, ChatTemplate, WrittenOnce, for_template, template_of
+from palaestra.inference.templates.control_text import ControlText, replaced
+from palaestra.inference.templates.jinja import MARK, NAMED_TOKENS, ChatTemplate, WrittenOnce, for_template, template_of
 from palaestra.inference.templates.outlines import Measured, Outlines, traced
 from palaestra.inference.templates.probe import (
     CONTENT,
@@ -45,9 +46,9 @@ from palaestra.inference.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_BRACKETED = re.compile(r"[<\[].+[>\]]", re.DOTALL)
-
+_OWN_VARIABLES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "template"})
 _STAND_IN = "."
+_SHOWN_USER: Message = {"role": "user", "content": _STAND_IN}
 _MAX_HEAD = 4
 _KEPT_OPENINGS, _LONGEST_KEPT = 32, 1 << 20
 """The most openings kept for the other rollouts of a group, and the longest text of one."""
@@ -105,13 +106,19 @@ class TurnRenderer:
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             if not isinstance(function, Mapping) or not function.get("name"):
                 raise ConfigError(f"A tool is given as {tool!r:.100}, not as an object with a function and its name.")
+        if taken := _OWN_VARIABLES.intersection(variables or {}):
+            raise ConfigError(f"The template variable '{min(taken)}' is set by the conversation: leave it out.")
         self.tools = list(tools)
         self.variables = dict(variables or {})
         self._template = template
         self._tokenizer = tokenizer
-        self._control = _control_texts(tokenizer)
-        marked: list[Mapping[str, JSON]] = [self._marked(tool) for tool in tools]
-        self._written = [WrittenOnce(tool) for tool in marked] or None
+        self._control = ControlText(tokenizer)
+        self._shown = {
+            name: value if name in NAMED_TOKENS else self._control.marked(value)
+            for name, value in self.variables.items()
+        }
+        self._written = self._written_tools([self._control.marked(tool) for tool in tools])
+        marked: list[Mapping[str, JSON]] = list(self._written or ())
         self.traits: Traits = probe(self._render, tokenizer, marked, stop_ids)
         ends = (*self.traits.closers, *self.traits.openers)
         self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
@@ -211,7 +218,7 @@ class TurnRenderer:
         reply, *after = stand_ins(latest, self._tool_name)
         marked = [{**message, "content": CONTENT} for message in after]
         try:
-            text = self._render(self._ready([{"role": "user", "content": _STAND_IN}, reply, *marked]))
+            text = self._render(self._ready([_SHOWN_USER, reply, *marked]))
         except ConfigError:
             return True  # rendering the whole conversation will show the error
         return CONTENT not in text or last_stand_in(text) < text.index(CONTENT)
@@ -271,24 +278,24 @@ class TurnRenderer:
         return [self._apart(message) for message in ready]
 
     def _apart(self, message: Message) -> Message:
-        """The message with a mark in each control token of its texts, unless an assistant wrote it."""
-        if message.get("role") == "assistant":
-            return message
-        return {key: value if key == "role" else self._marked(value) for key, value in message.items()}
+        """The message with a mark in each control token that is text."""
+        if message.get("role") != "assistant":
+            return {key: self._control.marked(value) for key, value in message.items()}
+        return {key: self._control.marked(value, own=key != "tool_calls") for key, value in message.items()}
 
-    def _marked(self, value: JSON) -> JSON:
-        """The value with a mark in each control token of the texts and names in it."""
-        if isinstance(value, str):
-            if MARK in value:
-                value = value.replace(MARK, "\ufffd")
-            if self._control is None:
-                return value
-            return self._control.sub(lambda found: f"{found[0][0]}{MARK}{found[0][1:]}", value)
-        if isinstance(value, Mapping):
-            return {self._marked(key): self._marked(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._marked(item) for item in value]
-        return value
+    def _written_tools(self, tools: list[Mapping[str, JSON]]) -> list[WrittenOnce] | None:
+        """The tools, with a mark also in each text that the template completes to a control token: some templates write
+        a name as `<name>`."""
+        for text, split in self._control.parts(tools).items():
+            apart: list[Mapping[str, JSON]] = replaced(tools, {text: split})
+            try:
+                before, after = (self._render([_SHOWN_USER], tools=each) for each in (tools, apart))
+            except ConfigError:
+                continue  # the probe will show the error, or the template compares this text
+            same = before.replace(MARK, "") == after.replace(MARK, "")
+            if same and self._control.count(after) < self._control.count(before):
+                tools = apart
+        return [WrittenOnce(tool) for tool in tools] or None
 
     def _render(
         self,
@@ -299,19 +306,8 @@ class TurnRenderer:
         tools: Sequence[Mapping[str, JSON]] | None = None,
     ) -> str:
         return (template or self._template).render(
-            messages, tools=tools or self._written, add_generation_prompt=add_generation_prompt, **self.variables
+            messages, tools=tools or self._written, add_generation_prompt=add_generation_prompt, **self._shown
         )
-
-
-def _control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Matches tokens that ordinary text does not produce: the special ones, and other added ones in brackets."""
-    special = set(getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ())
-    vocabulary = getattr(tokenizer, "get_added_vocab", None)
-    added = getattr(tokenizer, "added_ids", None) or (vocabulary().values() if vocabulary is not None else ())
-    texts = {number: tokenizer.decode([number], skip_special_tokens=False).strip() for number in {*special, *added}}
-    control = {text for number, text in texts.items() if number in special or _BRACKETED.fullmatch(text)}
-    longest_first = sorted((re.escape(text) for text in control if len(text) > 1), key=len, reverse=True)
-    return re.compile("|".join(longest_first)) if longest_first else None
 
 
 def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:

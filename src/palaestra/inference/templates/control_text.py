@@ -1,0 +1,160 @@
+"""Finds control tokens in text that must stay text, and splits them with a mark.
+
+A control token is a token that ordinary text does not produce: a special one, or another added one in brackets. The
+parts of a text between the marks are encoded one by one, so that no token reaches over a mark. Tokens may lie in each
+other (`[[A]]` and `[A]`) or overlap, so a mark follows the first character of every place where one begins. A
+tokenizer that changes text before it looks for its tokens (case, Unicode forms) is asked for the changed text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from palaestra.core.types import JSON
+from palaestra.inference.templates.jinja import MARK, THINK_CLOSE, THINK_OPEN
+from palaestra.inference.tokenizers import Tokenizer
+
+_BRACKETED = re.compile(r"[<\[].+[>\]]", re.DOTALL)
+_WRAPPED = re.compile(r"(\W*)(.*?)(\W*)", re.DOTALL)
+_REPLACEMENT = "\ufffd"
+
+
+class ControlText:
+    """The control tokens of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        control, special = _control_texts(tokenizer)
+        normalize = _normalizer(tokenizer)
+        self._any = _Tokens(control, normalize)
+        self._own = _Tokens(special - {THINK_OPEN, THINK_CLOSE}, normalize)
+        self._part = _parts_of(control)
+
+    def marked(self, value: JSON, *, own: bool = False) -> JSON:
+        """The value with marks in the control tokens of the texts and names in it. `own`: the model wrote it, so that
+        only special tokens are marked, and those of thinking are not."""
+        if isinstance(value, str):
+            return (self._own if own else self._any).marked(value.replace(MARK, _REPLACEMENT))
+        if isinstance(value, Mapping):
+            return {self.marked(key, own=own): self.marked(item, own=own) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.marked(item, own=own) for item in value]
+        return value
+
+    def count(self, text: str) -> int:
+        """How many places of a marked text are control tokens."""
+        return self._any.count(text)
+
+    def parts(self, value: JSON) -> dict[str, str]:
+        """The texts and names in a value that are a control token without its brackets, each with a mark in it."""
+        if self._part is None:
+            return {}
+        found = {text: self._part.sub(_split, text) for text in _texts(value)}
+        return {text: split for text, split in found.items() if split != text}
+
+
+class _Tokens:
+    """Some control tokens. `normalize` is how the tokenizer changes text before it looks for tokens."""
+
+    def __init__(self, texts: Collection[str], normalize: Callable[[str], str] | None) -> None:
+        self._pattern = _beginnings(texts)
+        self._normalize = normalize
+        self._normalized = None if normalize is None else _beginnings({*texts, *map(normalize, texts)})
+
+    def marked(self, text: str) -> str:
+        """The text with a mark in each token."""
+        if self._pattern is None:
+            return text
+        text = self._pattern.sub(_split, text)
+        return text if self._normalized is None else self._halved(text)
+
+    def count(self, text: str) -> int:
+        """How many tokens begin in the text."""
+        return 0 if self._pattern is None else sum(1 for _ in self._pattern.finditer(text))
+
+    def _halved(self, text: str) -> str:
+        """The text with marks where changed text has a token."""
+        assert self._normalize is not None
+        assert self._normalized is not None
+        if not self._normalized.search(self._normalize(text)):
+            return text
+        if len(text) == 1:
+            return _REPLACEMENT
+        middle = len(text) // 2
+        return f"{self._halved(text[:middle])}{MARK}{self._halved(text[middle:])}"
+
+
+def replaced(value: JSON, texts: Mapping[str, str]) -> JSON:
+    """The value with other texts and names in place of some."""
+    if isinstance(value, str):
+        return texts.get(value, value)
+    if isinstance(value, Mapping):
+        return {replaced(key, texts): replaced(item, texts) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replaced(item, texts) for item in value]
+    return value
+
+
+def _split(found: re.Match[str]) -> str:
+    return f"{found[0][0]}{MARK}{found[0][1:]}"
+
+
+def _texts(value: JSON) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _control_texts(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:
+    """The texts of all control tokens, and those of the special ones."""
+    special = set(getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ())
+    vocabulary = getattr(tokenizer, "get_added_vocab", None)
+    added = getattr(tokenizer, "added_ids", None) or (vocabulary().values() if vocabulary is not None else ())
+    texts = {number: tokenizer.decode([number], skip_special_tokens=False).strip() for number in {*special, *added}}
+    control = {text for number, text in texts.items() if number in special or _BRACKETED.fullmatch(text)}
+    return control, {texts[number] for number in special}
+
+
+def _normalizer(tokenizer: Tokenizer) -> Callable[[str], str] | None:
+    """How a fast tokenizer changes text before it looks for tokens; None if it looks for all in the text as it is."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = getattr(backend, "normalizer", None)
+    if backend is None or normalizer is None:
+        return None
+    if not any(token.normalized for token in backend.get_added_tokens_decoder().values()):
+        return None
+    normalize: Callable[[str], str] = normalizer.normalize_str
+    return lambda text: normalize(text.encode(errors="replace").decode())
+
+
+def _beginnings(texts: Collection[str]) -> re.Pattern[str] | None:
+    """Matches the first character of each token, so that tokens in each other are found."""
+    rests: dict[str, list[str]] = {}
+    for text in sorted(texts):
+        if len(text) > 1:
+            rests.setdefault(text[0], []).append(re.escape(text[1:]))
+    found = [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items()]
+    return re.compile("|".join(found)) if found else None
+
+
+def _parts_of(texts: Collection[str]) -> re.Pattern[str] | None:
+    """Matches tokens whose brackets are missing, in part or wholly, at the beginning or end of a text."""
+    words: dict[tuple[str, str], list[str]] = {}
+    for text in sorted(texts):
+        wrapped = _WRAPPED.fullmatch(text)
+        if wrapped is not None and wrapped[2]:
+            words.setdefault((wrapped[1], wrapped[3]), []).append(re.escape(wrapped[2]))
+    found = []
+    for (before, after), inner in words.items():
+        starts = "|".join(re.escape(before[cut:]) for cut in range(1, len(before) + 1))
+        ends = "|".join(re.escape(after[: len(after) - cut]) for cut in range(1, len(after) + 1))
+        start = rf"(?:{re.escape(before)}|\A(?:{starts}))" if before else r"\A"
+        end = rf"(?:{re.escape(after)}|(?:{ends})\Z)" if after else r"\Z"
+        found.append(f"{start}(?:{'|'.join(inner)}){end}")
+    return re.compile("|".join(found), re.DOTALL) if found else None
