@@ -104,6 +104,7 @@ HOST: dict[str, tuple[str, ...]] = {
     ),
     "servers: token before body, foreign pages, bounds": ("tests/core/io/test_http_server.py",),
     "one list of metadata addresses": ("tests/tools/net/test_host_policy.py",),
+    "DNS answers and redirects to this machine": ("tests/tools/net/test_dns_answers.py",),
     "secrets in written text; keys on command lines": (
         "tests/core/test_redaction.py", "tests/core/io/test_process_arguments.py",
     ),

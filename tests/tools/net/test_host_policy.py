@@ -76,12 +76,22 @@ def test_no_policy_reaches_cloud_metadata_whatever_is_allowed(network: ipaddress
 @pytest.mark.parametrize(
     "address",
     ["192.0.0.8", "192.88.99.1", "3fff::1", "5f00::1", "2001:2::1", "2001:10::1", "2002:808:808::", "fec0::1", "100::1",
-     "4000::1", "::ffff:0:8.8.8.8", "64:ff9b:1:ffff::7f00:1", "::ffff:192.0.0.8", "64:ff9b::c000:8"],
+     "4000::1", "::ffff:0:8.8.8.8", "64:ff9b:1:ffff::7f00:1", "::ffff:192.0.0.8", "64:ff9b::c000:8",
+     "64:ff9b:1:a9fe:a9:fe00:808:808", "64:ff9b:1::808:808"],
 )  # fmt: skip
 def test_special_addresses_are_not_public(address: str) -> None:
     """Whatever version of Python decides which addresses are global."""
     assert not AddressPolicy().covers(ipaddress.ip_address(address))
     assert HostPolicy().address_refusal("x.example", 443, ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize(
+    "address", ["64:ff9b:1:a9fe:a9:fe00:808:808", "64:ff9b:1:a9:fe:a9fe:808:808", "64:ff9b:1:1:a9:fea9:fe08:808"]
+)
+def test_metadata_is_found_in_each_place_of_a_translated_address(address: str) -> None:
+    """Which bytes are the address depends on the length of the network's prefix (RFC 6052)."""
+    assert allowlist.is_metadata(ipaddress.ip_address(address))
+    assert tunnel.refusal(ipaddress.ip_address(address), 80)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "2606:4700::1111", "64:ff9b::808:808"])

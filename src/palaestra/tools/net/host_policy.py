@@ -37,6 +37,7 @@ _SPECIAL: tuple[IPNetwork, ...] = tuple(
     for text in (
         "192.0.0.0/24",  # protocol assignments
         "192.88.99.0/24",  # relays of 6to4
+        "64:ff9b:1::/48",  # NAT64 of one's own network, which reaches its private addresses
         "2001::/23",  # protocol assignments, Teredo among them
         "2001:db8::/32",
         "2002::/16",  # 6to4
@@ -91,7 +92,7 @@ def _carried(address: IPAddress) -> IPAddress:
     """The IPv4 address that an IPv6 address carries, which is then the target, else the address itself."""
     if isinstance(address, IPv4Address):
         return address
-    if any(address in network for network in allowlist.TRANSLATED):
+    if address in allowlist.TRANSLATED:
         return IPv4Address(int(address) & 0xFFFFFFFF)
     return address.ipv4_mapped or address
 

@@ -38,7 +38,10 @@ METADATA: tuple[Range, ...] = tuple(
 )
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "metadata.goog", "instance-data"})
 # Addresses of version 6 that end in one of version 4 to which a gateway translates them (RFC 6052, RFC 8215).
-TRANSLATED = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+# The same for networks of one's own, whose prefix may be longer: it decides which bytes are the address.
+TRANSLATED_LOCALLY = ipaddress.IPv6Network("64:ff9b:1::/48")
+_TRANSLATED_BYTES = ((6, 7, 9, 10), (7, 9, 10, 11), (9, 10, 11, 12), (12, 13, 14, 15))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,8 @@ def meanings(address: Address) -> list[Address]:
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inner = [address.ipv4_mapped, address.sixtofour, address.teredo[1] if address.teredo else None]
-    if any(address in network for network in TRANSLATED) or int(address) >> 32 == 0:
+    if address in TRANSLATED or int(address) >> 32 == 0:
         inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    if address in TRANSLATED_LOCALLY:
+        inner += [ipaddress.IPv4Address(bytes(address.packed[at] for at in places)) for places in _TRANSLATED_BYTES]
     return [address, *(found for found in inner if found is not None)]

@@ -28,7 +28,7 @@ from ..exec import pipes
 from . import allowlist
 from .allowlist import Rule
 from .forward import HEAD_BYTES, Forwarder
-from .tunnel import Tunnel, share
+from .tunnel import Tunnel, is_own, share
 
 MAX_MESSAGE = 60_000
 MAX_CONNECTIONS = 64  # per slot
@@ -65,7 +65,11 @@ class _Rules:
         return allowlist.refusal(self._rules, host, port)
 
     def address_refusal(self, host: str, port: int, address: allowlist.Address) -> str | None:
-        return allowlist.address_refusal(host, address)
+        refused = allowlist.address_refusal(host, address)
+        named = allowlist.literal(host) is not None or host == "localhost"
+        if refused is None and not named and any(is_own(one) for one in allowlist.meanings(address)):
+            return f"{host} is {address}, which is this host; list the address if you mean it"
+        return refused
 
 
 class _Closes(Protocol):

@@ -50,12 +50,12 @@ def refusal(address: Address, port: int) -> str | None:
     for one in allowlist.meanings(address):
         if one.is_loopback or one.is_unspecified or one.is_multicast or one == ipaddress.ip_address("255.255.255.255"):
             return "it is not a host of the network"
-        if _is_own(one):
+        if is_own(one):
             return "it is this host"
     return None
 
 
-def _is_own(address: Address) -> bool:
+def is_own(address: Address) -> bool:
     """Whether the kernel would deliver to this machine: then it chooses the same address as the source."""
     with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as probe:
         try:
