@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import cast
 
@@ -15,7 +16,12 @@ from aiohttp import web
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import http_server
 from palaestra.core.io.http_server import is_loopback, listening, refusal
+from palaestra.gateway.config import PlatformConfig
+from palaestra.gateway.platform import Deliver
+from palaestra.gateway.platforms.openai_api import OpenAIServer
+from palaestra.gateway.platforms.webhook import Webhook
 from palaestra.inference.engine import TokenEngine
+from palaestra.inference.recording.endpoint import RecordingEndpoint
 from palaestra.inference.tokenizers import Tokenizer
 from palaestra.rollouts.observe.prometheus import serving_metrics
 from palaestra.rollouts.observe.status import RunReader
@@ -196,14 +202,36 @@ def _model_server(host: str, token: str | None) -> AbstractAsyncContextManager[o
     return server
 
 
+@contextlib.asynccontextmanager
+async def _gateway(platform: type[OpenAIServer] | type[Webhook], host: str, token: str | None) -> AsyncIterator[str]:
+    extra: dict[str, str | int] = {"host": host, "port": 0}
+    if platform is Webhook:
+        extra["reply_url"] = "http://127.0.0.1:1/"
+    server = platform("door", PlatformConfig(token=token, extra=extra))
+    try:
+        await server.start(cast("Deliver", None))
+        yield server.url.removesuffix("/v1")
+    finally:
+        await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def _recorder(host: str, token: str | None) -> AsyncIterator[str]:
+    async with RecordingEndpoint(host=host) as endpoint:
+        yield endpoint.origin
+
+
 SERVERS: list[Callable[[str, str | None], AbstractAsyncContextManager[object]]] = [
     lambda host, token: serving(host, token=token),
     lambda host, token: ToolServer(ToolRegistry(), token=token).serving(host),
     _executor,
     _metrics,
     _model_server,
+    functools.partial(_gateway, OpenAIServer),
+    functools.partial(_gateway, Webhook),
 ]
-EACH = pytest.mark.parametrize("server", SERVERS, ids=["trajectories", "tools", "executor", "metrics", "model"])
+NAMES = ["trajectories", "tools", "executor", "metrics", "model", "chat", "webhook"]
+EACH = pytest.mark.parametrize("server", SERVERS, ids=NAMES)
 Server = Callable[[str, str | None], AbstractAsyncContextManager[object]]
 
 
@@ -235,6 +263,66 @@ def test_every_path_of_a_server_wants_its_token(server: Server) -> None:
                             assert reply.status == 401, path
 
     asyncio.run(run())
+
+
+def _address(started: object) -> tuple[str, int]:
+    url = started.url if isinstance(started, TokenLoopback) else str(started).removesuffix("/metrics")
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+REFUSED = (
+    "GET / HTTP/1.1", "GET /health HTTP/1.1", "GET /tools HTTP/1.1\r\nAuthorization: Bearer wrong",
+    "POST /nothing HTTP/1.1\r\nContent-Length: 2", "GET /rollouts/x/v1/models HTTP/1.1\r\nx-api-key: wrong",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("server", [*SERVERS, _recorder], ids=[*NAMES, "recorder"])
+def test_a_refused_caller_keeps_no_connection(server: Server) -> None:
+    """Otherwise one that sends a request and then nothing would hold it for an hour."""
+
+    async def run() -> None:
+        async with server("127.0.0.1", "right") as started:
+            for head in REFUSED:
+                reader, writer = await asyncio.open_connection(*_address(started))
+                writer.write(f"{head}\r\nHost: x\r\n\r\n".encode() + (b"{}" if "POST" in head else b""))
+                async with asyncio.timeout(10):
+                    assert (await reader.read()).startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 200 "))
+                writer.close()
+
+    asyncio.run(run())
+
+
+@EACH
+def test_no_path_reads_a_body_of_a_caller_without_token(server: Server) -> None:
+    """The body is announced and does not come: a server that waited for it would not answer."""
+
+    async def run() -> None:
+        async with server("127.0.0.1", "right") as started:
+            for begin in ("POST /", "POST /health", "GET /health", "POST /metrics", "POST /v1/models"):
+                for body in ("Content-Length: 60000000", "Transfer-Encoding: chunked"):
+                    reader, writer = await asyncio.open_connection(*_address(started))
+                    writer.write(f"{begin} HTTP/1.1\r\nHost: x\r\n{body}\r\n\r\n".encode())
+                    async with asyncio.timeout(10):
+                        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+                    writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_caller_with_the_token_keeps_its_connection() -> None:
+    async def scenario(url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for _ in range(3):
+            writer.write(b"POST /execute HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Length: 2\r\n\r\n{}")
+            async with asyncio.timeout(10):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200 ")
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+        writer.close()
+
+    with_tool_server(scenario, "t")
 
 
 def test_no_page_by_any_name() -> None:

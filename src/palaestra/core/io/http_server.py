@@ -78,7 +78,8 @@ def guard(
     key_header: str | None = None,
     error: Callable[[int, str], web.Response] | None = None,
 ) -> Any:
-    """The middleware that refuses callers by `refusal`, except on `open_paths`, and reads the bodies of the others.
+    """The middleware that refuses callers by `refusal` and reads the bodies of the others. On `open_paths` it refuses
+    only requests with a body. Callers that `refusal` names cannot keep their connection.
     `key_header` is a second header that may carry the token, for clients that send it there. `error` makes the response
     from the status and the reason, for protocols with their own error format."""
 
@@ -87,12 +88,16 @@ def guard(
         headers: Mapping[str, str] = request.headers
         if key_header is not None and key_header in headers:
             headers = {**headers, "Authorization": f"Bearer {headers[key_header]}"}
-        refused = None if request.path in open_paths else refusal(token, headers)
+        refused = refusal(token, headers)
         if refused is None:
             if request.can_read_body:
                 await invite_body(request)
                 await _read_body(request)
             return await handler(request)
+        if request.path in open_paths and not request.can_read_body:
+            answer = await handler(request)
+            answer.force_close()
+            return answer
         status, reason = refused
         if error is None:
             response = web.json_response({"detail": reason, "error": "Refusal", "field": None}, status=status)
@@ -100,6 +105,7 @@ def guard(
             response = error(status, reason)
         if status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
+        response.force_close()
         return response
 
     return check

@@ -166,7 +166,10 @@ class RecordingEndpoint:
                 reply_id = f"{name}{next(self._numbers):06x}"
                 return await _Call(request, dialect, asked, address.conversations, reply_id).answer()
         except Refusal as refusal:
-            return _json(dialect.error(refusal), refusal.status, _error_headers(refusal))
+            answer = _json(dialect.error(refusal), refusal.status, _error_headers(refusal))
+            if refusal.status == 401:
+                answer.force_close()  # the connection belongs to nobody's rollout
+            return answer
 
     def _address(self, root: str, name: str, headers: Mapping[str, str]) -> RolloutAddress:
         """The rollout of a path, if the caller has its key. Raises `Refusal`."""
