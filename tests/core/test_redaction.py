@@ -171,6 +171,7 @@ def test_short_values_of_names_that_only_secrets_have(text: str) -> None:
     "key",
     [
         *(f"{prefix}{'a1B2' * 8}" for prefix in ("gsk_", "xai-", "tml-", "nvapi-", "tvly-", "r8_", "zzz-")),
+        *("fc-" + "0a" * 16, "dop_v1_" + "0a" * 32, "wandb_v1_" + "aB3" * 10),
         f"https://api.telegram.org/bot123456789:{'x' * 35}/sendMessage",
         "https://hooks.slack.com/services/T0/B0/" + "x" * 24,
     ],

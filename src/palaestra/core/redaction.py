@@ -65,7 +65,7 @@ _PATTERNS = (
 _SHAPES = re.compile(
     r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
     r"|\bglpat-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}|\bAKIA[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bnpm_[A-Za-z0-9]{30,}"
-    r"|\bASIA[A-Z0-9]{16}\b|\bya29\.[\w-]{20,}|\bpypi-[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
+    r"|\bfc-[0-9a-f]{32}\b|\bdo[opr]_v1_[0-9a-f]{64}\b|\bwandb_v1_\w{20,}|\bASIA[A-Z0-9]{16}\b|\bya29\.[\w-]{20,}|\bpypi-[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
     r"|\bSG\.[\w-]{10,}\.[\w-]{20,}|(?<=/bot)\d{6,12}:[\w-]{30,}|\b\d{6,12}:AA[\w-]{30,}|(?<=hooks\.slack\.com/services/)\S+"
     r"|\b(?!(?:req|msg|call|toolu|chatcmpl|resp|file|run|rollout|batch)[-_])[a-z][a-z0-9]{1,9}[-_]"
     r"(?=[A-Za-z]{0,60}\d)(?=[a-z0-9]{0,60}[A-Z])(?=[A-Z0-9]{0,60}[a-z])[A-Za-z0-9]{20,200}\b"

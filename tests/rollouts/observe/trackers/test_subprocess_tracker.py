@@ -75,11 +75,28 @@ def test_weights_and_biases_writes_offline_what_it_was_told(tmp_path: Path) -> N
     assert json.loads(table.read_text()) == {"columns": ["text", "score"], "data": [["[USER]\nhello", 0.5]]}
 
 
+def _modes(folder: Path) -> dict[str, str]:
+    """The files that others could read or change if the folder were open to them."""
+    found = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert found
+    return {str(path): oct(path.stat().st_mode) for path in found if path.stat().st_mode & 0o077}
+
+
+def test_the_files_of_weights_and_biases_are_for_their_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("OPENAI_API_KEY", "Zx9-quiet7Lantern42Vq")
+    asyncio.run(tracked("wandb", label(tmp_path, mode="offline", settings={"env": {"group_size": 4}})))
+    assert _modes(tmp_path) == {}
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and b"quiet7Lantern" in path.read_bytes()]
+    assert kept == []
+
+
 def test_trackio_keeps_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trackio", reason="needs trackio (pip install 'palaestra[trackio]')")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     notes = asyncio.run(tracked("trackio", label(tmp_path)))
     assert notes == [], (tmp_path / "trackio.log").read_text()
+    assert _modes(tmp_path) == {}
     with sqlite3.connect(tmp_path / "trackio/words.db") as kept:
         rows = kept.execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert [(name, step) for name, step, _ in rows] == [("night", 2), ("night", 4), ("night", 4)]
