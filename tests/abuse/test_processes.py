@@ -187,6 +187,54 @@ time.sleep(60)
     arena.face(case)
 
 
+@pytest.mark.contained_on("full")
+@pytest.mark.parametrize("kind", ["written", "allocated", "mapped once"])
+def test_memory_that_no_process_maps_counts_too(arena: Arena, kind: str) -> None:
+    """Files without a name, open in one process: its own limit counts only what it maps. 160 MiB harm nobody."""
+    program = f"""
+import mmap, os
+for number in range(20):
+    file = os.memfd_create("x")
+    if {kind!r} == "written":
+        os.write(file, bytes(8 << 20))
+    elif {kind!r} == "allocated":
+        os.posix_fallocate(file, 0, 8 << 20)
+    else:
+        os.ftruncate(file, 8 << 20)
+        with mmap.mmap(file, 8 << 20) as memory:
+            memory[:] = bytes(8 << 20)
+print("all taken")
+"""
+
+    async def case(slot: Slot) -> None:
+        assert ("all taken" in (await python(slot, program)).output) != arena.contained
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "confined")
+def test_segments_of_shared_memory_count_too(arena: Arena) -> None:
+    """They outlive the process that made them, so that no process has them. `confined` has none."""
+    program = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+for number in range(20):
+    segment = libc.shmget(0, 8 << 20, 0o1600)
+    place = libc.shmat(segment, None, 0)
+    if segment < 0 or place in (None, 2**64 - 1):
+        raise SystemExit("refused")
+    ctypes.memset(place, 1, 8 << 20)
+    libc.shmdt(ctypes.c_void_p(place))
+print("all taken")
+"""
+
+    async def case(slot: Slot) -> None:
+        assert ("all taken" in (await python(slot, program)).output) != arena.contained
+
+    arena.face(case)
+
+
 # The main thread ends, and the kernel shows a zombie; another thread goes on.
 _HEADLESS = """
 import ctypes, sys, threading, time
@@ -230,6 +278,58 @@ def test_a_detached_process_without_its_main_thread_is_found(arena: Arena) -> No
         result = await slot.execute("python3 headless.py > out; while :; do :; done", timeout_s=2.0)
         assert result.metadata["timeout"]
         assert not await _beats(slot)
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+@pytest.mark.parametrize("how", ["timeout", "freeze"])
+def test_a_family_without_main_threads_is_found(arena: Arena, how: str) -> None:
+    """Threads of dead leaders start processes that do the same, in sessions of their own, under names that read as the
+    state of a zombie, deaf to signals and without descriptors."""
+    program = """
+import ctypes, os, platform, signal, sys, threading, time
+libc = ctypes.CDLL(None)
+EXIT = 60 if platform.machine() == 'x86_64' else 93
+def work(depth):
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    libc.prctl(15, b') Z 0 0 ', 0, 0, 0)
+    libc.prctl(4, 0, 0, 0, 0)
+    if depth and os.fork() == 0:
+        os.setsid()
+        os.closerange(0, 3)
+        threading.Thread(target=work, args=(depth - 1,)).start()
+        libc.prctl(15, b') Z 0 0 ', 0, 0, 0)
+        libc.syscall(EXIT, 0)
+    if not depth:
+        open('ready', 'w').close()
+    while True:
+        with open(f'beat{depth}', 'a') as file: file.write('.')
+        time.sleep(0.002)
+threading.Thread(target=work, args=(3,)).start()
+libc.syscall(EXIT, 0)
+"""
+
+    async def lengths(slot: Slot) -> list[int]:
+        return [len(await slot.read_bytes(f"beat{depth}")) for depth in range(4)]
+
+    async def beats(slot: Slot, *, frozen: bool = False) -> list[bool]:
+        before = await lengths(slot)
+        if frozen:
+            assert await slot.freeze() == 4
+        await asyncio.sleep(0.5)
+        return [new - old > 30 for new, old in zip(await lengths(slot), before, strict=True)]
+
+    async def case(slot: Slot) -> None:
+        await slot.write_text("family.py", program)
+        if how == "timeout":
+            result = await slot.execute("python3 family.py; while :; do :; done", timeout_s=3.0)
+            assert result.metadata["timeout"]
+        else:
+            begun = "setsid python3 family.py < /dev/null > /dev/null 2>&1 & while ! [ -e ready ]; do sleep 0.05; done"
+            assert (await slot.execute(begun, timeout_s=20.0)).success
+            assert await beats(slot) == [True] * 4, "the attack has no effect"
+        assert await beats(slot, frozen=how == "freeze") == [False] * 4
 
     arena.face(case)
 

@@ -76,33 +76,45 @@ def asks(arguments, content=None, name="terminal"):
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def test_nothing_hostile_becomes_part_of_the_page(report, group, trajectory):
+def hostile_page(report, group, trajectory, words):
+    """A page of a run in which everything that others name or write is `words`."""
     everywhere = trajectory(
         0,
-        rollout_id=HOSTILE,
+        rollout_id=words,
         messages=[
-            {"role": HOSTILE, "content": HOSTILE},
-            {"role": "system", "content": HOSTILE},
-            {"role": "user", "content": [{"type": "text", "text": HOSTILE}, {"type": HOSTILE}]},
-            {**asks(HOSTILE, HOSTILE, HOSTILE), "reasoning": HOSTILE},
-            {"role": "tool", "tool_call_id": "c", "content": HOSTILE},
-            {"role": "tool", "tool_call_id": HOSTILE, "content": HOSTILE},
+            {"role": words, "content": words},
+            {"role": "system", "content": words},
+            {"role": "user", "content": [{"type": "text", "text": words}, {"type": words}]},
+            {**asks(words, words, words), "reasoning": words},
+            {"role": "tool", "tool_call_id": "c", "content": words},
+            {"role": "tool", "tool_call_id": words, "content": words},
         ],
-        error=HOSTILE,
-        metrics={HOSTILE: 1.0},
-        detail={HOSTILE: HOSTILE, "patch": f"+{HOSTILE}"},
-        turns=[TurnRecord(number=1, finish_reason=HOSTILE)],
-        beside=Beside(stages={HOSTILE: 1.0}, sandbox={HOSTILE: HOSTILE}),
-        row=TokenRow(tokens=[], masks=[], source=HOSTILE),
+        error=words,
+        metrics={words: 1.0},
+        detail={words: words, "patch": f"+{words}"},
+        turns=[TurnRecord(number=1, finish_reason=words)],
+        beside=Beside(stages={words: 1.0}, sandbox={words: words}),
+        row=TokenRow(tokens=[], masks=[], source=words),
     )
-    tool = {"type": "function", "function": {"name": HOSTILE, "description": HOSTILE, "parameters": {HOSTILE: HOSTILE}}}
-    page = report(
-        group(everywhere, task_id=HOSTILE, group_id=HOSTILE, toolsets=(HOSTILE,), tools=[tool], error=HOSTILE),
-        env=HOSTILE,
-        model=HOSTILE,
-        started_at=HOSTILE,
-        **{HOSTILE: HOSTILE},
+    tool = {"type": "function", "function": {"name": words, "description": words, "parameters": {words: words}}}
+    return report(
+        group(everywhere, task_id=words, group_id=words, toolsets=(words,), tools=[tool], error=words),
+        env=words,
+        model=words,
+        started_at=words,
+        **{words: words},
     )
+
+
+def test_no_control_character_of_any_name_reaches_the_page(report, group, trajectory):
+    words = "\x1b[31mred\x1b]0;title\x07\x00\u202e\x9bleft"
+    page = hostile_page(report, group, trajectory, words)
+    written = page.text + "".join(value or "" for _, attributes in page.elements for value in attributes.values())
+    assert not {"\x1b", "\x00", "\x07", "\u202e", "\x9b"} & set(written)
+
+
+def test_nothing_hostile_becomes_part_of_the_page(report, group, trajectory):
+    page = hostile_page(report, group, trajectory, HOSTILE)
     assert set(page.tags()) <= ALLOWED
     assert page.tags().count("script") == 1
     assert page.tags().count("style") == 1

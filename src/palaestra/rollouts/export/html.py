@@ -533,7 +533,11 @@ def _verdict(reward: float | None) -> str:
 
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # whatever the template writes
     )
     environment.filters |= {"verdict": _verdict, "duration": duration, "printable": lambda value: printable(str(value))}
     return environment.from_string(_own("report.html.jinja"))
