@@ -61,7 +61,8 @@ class Arena:
         server = self.backend.server_pid
         neighbour = await self.backend.create(SlotSpec(), "neighbour")
         started = await neighbour.execute(
-            "echo mine > kept; setsid sleep 1000 </dev/null >/dev/null 2>&1 & echo $! > pid"
+            "echo mine > kept; setsid sleep 1000 </dev/null >/dev/null 2>&1 & echo $! > pid; "
+            "until grep -q sleep /proc/$!/comm; do :; done"
         )
         assert started.success
         hostile = await self.backend.create(SlotSpec(limits=limits), "hostile")
