@@ -1,8 +1,10 @@
 """The cost of the recording endpoint: CPU and latency of a call, beside the same engine called directly.
 
-The engine writes fixed replies at once, so that everything else is seen. Both sides get the same conversations, with
-tools and growing histories; both keep the exact tokens in a ledger. The endpoint runs in a process of its own and its
-CPU is that process's; its client's does not count.
+The engine writes fixed replies immediately, so that everything else is seen. One client sends the same conversations,
+with tools and growing histories, to both sides; both keep the exact tokens in a ledger. Each side is a process that
+waits for every call, as an engine does between the calls of an agent. All CPU of the endpoint's process counts; of the
+engine called directly, only that of `chat_completion`. The sides alternate after every conversation, and the medians
+over all conversations are reported.
 
 Also: how much later the first streamed piece arrives than the engine's reply, and 256 agents at a time whose engine
 takes 50 ms for a reply.
@@ -22,17 +24,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
+from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import _instant_server
-from _measure import Row, fresh_process, interleaved, options_parser, quantile, report, serving, with_ceiling
+from _measure import Row, interleaved, options_parser, quantile, report, serving, with_ceiling
 
+from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
@@ -43,7 +48,9 @@ from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import toy_tokenizer
 
-TURNS = 12
+T = TypeVar("T")
+TURNS, ROLLOUTS = 12, 100
+"""The calls of a conversation, and the conversations of a round."""
 RESULT = "total 12\ndrwxr-xr-x 2 root root 4096 README.md src tests\n" * 8
 CALL = 'I look.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls -la src"}}\n</tool_call>'
 TOOLS: JSON = [
@@ -91,19 +98,29 @@ def extend(messages: list[JSON], message: JSON) -> None:
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": RESULT})
 
 
-async def direct(rollouts: int) -> dict[str, float]:
-    """The same conversations without the endpoint."""
-    seconds: list[float] = []
-    cpu = 0.0
-    for _ in range(rollouts):
-        managed, messages = chat(), opening()
-        for _ in range(TURNS):
-            began, began_cpu = time.perf_counter(), time.process_time()
-            completion = await managed.chat_completion(messages=messages, tools=TOOLS, temperature=1.0)
-            cpu += time.process_time() - began_cpu
-            seconds.append(time.perf_counter() - began)
-            extend(messages, completion.choices[0].message.model_dump())
-    return {"cpu_ms": 1e3 * cpu / len(seconds), "reply_ms": 1e3 * quantile(seconds, 0.5)}
+async def serve_direct() -> None:
+    """Answer chat completions with the engine itself. `GET /spent` returns the CPU and wall seconds of its calls."""
+    spent: list[tuple[float, float]] = []
+    managed = chat()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal managed
+        if request.method == "GET":
+            return web.json_response(spent)
+        messages = (await request.json())["messages"]
+        if len(messages) == len(opening()):
+            managed = chat()
+            spent.clear()
+        began, began_cpu = time.perf_counter(), time.process_time()
+        completion = await managed.chat_completion(messages=messages, tools=TOOLS, temperature=1.0)
+        spent.append((time.process_time() - began_cpu, time.perf_counter() - began))
+        return web.json_response({"choices": [{"message": completion.choices[0].message.model_dump()}]})
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", answer)
+    async with listening(app, "127.0.0.1", 0) as url:
+        print(url, flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 async def serve(rollouts: int, wait_s: float) -> None:
@@ -116,8 +133,8 @@ async def serve(rollouts: int, wait_s: float) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """The CPU seconds of another process. Source of the clock's number: clock_getcpuclockid(3)."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 async def conversation(
@@ -157,17 +174,26 @@ async def _chunks(response: aiohttp.ClientResponse, began: float, seconds: list[
             yield chunk
 
 
-async def through_endpoint(addresses: list[JSON], pid: int, *, stream: bool) -> dict[str, float]:
+Sample = dict[str, float]
+
+
+async def through_endpoint(session: aiohttp.ClientSession, pid: int, address: JSON, *, stream: bool) -> Sample:
+    """One conversation."""
     seconds: list[float] = []
-    async with aiohttp.ClientSession() as session:
-        began = cpu_s(pid)
-        for url, key in addresses:
-            await conversation(session, url, key, TURNS, stream=stream, seconds=seconds)
-        spent = cpu_s(pid) - began
-    return {"cpu_ms": 1e3 * spent / len(seconds), "reply_ms": 1e3 * quantile(seconds, 0.5)}
+    began = cpu_s(pid)
+    await conversation(session, *address, TURNS, stream=stream, seconds=seconds)
+    return {"cpu_ms": 1e3 * (cpu_s(pid) - began) / TURNS, "reply_ms": 1e3 * quantile(seconds, 0.5)}
 
 
-async def at_once(addresses: list[JSON], wait_s: float, turns: int) -> dict[str, float]:
+async def direct(session: aiohttp.ClientSession, url: str) -> Sample:
+    """The same conversation without the endpoint."""
+    await conversation(session, url, "k", TURNS, stream=False, seconds=[])
+    async with session.get(f"{url}/spent") as response:
+        cpu, seconds = zip(*await response.json(), strict=True)
+    return {"cpu_ms": 1e3 * sum(cpu) / TURNS, "reply_ms": 1e3 * quantile(seconds, 0.5)}
+
+
+async def at_once(addresses: list[JSON], wait_s: float, turns: int) -> Sample:
     """Many agents at a time: calls per second, and how much longer than the engine the slow calls take."""
     seconds: list[float] = []
     connector = aiohttp.TCPConnector(limit=0)
@@ -226,15 +252,58 @@ def peer_serving(name: str, url: str, rollouts: int) -> Iterator[str]:
             server.stdin.close()
 
 
-def proxied(name: str, rollouts: int) -> Mapping[str, float]:
+def proxied(name: str, rollouts: int) -> Sample:
     """The calls through one proxy, or straight to the model server (`direct`)."""
     with serving(__file__, "upstream") as url:
         if name == "direct":
-            return asyncio.run(through_endpoint([[f"{url}/v1", "k"]] * rollouts, os.getpid(), stream=False))
+            return one_by_one([[f"{url}/v1", "k"]] * rollouts, os.getpid())
         ours = serving(__file__, "serve_before", url, str(rollouts))
         with ours if name == "palaestra" else peer_serving(name, url, rollouts) as line:
             pid, *addresses = json.loads(line)
-            return asyncio.run(through_endpoint(addresses, pid, stream=False))
+            return one_by_one(addresses, pid)
+
+
+def one_by_one(addresses: Sequence[JSON], pid: int) -> Sample:
+    """The medians over one conversation for each address."""
+    with client() as (run, session):
+        left = iter(addresses)
+        case = {"": lambda: run(through_endpoint(session, pid, next(left), stream=False))}
+        return interleaved(case, len(addresses))[""]
+
+
+@contextmanager
+def client() -> Iterator[tuple[Callable[[Coroutine[None, None, T]], T], aiohttp.ClientSession]]:
+    """A client's session, and a function that runs coroutines which use it."""
+
+    async def opened() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession()
+
+    with asyncio.Runner() as runner:
+        session = runner.run(opened())
+        try:
+            yield runner.run, session
+        finally:
+            runner.run(session.close())
+
+
+def against_direct(rollouts: int) -> dict[str, dict[str, float]]:
+    """The medians of the engine called directly, through the endpoint, and streamed."""
+    serve = serving(__file__, "serve", str(2 * rollouts), "0")
+    with serve as line, serving(__file__, "direct") as url, client() as (run, session):
+        pid, *addresses = json.loads(line)
+        left = iter(addresses)
+        cases = {
+            "direct": lambda: run(direct(session, url)),
+            "whole": lambda: run(through_endpoint(session, pid, next(left), stream=False)),
+            "streamed": lambda: run(through_endpoint(session, pid, next(left), stream=True)),
+        }
+        return interleaved(cases, rollouts)
+
+
+def many(turns: int) -> Sample:
+    with serving(__file__, "serve", "256", "0.05") as line:
+        _, *addresses = json.loads(line)
+        return asyncio.run(at_once(addresses, 0.05, turns))
 
 
 def compare_peers(rollouts: int, rounds: int, json_file: Path | None) -> int:
@@ -254,20 +323,9 @@ def compare_peers(rollouts: int, rounds: int, json_file: Path | None) -> int:
     return report("Recording proxies before one model server", rows, json_file)
 
 
-def sample_of(case: str, rollouts: int) -> Mapping[str, float]:
-    if case == "direct":
-        return fresh_process(__file__, "direct", str(rollouts))
-    many = case == "many"
-    with serving(__file__, "serve", "256" if many else str(rollouts), "0.05" if many else "0") as line:
-        pid, *addresses = json.loads(line)
-        if many:
-            return asyncio.run(at_once(addresses, 0.05, 2 if rollouts < 20 else 6))
-        return asyncio.run(through_endpoint(addresses, pid, stream=case == "streamed"))
-
-
 def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1] == "direct":
-        print(json.dumps(asyncio.run(direct(int(sys.argv[2])))))
+        asyncio.run(serve_direct())
         return 0
     if len(sys.argv) > 1 and sys.argv[1] == "serve":
         asyncio.run(serve(int(sys.argv[2]), float(sys.argv[3])))
@@ -282,12 +340,10 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="compare with the proxies of other packages (make faces)")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 5)
-    rollouts = 10 if options.quick else 60
     if options.peers:
-        return compare_peers(min(rollouts, 20), options.rounds, options.json)
-    names = ("direct", "whole", "streamed", "many")
-    cases = {name: (lambda name=name: sample_of(name, rollouts)) for name in names}
-    found = interleaved(cases, options.rounds)
+        return compare_peers(10 if options.quick else 20, options.rounds, options.json)
+    found = against_direct(ROLLOUTS * options.rounds)
+    found |= interleaved({"many": lambda: many(2 if options.quick else 6)}, options.rounds)
     base = found["direct"]
     later_ms = found["streamed"]["reply_ms"] - base["reply_ms"]
     rows = [
