@@ -122,7 +122,7 @@ def require_token(host: str, token: str | None) -> None:
 
 @asynccontextmanager
 async def listening(
-    app: web.Application,
+    app: web.Application | Handler,
     host: str,
     port: int,
     *,
@@ -130,7 +130,8 @@ async def listening(
     shutdown_s: float = 2.0,
     handler_cancellation: bool = False,
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the URL, without a path. Port 0 takes a free one.
+    """Serve while the block runs; yields the URL, without a path. Port 0 takes a free one. A handler instead of an
+    application gets every request directly.
 
     `token` is the one that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
     seconds to finish. `handler_cancellation` cancels the handler of a client that disconnects. Raises `ConfigError` if
@@ -140,7 +141,6 @@ async def listening(
     runner = _Runner(
         app, access_log=None, logger=logger, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation
     )
-    app.middlewares.insert(0, runner.note)
     try:
         await runner.setup()
         try:
@@ -175,23 +175,28 @@ async def _read_body(request: web.Request) -> None:
 class _Runner(web.AppRunner):
     """A runner that refuses connections beyond a limit, and closes those that do not begin a request."""
 
-    def __init__(self, app: web.Application, **settings: Any) -> None:
-        super().__init__(app, **settings)
+    def __init__(self, app: web.Application | Handler, **settings: Any) -> None:
+        self._handler = None if isinstance(app, web.Application) else app
+        super().__init__(app if isinstance(app, web.Application) else web.Application(), **settings)
         self._silent: set[web.RequestHandler] = set()  # connections that have not begun a request
 
     async def _make_server(self) -> web.Server:
-        """The server; it keeps `Expect` of each request under `_EXPECTED`."""
+        """The server. It remembers which connections have begun a request, and keeps `Expect` of each request under
+        `_EXPECTED`."""
         server = await super()._make_server()
+        if self._handler is not None:
+            server.request_handler = self._handler  # type: ignore[assignment]  # the factory makes `web.Request`
         make = server.request_factory
 
-        def make_request(message: Any, *rest: Any) -> Any:
+        def make_request(message: Any, payload: Any, protocol: Any, *rest: Any) -> Any:
+            self._silent.discard(protocol)
             expected = message.headers.get(hdrs.EXPECT)
-            if expected is None:
-                return make(message, *rest)
-            headers = message.headers.copy()
-            del headers[hdrs.EXPECT]
-            headers[_EXPECTED] = expected
-            return make(message._replace(headers=CIMultiDictProxy(headers)), *rest)
+            if expected is not None:
+                headers = message.headers.copy()
+                del headers[hdrs.EXPECT]
+                headers[_EXPECTED] = expected
+                message = message._replace(headers=CIMultiDictProxy(headers))
+            return make(message, payload, protocol, *rest)
 
         server.request_factory = make_request
         return server
@@ -214,17 +219,6 @@ class _Runner(web.AppRunner):
         if protocol in self._silent:
             self._silent.discard(protocol)
             protocol.force_close()
-
-    @property
-    def note(self) -> Any:
-        """The middleware that remembers which connections have begun a request."""
-
-        @web.middleware
-        async def remember(request: web.Request, handler: Handler) -> web.StreamResponse:
-            self._silent.discard(request.protocol)
-            return await handler(request)
-
-        return remember
 
 
 class _Refused(asyncio.Protocol):

@@ -109,10 +109,8 @@ class RecordingEndpoint:
         self._nobody = secrets.token_urlsafe(32)
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_route("*", "/{rest:.*}", self._handle)
         self._listening = listening(
-            app,
+            self._handle,
             self._host,
             self._port,
             token=self._nobody,  # each rollout has a key of its own, checked below
