@@ -22,7 +22,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -209,53 +209,40 @@ class _Call:
     async def _streamed(self, headers: Mapping[str, str]) -> web.StreamResponse:
         """Sampling begins before the headers are sent: an early refusal then has its own status, and a reply that comes
         whole and soon is sent in one piece."""
-        response = web.StreamResponse(headers=headers)
+        response = _Events(headers=headers)
         writer = self._dialect.stream(self._asked, self._id, self._created)
-        pieces: asyncio.Queue[JSON] = asyncio.Queue()
-        hook = pieces.put_nowait if "on_delta" in self._conversations.features else None
-        answering = asyncio.ensure_future(self._conversations.answer(self._asked, self._id, hook))
-        begun = False
+        pieces: list[JSON] = []
+        news = asyncio.Event()
+
+        def hook(delta: JSON) -> None:
+            pieces.append(delta)
+            news.set()
+
+        shown = hook if "on_delta" in self._conversations.features else None
+        answering = asyncio.ensure_future(self._conversations.answer(self._asked, self._id, shown))
+        answering.add_done_callback(lambda _: news.set())
         try:
-            if hook is None:
-                await asyncio.wait([answering], timeout=PING_S)
-                if answering.done() and len(data := writer.begin() + writer.end(answering.result())) < WHOLE_BYTES:
-                    return web.Response(body=data, headers=headers)
-                writer = self._dialect.stream(self._asked, self._id, self._created)
-            while not answering.done() or not pieces.empty():
-                delta = await _next_delta(pieces, answering)
-                if not begun and not (delta is None and answering.done()):
-                    await self._begin(response, writer)
-                    begun = True
-                if delta is None:
-                    if not answering.done():
-                        await self._write(response, writer.ping())
-                elif delta.restarted:
-                    raise Refusal(503, "The model's reply broke off in the middle.", code="server_error")
-                else:
-                    await self._write(response, _written(writer, delta))
-            completion: ChatCompletion = answering.result()
-            if not begun:
-                await self._begin(response, writer)
-                begun = True
-            await self._write(response, writer.end(completion))
+            while not await _ended(answering, news):
+                data = _written(writer, pieces) if pieces else writer.ping()
+                if not response.prepared:
+                    data = writer.begin() + data
+                    await response.prepare(self._request)
+                await self._within(response.write(data))
+            begun = _written(writer, pieces) if response.prepared else writer.begin()
+            last = begun + writer.end(answering.result())
+            if not response.prepared:
+                if len(last) < WHOLE_BYTES:
+                    return web.Response(body=last, headers=headers)
+                await response.prepare(self._request)
         except Refusal as refusal:
-            if not begun:
+            if not response.prepared:
                 raise
             self._conversations.note(refusal)
-            await self._write(response, writer.failure(refusal))
+            last = writer.failure(refusal)
         finally:
-            if not answering.done():
-                answering.cancel()
-        await self._within(response.write_eof())
+            answering.cancel()
+        await self._within(response.write_eof(last))
         return response
-
-    async def _begin(self, response: web.StreamResponse, writer: ReplyStream) -> None:
-        await response.prepare(self._request)
-        await self._write(response, writer.begin())
-
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        if data:
-            await self._within(response.write(data))
 
     async def _within(self, writing: Awaitable[None]) -> None:
         """Await a write; close the connection if the client does not read it within `WRITE_S` seconds."""
@@ -268,23 +255,32 @@ class _Call:
             raise asyncio.CancelledError from None
 
 
-async def _next_delta(pieces: asyncio.Queue[JSON], answering: asyncio.Future[ChatCompletion]) -> JSON:
-    """The next piece of a reply; None after `PING_S` without one, or at the reply's end."""
-    if not pieces.empty():
-        return pieces.get_nowait()
-    waiting = asyncio.ensure_future(pieces.get())
-    try:
-        await asyncio.wait([waiting, answering], timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
-        return waiting.result() if waiting.done() else None
-    finally:
-        waiting.cancel()
+class _Events(web.StreamResponse):
+    """A response whose headers are sent with its first piece."""
+
+    _send_headers_immediately = False
 
 
-def _written(writer: ReplyStream, delta: JSON) -> bytes:
-    if delta.index:
-        return b""
-    reasoning = writer.reasoning(delta.reasoning) if delta.reasoning else b""
-    return reasoning + (writer.text(delta.content) if delta.content else b"")
+async def _ended(answering: asyncio.Future[ChatCompletion], news: asyncio.Event) -> bool:
+    """Wait for news of a reply, or for `PING_S`; whether the reply has ended."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(PING_S):
+            await news.wait()
+    news.clear()
+    return answering.done()
+
+
+def _written(writer: ReplyStream, pieces: list[JSON]) -> bytes:
+    """The pieces as events; empties the list. Raises `Refusal`."""
+    data = b""
+    for delta in pieces:
+        if delta.restarted:
+            raise Refusal(503, "The model's reply broke off in the middle.", code="server_error")
+        if delta.index == 0:
+            data += writer.reasoning(delta.reasoning) if delta.reasoning else b""
+            data += writer.text(delta.content) if delta.content else b""
+    pieces.clear()
+    return data
 
 
 async def _answer_tools(request: web.Request, tools: ToolService, conversations: Conversations) -> web.Response:
@@ -299,16 +295,19 @@ async def _answer_tools(request: web.Request, tools: ToolService, conversations:
 
 async def _raw(request: web.Request, most_bytes: int) -> bytes:
     """The body of a request. Raises `Refusal`."""
+    body = bytearray()
     try:
         await invite_body(request)
         async with asyncio.timeout(BODY_S):
-            return await request.clone(client_max_size=most_bytes).read()
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > most_bytes:
+                    raise Refusal(413, f"The body is longer than {most_bytes} bytes.")
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
     except web.RequestPayloadError:
         raise Refusal(400, "The encoding of the body is broken.") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise Refusal(413, f"The body is longer than {most_bytes} bytes.") from None
+    return bytes(body)
 
 
 async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
