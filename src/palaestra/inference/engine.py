@@ -46,8 +46,10 @@ def plain_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def _plain_message(message: Message) -> Message:
-    if type(message) is dict and "tool_calls" not in message:
-        return message
+    if type(message) is dict:
+        calls = message.get("tool_calls", [])
+        if type(calls) is list and set(map(type, calls)) <= {dict}:
+            return message
     message = _dumped(message)
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if isinstance(calls, Sequence) and not all(isinstance(call, Mapping) for call in calls):

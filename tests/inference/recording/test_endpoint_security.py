@@ -144,6 +144,21 @@ def test_nobody_without_the_key_is_asked_for_a_body() -> None:
     attack(run)
 
 
+def test_a_body_that_never_arrives_is_not_awaited_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "BODY_S", 0.2)
+
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        host, port = here.url.split("/")[2].split(":")
+        path = here.openai_url.split("/", 3)[3]
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9"
+        writer.write(f"{head}\r\nAuthorization: Bearer {here.key}\r\n\r\n{{".encode())
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+
+    attack(run)
+
+
 def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "MAX_BODY_BYTES", 1000)
 

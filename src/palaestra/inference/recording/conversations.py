@@ -130,6 +130,8 @@ class RecordedConversation:
             for call in message.get("tool_calls") or ():
                 function, known = call["function"], self._functions.get(call["id"])
                 arguments = function["arguments"]
+                if known is not None and arguments == known.arguments:
+                    continue
                 if known is not None and known.name == function["name"] and _equal(arguments, known):
                     function["arguments"] = known.arguments
                 elif not isinstance(arguments, str):
@@ -138,7 +140,7 @@ class RecordedConversation:
 
 def _equal(arguments: JSON, known: FunctionCall) -> bool:
     if isinstance(arguments, str):
-        return arguments == known.arguments or as_object(arguments) == as_object(known.arguments)
+        return as_object(arguments) == as_object(known.arguments)
     return bool(
         arguments == as_object(known.arguments)
         or arguments == {"input": freeform_text(ToolCallMessage(function=known))}

@@ -296,17 +296,19 @@ async def _answer_tools(request: web.Request, tools: ToolService, conversations:
 async def _raw(request: web.Request, most_bytes: int) -> bytes:
     """The body of a request. Raises `Refusal`."""
     body = bytearray()
+    late = asyncio.get_running_loop().call_later(BODY_S, request.content.set_exception, TimeoutError())
     try:
         await invite_body(request)
-        async with asyncio.timeout(BODY_S):
-            while piece := await request.content.readany():
-                body += piece
-                if len(body) > most_bytes:
-                    raise Refusal(413, f"The body is longer than {most_bytes} bytes.")
+        while piece := await request.content.readany():
+            body += piece
+            if len(body) > most_bytes:
+                raise Refusal(413, f"The body is longer than {most_bytes} bytes.")
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
     except web.RequestPayloadError:
         raise Refusal(400, "The encoding of the body is broken.") from None
+    finally:
+        late.cancel()
     return bytes(body)
 
 

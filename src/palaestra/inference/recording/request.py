@@ -113,7 +113,7 @@ _COUNTS: Mapping[str, int] = {"max_tokens": 1, "min_tokens": 0, "top_k": -1}
 def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
     """The sampling settings that an agent may choose. Raises `Refusal` for invalid values of these and of other
     sampling settings."""
-    settings = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    settings = {name: body[name] for name in _SAMPLING & body.keys() if body[name] is not None}
     for name, value in settings.items():
         if name in _RANGES:
             least, most = _RANGES[name]
@@ -194,7 +194,7 @@ def ignored_fields(body: Mapping[str, JSON], known: Collection[str]) -> list[str
 
 def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
     """A list of objects. Raises `Refusal` for anything else."""
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise invalid(param, f"{param} must be a list of objects")
     if len(value) > MOST_ITEMS:
         raise invalid(param, f"{param} has {len(value)} items, and {MOST_ITEMS} is the most")

@@ -333,7 +333,8 @@ class ManagedChat(ChatServer):
                 plan = self._plan(renderer, messages, thread, self._declared)
             else:
                 plan = await in_thread(partial(self._plan, renderer, messages, thread, self._declared))
-            settings, shown = self._shown(plan, renderer, settings)
+            thinking = renderer.thinks_at_once(plan.delta)
+            settings, shown = self._shown(thinking, renderer, settings)
             prompt = self.ledger.prompt(None if plan.begins else plan.thread.segment, plan.delta)
             prompt_tokens = len(prompt)
             pieces = self.recorded(prompt.checksum) if self.recorded is not None else None
@@ -341,7 +342,7 @@ class ManagedChat(ChatServer):
                 tokenizer = self._format.tokenizer
                 vocabulary = len(tokenizer) if isinstance(tokenizer, Sized) else None
                 pieces = await sample(self._engine, prompt, settings, vocabulary, self._clock)
-            reply = self._record(plan, renderer, messages, pieces, prompt_tokens, opens)
+            reply = self._record(plan, renderer, messages, pieces, prompt_tokens, opens, thinking)
         finally:
             thread.busy = False
         if shown is not None:
@@ -349,7 +350,7 @@ class ManagedChat(ChatServer):
         return reply
 
     def _shown(
-        self, plan: _Plan, renderer: TurnRenderer, settings: Mapping[str, JSON]
+        self, thinking: bool, renderer: TurnRenderer, settings: Mapping[str, JSON]
     ) -> tuple[Mapping[str, JSON], ShownReply | None]:
         """The settings for the engine, and the object that shows the reply as it comes, if `on_delta` is set."""
         if "on_delta" not in settings:
@@ -357,7 +358,7 @@ class ManagedChat(ChatServer):
         from palaestra.inference.token_exact.streaming import ShownReply  # imported here: few requests need it
 
         rest = {name: value for name, value in settings.items() if name != "on_delta"}
-        options: dict[str, JSON] = {"thinking": renderer.thinks_at_once(plan.delta), "cut": True}
+        options: dict[str, JSON] = {"thinking": thinking, "cut": True}
         read = partial(self._reader.read, **options, tools=renderer.tools, turn=self._turns + 1)
         shown = ShownReply(settings["on_delta"], self._format.tokenizer, read, renderer.stop_ids)
         if "on_ids" in getattr(self._engine, "features", ()):
@@ -400,13 +401,14 @@ class ManagedChat(ChatServer):
         pieces: Sequence[Piece],
         prompt_tokens: int,
         opens: SegmentReason | None,
+        thinking: bool,
     ) -> _Reply:
         ids = [number for piece in pieces for number in piece.sampled.ids]
         finish_reason = pieces[-1].sampled.finish_reason
         spoken = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
         message = self._reader.read(  # before anything is recorded: a parser may raise
             self._format.tokenizer.decode(spoken, skip_special_tokens=False),
-            thinking=renderer.thinks_at_once(plan.delta),
+            thinking=thinking,
             cut=finish_reason == "length",
             tools=renderer.tools,
             turn=self._turns + 1,  # not the ledger's number, which depends on concurrent conversations

@@ -50,7 +50,7 @@ class ChatDialect:
         if body.get("modalities") not in (None, ["text"]):
             raise unsupported("modalities")
         messages = [
-            _message(message, f"messages[{number}]", features)
+            _message(message, number, features)
             for number, message in enumerate(items_of(required(body, "messages", list), "messages"))
         ]
         if not messages:
@@ -197,26 +197,26 @@ def image_part(part: Mapping[str, JSON], param: str) -> JSON:
     raise unsupported(param, f"Content of type {kind!r} is not supported by this endpoint.")
 
 
-def _message(message: Mapping[str, JSON], param: str, features: Collection[str]) -> Message:
-    role = message.get("role")
-    content = content_parts(message.get("content"), f"{param}.content", features, image_part)
+def _message(message: Mapping[str, JSON], number: int, features: Collection[str]) -> Message:
+    role, content, param = message.get("role"), message.get("content"), f"messages[{number}]"
+    if not isinstance(content, str):
+        content = content_parts(content, f"{param}.content", features, image_part)
+    if role == "tool":
+        return {"role": "tool", "tool_call_id": text_field(message, "tool_call_id", param), "content": content}
     if role in ("system", "developer"):
         return {"role": "system", "content": content}
     if role == "user":
         return {"role": "user", "content": content}
-    if role == "tool":
-        call_id = text_field(message, "tool_call_id", param)
-        return {"role": "tool", "tool_call_id": call_id, "content": content}
     if role != "assistant":
         raise invalid(f"{param}.role", f"{param}.role {role!r} is not a role of this API")
     said: Message = {"role": "assistant", "content": content or message.get("refusal") or ""}
-    for name in ("reasoning_content", "reasoning"):
-        if isinstance(message.get(name), str) and message[name]:
-            said["reasoning_content"] = message[name]
+    for thought in (message.get("reasoning_content"), message.get("reasoning")):
+        if thought and isinstance(thought, str):
+            said["reasoning_content"] = thought
             break
-    if message.get("tool_calls"):
-        calls = items_of(message["tool_calls"], f"{param}.tool_calls")
-        said["tool_calls"] = [_call(call, f"{param}.tool_calls[{number}]") for number, call in enumerate(calls)]
+    if calls := message.get("tool_calls"):
+        place = f"{param}.tool_calls"
+        said["tool_calls"] = [_call(call, f"{place}[{at}]") for at, call in enumerate(items_of(calls, place))]
     return said
 
 
@@ -224,14 +224,9 @@ def _call(call: Mapping[str, JSON], param: str) -> dict[str, JSON]:
     function = call.get("function")
     if not isinstance(function, dict):
         raise invalid(param, f"{param} has no function")
-    name, arguments = text_field(function, "name", f"{param}.function"), function.get("arguments")
-    if not isinstance(arguments, str):
-        raise invalid(f"{param}.function.arguments", f"{param}.function.arguments must be a text")
-    return {
-        "id": text_field(call, "id", param),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    place = f"{param}.function"
+    named = {"name": text_field(function, "name", place), "arguments": text_field(function, "arguments", place)}
+    return {"id": text_field(call, "id", param), "type": "function", "function": named}
 
 
 def _tool(tool: Mapping[str, JSON], number: int) -> dict[str, JSON]:
