@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -30,7 +31,8 @@ class BatchReport:
 
     kept: int = 0
     without_reasoning: int = 0
-    rows: set[int] = field(default_factory=set)
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    """The numbers of the rows with a sample, in order."""
     discarded: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     tools: dict[str, Counter[str]] = field(default_factory=dict)
@@ -71,7 +73,7 @@ def write_batch_files(folder: Path) -> BatchReport:
         _write_json(folder / "statistics.json", _statistics(folder, meta, report))
         checkpoint = {
             "run_name": folder.name,
-            "completed_prompts": sorted(report.rows),
+            "completed_prompts": list(report.rows),
             "last_updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         _write_json(folder / "checkpoint.json", checkpoint)
@@ -97,7 +99,8 @@ def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: 
             if not trajectory.scored:
                 refuse(group.number, report.failed, trajectory.error or trajectory.outcome.value)
     for group, trajectory, names in samples(recording, meta, unscored):
-        report.rows.add(group.number)
+        if report.rows[-1:] != array("q", [group.number]):
+            report.rows.append(group.number)
         if why := discarded(trajectory):
             refuse(group.number, report.discarded, "; ".join(why))
             continue

@@ -56,10 +56,19 @@ def test_a_group_that_was_taken_up_again_is_none_of_the_finished(tmp_path: Path)
     assert list(recording.numbers) == [group.number for group in recording]
 
 
+def test_two_groups_with_one_number_are_damage(tmp_path: Path) -> None:
+    first, second = (
+        write_run(tmp_path / name, group) / "journal.jsonl" for name, group in (("a", bare(0)), ("b", sky()))
+    )
+    first.write_bytes(first.read_bytes() + second.read_bytes())
+    with pytest.raises(ConfigError, match="groups '000000-t' and '000000-sky' have the number 0"):
+        Recording(first)
+
+
 def test_a_group_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    journal = write_run(tmp_path / "run", bare(0), sky()) / "journal.jsonl"
+    journal = write_run(tmp_path / "run", bare(-1), sky()) / "journal.jsonl"
     stream = iter(Recording(journal))
-    assert next(stream).number == 0
+    assert next(stream).number == -1
     with journal.open("r+b") as file:
         place = file.read().index(b"two calls")
         file.seek(place)

@@ -144,9 +144,11 @@ class _Replay:
             else:
                 runner = Runner(environment, context, concurrency=workers, limit=limit, on_group=self._compare)
                 await runner.run()
-        for number, group_id in sorted(self.recording.numbers.items()):
-            if number < limit and number not in self._played:
-                self.comparison.other_ends.append(OtherEnd(group_id, "played", "whole", "no task has its number now"))
+        for number in sorted(set(self.recording.numbers) - self._played):
+            left_out = self.recording.numbered(number) if number < limit else None
+            if left_out is not None:
+                end = OtherEnd(left_out.group_id, "played", "whole", "no task has its number now")
+                self.comparison.other_ends.append(end)
         return self.comparison
 
     def _compare(self, replayed: Group) -> None:

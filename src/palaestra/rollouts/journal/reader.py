@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +37,7 @@ LAST = "last"
 
 class _Part(msgspec.Struct):
     group_id: str = ""
+    number: int = 0
     index: int = 0
 
 
@@ -49,77 +51,88 @@ class _Head(msgspec.Struct):
     trajectory: _Part | None = None
 
 
-@dataclass(slots=True)
-class _Place:
-    """The offsets of a group's lines in the file."""
+class _Place(msgspec.Struct, array_like=True):
+    """The offsets of a group's lines in the file; those of its rollouts by index."""
 
     started: int
-    rollouts: dict[int, int] = field(default_factory=dict)
-    ended: int | None = None
-    number: int = 0
+    rollouts: dict[int, int] = {}
+    ended: int = 0
 
 
 _heads = msgspec.json.Decoder(_Head)
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(_Place).decode
 _events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournalEvent)
 
 
 class Recording:
-    """An index of one run's journal at the time of creation. It can be iterated over repeatedly."""
+    """An index of one run's journal at the time of creation. It can be iterated over repeatedly.
+
+    A run may have very many groups, so the place of a finished one is packed into a few bytes.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.meta = ExportMeta()
-        self._places: dict[str, _Place] = {}
-        self._numbers: dict[int, str] = {}
+        self._first: int | None = None
+        self._begun: dict[str, _Place] = {}
+        self._ended: dict[int, bytes] = {}
         self._index()
 
     @property
     def finished(self) -> int:
         """The number of finished groups."""
-        return sum(place.ended is not None for place in self._places.values())
+        return len(self._ended)
 
     @property
     def unfinished(self) -> int:
         """The number of groups that started and did not end."""
-        return len(self._places) - self.finished
+        return len(self._begun)
 
     def __iter__(self) -> Iterator[Group]:
         """The finished groups, in item order, each with its trajectories in index order."""
-        finished = [place for place in self._places.values() if place.ended is not None]
         with self.path.open("rb") as file:
-            for place in sorted(finished, key=lambda each: each.number):
-                yield self._group(file, place)
+            for number in sorted(self._ended):
+                yield self._group(file, number)
 
     def tools(self) -> list[dict[str, JSON]]:
         """The tool schemas of the group that started first; empty without any group."""
-        if not self._places:
+        if self._first is None:
             return []
         with self.path.open("rb") as file:
-            started = self._event(file, min(place.started for place in self._places.values()))
+            started = self._event(file, self._first)
         assert isinstance(started, GroupStarted)
         return started.group.tools
 
     def group(self, group_id: str) -> Group | None:
         """The finished group with this id, or None."""
-        place = self._places.get(group_id)
-        if place is None or place.ended is None:
-            return None
-        with self.path.open("rb") as file:
-            return self._group(file, place)
+        return self.numbered(self._by_id.get(group_id, -1))
 
     def numbered(self, number: int) -> Group | None:
         """The finished group of the task with this number, or None."""
-        return self.group(self._numbers.get(number, ""))
+        if number not in self._ended:
+            return None
+        with self.path.open("rb") as file:
+            return self._group(file, number)
 
     @property
-    def numbers(self) -> Mapping[int, str]:
-        """The ids of the finished groups by the numbers of their tasks."""
-        return self._numbers
+    def numbers(self) -> Collection[int]:
+        """The numbers of the tasks whose groups finished."""
+        return self._ended.keys()
 
     @property
     def last(self) -> int:
         """The highest number of a finished group, or -1."""
-        return max(self._numbers, default=-1)
+        return max(self._ended, default=-1)
+
+    @cached_property
+    def _by_id(self) -> dict[str, int]:
+        """The numbers of the finished groups by id, which most readers do not need."""
+        numbers: dict[str, int] = {}
+        with self.path.open("rb") as file:
+            for number, packed in self._ended.items():
+                numbers[self._group_id(file, _unpack(packed))] = number
+        return numbers
 
     def _index(self) -> None:
         """Index every line except a torn last one. Raises `ConfigError` for damage anywhere else."""
@@ -130,7 +143,7 @@ class Recording:
                     raise damaged(self.path, *torn)
                 try:
                     self._note(_heads.decode(line), place, line)
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, ValueError) as error:
                     torn = number, str(error)
                 except KeyError as group:
                     torn = number, f"it is about group {group}, which no earlier line starts"
@@ -146,19 +159,39 @@ class Recording:
             if isinstance(resumed, RunResumed) and resumed.config:  # the run was extended
                 self.meta = replace(self.meta, config=resumed.config)
         elif head.event == "group" and head.group:
-            before = self._places.get(head.group.group_id)
-            if before is not None and self._numbers.get(before.number) == head.group.group_id:
-                del self._numbers[before.number]
-            self._places[head.group.group_id] = _Place(place, before.rollouts if before is not None else {})
+            if self._first is None:
+                self._first = place
+            before = self._begun.get(head.group.group_id) or self._reopened(head.group)
+            self._begun[head.group.group_id] = _Place(place, before.rollouts)
         elif head.event == "rollout" and head.trajectory:
-            self._places[head.trajectory.group_id].rollouts[head.trajectory.index] = place
+            self._begun[head.trajectory.group_id].rollouts[head.trajectory.index] = place
         elif head.event == "group_end":
-            ended = self._places[head.group_id]
-            ended.ended, ended.number = place, head.number
-            self._numbers[head.number] = head.group_id
+            ended = self._begun.pop(head.group_id)
+            ended.ended = place
+            if head.number in self._ended:
+                raise ValueError(f"group {head.group_id!r} has the number {head.number} of another group")
+            self._ended[head.number] = _pack(ended)
 
-    def _group(self, file: IO[bytes], place: _Place) -> Group:
-        started, ended = self._event(file, place.started), self._event(file, place.ended or 0)
+    def _reopened(self, group: _Part) -> _Place:
+        """The place of a group that ended and starts again, or an empty one. Raises `ValueError` if another group has
+        its number."""
+        packed = self._ended.pop(group.number, None)
+        if packed is None:
+            return _Place(0)
+        before = _unpack(packed)
+        with self.path.open("rb") as file:
+            was = self._group_id(file, before)
+        if was != group.group_id:
+            raise ValueError(f"groups {was!r} and {group.group_id!r} have the number {group.number}")
+        return before
+
+    def _group_id(self, file: IO[bytes], place: _Place) -> str:
+        file.seek(place.ended)
+        return _heads.decode(file.readline()).group_id
+
+    def _group(self, file: IO[bytes], number: int) -> Group:
+        place = _unpack(self._ended[number])
+        started, ended = self._event(file, place.started), self._event(file, place.ended)
         assert isinstance(started, GroupStarted)
         assert isinstance(ended, GroupEnded)
         group = started.group

@@ -21,6 +21,7 @@ effective number of trials in clustered samples; K.-Y. Liang and S. Zeger (1986)
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -40,18 +41,18 @@ class Cluster(NamedTuple):
     size: float
 
 
-def clustered_interval(clusters: Sequence[Cluster], least_variance: float, bounds: Interval | None) -> Interval | None:
+def clustered_interval(clusters: Iterable[Cluster], least_variance: float, bounds: Interval | None) -> Interval | None:
     """The interval of the mean of all values. `least_variance` is the variance of the mean of as many independent
     values; `bounds` are the bounds of one value. Without bounds it is the t interval, or None for one task or equal
     values."""
-    clusters = [each for each in clusters if each.size]
-    tasks, count = len(clusters), math.fsum(each.size for each in clusters)
+    totals, sizes = _columns(clusters)
+    tasks, count = len(sizes), math.fsum(sizes)
     if not tasks:
         return None
-    mean = math.fsum(each.total for each in clusters) / count
+    mean = math.fsum(totals) / count
     variance = 0.0
     if tasks > 1:
-        squares = math.fsum((each.total - each.size * mean) ** 2 for each in clusters)
+        squares = math.fsum((total - size * mean) ** 2 for total, size in zip(totals, sizes, strict=True))
         variance = max(squares * tasks / (tasks - 1) / count**2, least_variance)
         if variance < 1e-24:  # rounding of equal values
             variance = 0.0
@@ -72,31 +73,44 @@ def clustered_interval(clusters: Sequence[Cluster], least_variance: float, bound
     return low + width * max(0.0, (middle - reach) / shrunk), low + width * min(1.0, (middle + reach) / shrunk)
 
 
+def _columns(clusters: Iterable[Cluster]) -> tuple[array[float], array[float]]:
+    """The sums and the numbers of the tasks that have values, in arrays because a run may have very many tasks."""
+    totals, sizes = array("d"), array("d")
+    for total, size in clusters:
+        if size:
+            totals.append(total)
+            sizes.append(size)
+    return totals, sizes
+
+
 def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
     """The interval of the mean of all values, given by task. The bounds are 0 and 1 if all values are within them."""
-    known = [values for values in tasks if values]
-    values = [value for each in known for value in each]
+    values, totals, sizes = array("d"), array("d"), array("d")
+    for each in tasks:
+        values.extend(each)
+        totals.append(math.fsum(each))
+        sizes.append(len(each))
     if not values:
         return None
     bounds = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else None
     mean = math.fsum(values) / len(values)
     least = math.fsum((value - mean) ** 2 for value in values) / len(values) ** 2
-    return clustered_interval([Cluster(math.fsum(each), len(each)) for each in known], least, bounds)
+    return clustered_interval(map(Cluster, totals, sizes), least, bounds)
 
 
 def share_interval(tasks: Iterable[Cluster]) -> Interval | None:
     """The interval of a share of trials. Each task gives its number of trials that count and its number of all
     trials."""
-    known = list(tasks)
-    count, trials = math.fsum(each.total for each in known), math.fsum(each.size for each in known)
+    totals, sizes = _columns(tasks)
+    count, trials = math.fsum(totals), math.fsum(sizes)
     least = count / trials * (1 - count / trials) / trials if trials else 0.0
-    return clustered_interval(known, least, (0.0, 1.0))
+    return clustered_interval(map(Cluster, totals, sizes), least, (0.0, 1.0))
 
 
 def pass_interval(rates: Sequence[float], draws: float) -> Interval | None:
     """The interval of the mean of the tasks' pass@k, estimated from a total of `draws` draws of k attempts."""
     mean = math.fsum(rates) / len(rates)
-    return clustered_interval([Cluster(rate, 1) for rate in rates], mean * (1 - mean) / draws, (0.0, 1.0))
+    return clustered_interval((Cluster(rate, 1) for rate in rates), mean * (1 - mean) / draws, (0.0, 1.0))
 
 
 def with_interval(name: str, value: float, interval: Interval | None) -> dict[str, float]:

@@ -6,10 +6,12 @@ for each rollout, so that a long run needs little memory.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval, with_interval
@@ -19,6 +21,10 @@ from palaestra.rollouts.records import Beside, Group, Trajectory
 
 def _numbers() -> array[float]:
     return array("d")
+
+
+def _counts() -> array[int]:
+    return array("q")
 
 
 class Figures:
@@ -38,11 +44,12 @@ class Figures:
         self._turns = 0
         self._costs = _numbers()
         self._rewards = _numbers()
-        self._categories: dict[str, str] = {}
-        self._tasks: defaultdict[str, array[float]] = defaultdict(_numbers)
-        self._lost: Counter[str] = Counter()
-        self._ran: Counter[str] = Counter()
-        self._blamed: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._categories: dict[int, str] = {}
+        self._tasks = _counts()
+        """The hash of each group's task, because the ids of very many tasks would take most of the memory."""
+        self._scored, self._lost, self._ran = _counts(), _counts(), _counts()
+        """Rollouts of each group: those with a reward, those planned without one, and those that ended."""
+        self._blamed: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[str, array[float]] = defaultdict(_numbers)
         self._metrics: defaultdict[str, array[float]] = defaultdict(_numbers)
 
@@ -54,9 +61,10 @@ class Figures:
         planned = max(len(group.trajectories), self._group_size if group.error else 0)
         self._planned += planned
         self._rewards.extend(rewards)
-        self._tasks[group.task_id].extend(rewards)
-        self._lost[group.task_id] += planned - len(rewards)
-        self._ran[group.task_id] += len(group.trajectories)
+        self._tasks.append(hash(group.task_id))
+        self._scored.append(len(rewards))
+        self._lost.append(planned - len(rewards))
+        self._ran.append(len(group.trajectories))
         if group.prepare_s:
             self._from_store += group.from_store
             self._seconds["prepare"].append(group.prepare_s)
@@ -81,11 +89,11 @@ class Figures:
         self._turns += len(trajectory.turns)
         if trajectory.blame:
             self._blames[trajectory.blame.value] += 1
-            self._blamed[trajectory.blame.value][trajectory.task_id] += 1
+            self._blamed[trajectory.blame.value][hash(trajectory.task_id)] += 1
         if trajectory.cost is not None:
             self._costs.append(trajectory.cost)
         if isinstance(category := trajectory.detail.get("category"), str) and category:
-            self._categories[trajectory.task_id] = category
+            self._categories[hash(trajectory.task_id)] = category
         for name, value in trajectory.metrics.items():
             self._metrics[name].append(float(value))
 
@@ -106,10 +114,11 @@ class Figures:
             for name, q in (("p50", 0.5), ("p95", 0.95))
         }
         metrics = {f"metric/{name}": _mean(self._metrics[name]) for name in sorted(self._metrics)}
+        tasks = self._by_task()
         groups: dict[str, float] = {"groups": self.groups, "groups_failed": self._failed}
         if prepared := len(self._seconds.get("prepare", ())):
             groups |= {"groups_prepared": prepared, "groups_from_store": self._from_store}
-        return groups | self._counts() | self._reward() | seconds | metrics
+        return groups | self._counts(tasks) | self._reward(tasks) | seconds | metrics
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -119,21 +128,24 @@ class Figures:
     def scores(self) -> Iterator[tuple[str, dict[str, JSON]]]:
         """The scores of all tasks, under the empty name, and of each category: the metrics of `pass_metrics`, and the
         numbers of `tasks` and `planned` rollouts."""
+        every = self._by_task()
         for name in ("", *sorted(set(self._categories.values()))):
-            tasks = [task for task in self._tasks if not name or self._categories.get(task) == name]
-            rewards = [self._tasks[task] for task in tasks]
-            planned = sum(len(self._tasks[task]) + self._lost[task] for task in tasks)
-            attempts = self._group_size or max(map(len, rewards), default=0)
-            yield name, {"tasks": len(tasks), "planned": planned, **pass_metrics(rewards, attempts)}
+            tasks = every.among({task for task, each in self._categories.items() if each == name}) if name else every
+            attempts = self._group_size or max(tasks.scored, default=0)
+            planned = sum(tasks.scored) + sum(tasks.lost)
+            yield name, {"tasks": len(tasks.hashes), "planned": planned, **pass_metrics(tasks, attempts)}
 
-    def _counts(self) -> dict[str, float]:
+    def _by_task(self) -> _Tasks:
+        return _Tasks(self._tasks, self._scored, self._lost, self._ran, self._rewards)
+
+    def _counts(self, tasks: _Tasks) -> dict[str, float]:
         rollouts = self._totals["rollouts"]
         numbers: dict[str, float] = {"rollouts_planned": self._planned + self.unfinished * self._group_size}
         numbers |= {name: self._totals[name] for name in _TOTALS}
         numbers |= {f"outcomes/{name}": count for name, count in sorted(self._outcomes.items())}
         numbers |= {f"blame/{name}": count for name, count in sorted(self._blames.items())}
         for name, count in sorted(self._blames.items()):
-            blamed = share_interval(Cluster(self._blamed[name][task], size) for task, size in self._ran.items())
+            blamed = share_interval(map(Cluster, map(self._blamed[name].__getitem__, tasks.hashes), tasks.ran))
             numbers |= with_interval(f"blame_rate/{name}", count / rollouts, blamed)
         if self._costs:
             numbers["cost"] = math.fsum(self._costs)
@@ -141,19 +153,64 @@ class Figures:
             numbers["turns/mean"] = self._turns / rollouts
         return numbers
 
-    def _reward(self) -> dict[str, float]:
+    def _reward(self, tasks: _Tasks) -> dict[str, float]:
         rewards = self._rewards
         if not rewards:
             return {}
         mean = _mean(rewards)
         correct = sum(reward >= 1 for reward in rewards)
-        numbers = {"reward/std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards]))}
-        everyone = [[*those, *[0.0] * self._lost[task]] for task, those in self._tasks.items()]
-        for suffix, tasks, trials in (("", list(self._tasks.values()), len(rewards)), (_AS_0, everyone, self._planned)):
-            full = [Cluster(sum(reward >= 1 for reward in each), len(each)) for each in tasks]
-            numbers |= with_interval(f"reward/mean{suffix}", math.fsum(rewards) / trials, mean_interval(tasks))
-            numbers |= with_interval(f"percent_correct{suffix}", correct / trials, share_interval(full))
+        numbers = {"reward/std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))}
+        full = array("q", (sum(reward >= 1 for reward in each) for each in tasks))
+        everyone = ([*those, *[0.0] * lost] for those, lost in zip(tasks, tasks.lost, strict=True))
+        sizes = map(operator.add, tasks.scored, tasks.lost)
+        for suffix, each, counts, trials in (
+            ("", tasks, tasks.scored, len(rewards)),
+            (_AS_0, everyone, sizes, self._planned),
+        ):
+            shares = share_interval(map(Cluster, full, counts))
+            numbers |= with_interval(f"reward/mean{suffix}", math.fsum(rewards) / trials, mean_interval(each))
+            numbers |= with_interval(f"percent_correct{suffix}", correct / trials, shares)
         return numbers
+
+
+class _Tasks:
+    """The rewards and counts of each task, from those of the groups, in the order in which the tasks first ended.
+
+    Iterates over the rewards of each task. `hashes` are those of the tasks' ids, `ran` the numbers of rollouts that
+    ended. Everything is in arrays, because a run may have very many tasks.
+    """
+
+    def __init__(
+        self, tasks: array[int], scored: array[int], lost: array[int], ran: array[int], rewards: array[float]
+    ) -> None:
+        rows: dict[int, int] = {}
+        row_of = array("q", (rows.setdefault(task, len(rows)) for task in tasks))
+        self.hashes = array("q", rows)
+        self.scored, self.lost, self.ran = (array("q", bytes(8 * len(rows))) for _ in range(3))
+        for own, counts in ((self.scored, scored), (self.lost, lost), (self.ran, ran)):
+            for row, count in zip(row_of, counts, strict=True):
+                own[row] += count
+        self._rewards = array("d", bytes(8 * len(rewards)))
+        free = array("q", itertools.accumulate(self.scored, initial=0))
+        given = 0
+        for row, count in zip(row_of, scored, strict=True):
+            self._rewards[free[row] : free[row] + count] = rewards[given : given + count]
+            free[row] += count
+            given += count
+
+    def __iter__(self) -> Iterator[array[float]]:
+        start = 0
+        for count in self.scored:
+            yield self._rewards[start : start + count]
+            start += count
+
+    def among(self, hashes: Set[int]) -> _Tasks:
+        """Those of the tasks whose ids have these hashes."""
+        chosen = [task in hashes for task in self.hashes]
+        rewards = array("d", itertools.chain.from_iterable(itertools.compress(self, chosen)))
+        columns = (self.hashes, self.scored, self.lost, self.ran)
+        tasks, scored, lost, ran = (array("q", itertools.compress(column, chosen)) for column in columns)
+        return _Tasks(tasks, scored, lost, ran, rewards)
 
 
 _AS_0 = "_with_unscored"

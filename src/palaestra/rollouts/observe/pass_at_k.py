@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, pass_interval, share_interval, with_interval
@@ -19,21 +20,22 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
-def pass_metrics(rewards: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
+def pass_metrics(rewards: Iterable[Sequence[float]], attempts: int) -> dict[str, JSON]:
     """`scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, from the scored rewards of
-    each task. A task with fewer than k rewards is left out of pass@k; `pass@k/tasks` counts the other tasks."""
-    counts = [(len(scored), sum(reward >= PASSED for reward in scored)) for scored in rewards]
-    total, passed = sum(n for n, _ in counts), sum(each for _, each in counts)
+    each task, which are iterated repeatedly. A task with fewer than k rewards is left out of pass@k; `pass@k/tasks`
+    counts the other tasks."""
+    sizes = array("q", map(len, rewards))  # arrays, because a run may have very many tasks
+    passes = array("q", (sum(reward >= PASSED for reward in scored) for scored in rewards))
+    total, passed = sum(sizes), sum(passes)
     found: dict[str, JSON] = {"scored": total}
     if total:
-        shares = share_interval([Cluster(each, n) for n, each in counts])
+        shares = share_interval(map(Cluster, passes, sizes))
         found |= with_interval("pass_rate", passed / total, shares)
         found |= with_interval("mean_reward", sum(map(sum, rewards)) / total, mean_interval(rewards))
     for k in sorted({attempts, *(1 << power for power in range(attempts.bit_length()) if 1 << power <= attempts)}):
-        tried = [(n, each) for n, each in counts if n >= k]
-        if tried:
-            rates = [pass_at_k(n, each, k) for n, each in tried]
-            interval = pass_interval(rates, sum(n for n, _ in tried) / k)
+        rates = array("d", (pass_at_k(n, each, k) for n, each in zip(sizes, passes, strict=True) if n >= k))
+        if rates:
+            interval = pass_interval(rates, sum(n for n in sizes if n >= k) / k)
             found |= with_interval(f"pass@{k}", sum(rates) / len(rates), interval)
             found[f"pass@{k}/tasks"] = len(rates)
     return found
