@@ -3,7 +3,8 @@
 Prompts against a model server that answers at once, in a process of its own: one reply per prompt without tools, and
 one command in a slot of its own per prompt. The rate is that of the whole command, its files and its report included.
 Each case is one batch of 10,000 prompts, which takes minutes and needs no median; `--rounds` repeats it.
-`growth` is how much resident memory rises after the first 1,000 prompts, per further 1,000.
+`growth` is how much resident memory rises from the first 1,000 prompts to the last, per 1,000. `at the end` is how far
+memory rises above that while the report and the files of the batch are written.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import asyncio
 import json
 import sys
 import tempfile
-import threading
 import time
 from io import StringIO
 from pathlib import Path
@@ -23,6 +23,7 @@ from _instant_server import chat_reply, serve
 from palaestra.batch.prompts import batch
 from palaestra.envs.run.command import command_line
 from palaestra.envs.run.run import run
+from palaestra.rollouts.events import GroupFinished, Handlers
 
 PROMPTS = {"plain": 10_000, "command": 10_000}
 QUICK = {"plain": 1000, "command": 400}
@@ -37,33 +38,20 @@ REPLIES = {
 
 
 class Memory:
-    """Resident memory as the rows of a journal grow."""
+    """Resident memory after the first prompts and after the latest. Subscribes to the events of a run."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._stop = folder, threading.Event()
-        self.at_first = 0
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def __init__(self) -> None:
+        self.ended = 0
+        self.at_first = self.latest = 0
 
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
+    def handlers(self) -> Handlers:
+        return {GroupFinished: self._on_group}
 
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        seen, position = 0, 0
-        while not self._stop.wait(0.05) and not self.at_first:
-            journal = self._folder / "journal.jsonl"
-            if journal.exists():
-                with journal.open("rb") as file:
-                    file.seek(position)
-                    text = file.read()
-                position += len(text)
-                seen += text.count(b'"event":"group_end"')
-            if seen >= FIRST:
-                self.at_first = measure.resident_kb()
+    def _on_group(self, event: GroupFinished) -> None:
+        self.ended += 1
+        if self.ended % FIRST == 0:
+            self.latest = measure.resident_kb()
+            self.at_first = self.at_first or self.latest
 
 
 async def sample(case: str, url: str, prompts: int) -> dict[str, float]:
@@ -78,15 +66,15 @@ async def sample(case: str, url: str, prompts: int) -> dict[str, float]:
         parsed = command_line(batch, "batch", "process").take("process", settings)
         place = Path(folder, "run")
         started = time.perf_counter()
-        with Memory(place) as memory:
-            report = await run(batch, parsed, folder=place, stream=StringIO())
+        memory = Memory()
+        report = await run(batch, parsed, folder=place, stream=StringIO(), subscribers=[memory])
         seconds = time.perf_counter() - started
         peak = measure.peak_kb()  # before this script reads the file itself
         assert report.totals.scored == prompts, report.totals.errors
         with (place / "trajectories.jsonl").open("rb") as lines:
             assert sum(1 for _ in lines) == prompts
-        grown = peak - (memory.at_first or peak)
-    return {"per_s": prompts / seconds, "growth_kib": grown / max(1, (prompts - FIRST) / 1000)}
+    grown = (memory.latest - memory.at_first) / max(1, (prompts - FIRST) / 1000)
+    return {"per_s": prompts / seconds, "growth_kib": grown, "end_kib": peak - memory.latest}
 
 
 def main() -> int:
@@ -106,6 +94,7 @@ def main() -> int:
         )
         if prompts > FIRST:
             table.append(measure.Row(f"memory growth, {case}", found["growth_kib"], "KiB per 1,000"))
+            table.append(measure.Row(f"memory at the end, {case}", found["end_kib"], "KiB"))
     return measure.report(f"palaestra batch, {AT_ONCE} prompts at a time", table, given.json)
 
 
