@@ -123,11 +123,13 @@ class Training:
                     "precision that sampled are not the trained ones"
                 )
             numbers = await self.trainer.step(batch.rows, str(state.step + 1))
-        if not math.isfinite(numbers["loss"]):
-            raise TrainerError(
-                f"step {state.step + 1}: the loss is {numbers['loss']}. Resume from the last checkpoint, "
-                f"{self._files.checkpoint(state.step - state.step % config.save_every)}, with a lower learning_rate"
-            )
+        for name in ("loss", "weight_norm"):
+            if not math.isfinite(value := numbers.get(name, 0.0)):
+                saved = self._files.latest()
+                raise TrainerError(
+                    f"step {state.step + 1}: the {name} is {value}, so the step is lost. Resume with a lower "
+                    f"learning_rate: the training continues after step {saved.step if saved else 0}"
+                )
         state.step += 1
         ended = time.monotonic()
         self._rewards.append(statistics.fmean(batch.rewards))

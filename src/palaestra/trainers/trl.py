@@ -114,6 +114,8 @@ class TrlTrainer:
         return numbers
 
     async def save(self, folder: Path) -> None:
+        from safetensors import SafetensorError
+
         def write() -> None:
             import torch
 
@@ -124,7 +126,7 @@ class TrlTrainer:
 
         try:
             await self._computed(write)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as a RuntimeError
             raise DiskError(f"cannot write the checkpoint {folder}: {error}. Those before it are kept") from error
 
     async def load(self, folder: Path, version: str) -> None:
@@ -305,10 +307,14 @@ def _advantage(*, advantage: Sequence[float], **_: object) -> list[float]:
 
 
 def _numbers(trainer: GRPOTrainer) -> dict[str, float]:
-    """The numbers that TRL logged for its last step."""
+    """The numbers that TRL logged for its last step, and the norm of the weights, which a ruinous step overflows."""
+    import torch
+
     last = next((each for each in reversed(trainer.state.log_history) if "loss" in each), {"loss": math.nan})
     names = ("loss", "grad_norm", "entropy", "clip_ratio/region_mean")
-    return {name.partition("/")[0]: float(last[name]) for name in names if name in last}
+    numbers = {name.partition("/")[0]: float(last[name]) for name in names if name in last}
+    norms = [weight.detach().norm() for weight in trainer.model.parameters()]
+    return numbers | {"weight_norm": float(torch.stack(norms).norm())}
 
 
 def _has_gpu() -> bool:

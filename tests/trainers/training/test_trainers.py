@@ -26,7 +26,17 @@ import pytest
 from note_environment import NOTE
 
 import palaestra
-from palaestra import ConfigError, EngineUnavailable, Rollout, Slot, Task, TrainerError, TrainingReport, environment
+from palaestra import (
+    ConfigError,
+    DiskError,
+    EngineUnavailable,
+    Rollout,
+    Slot,
+    Task,
+    TrainerError,
+    TrainingReport,
+    environment,
+)
 from palaestra.testing.tiny_model import make_tiny
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
@@ -282,6 +292,36 @@ def test_a_checkpoint_of_a_model_of_another_size_is_refused(folder: Path, tmp_pa
     make_tiny(tmp_path / "same-name", hidden=32, layers=1, force=True)
     with pytest.raises(ConfigError, match="step-000001"):
         train(tmp_path / "same-name", "trl", 2, first.run.folder)
+
+
+@pytest.mark.parametrize(("trainer", "rate"), [("trl", 1e38), ("tinker", 1e37)])
+def test_a_step_that_ruins_the_weights_is_not_saved(folder: Path, trainer: Any, rate: float) -> None:
+    if trainer == "tinker":
+        pytest.importorskip("palaestra.trainers.tinker.model")
+    with pytest.raises(TrainerError, match=r"weight_norm is (inf|nan)|ruined the weights"):
+        train(folder, trainer, 3, learning_rate=rate)
+    (run,) = Path("runs").glob("note-*/*")
+    assert not list(run.glob("training/checkpoints/*"))
+    assert train(folder, trainer, 2, run).result.steps == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+@pytest.mark.parametrize("trainer", ["trl", "tinker"])
+def test_a_full_disk_ends_a_training_which_can_resume(folder: Path, trainer: Any) -> None:
+    if trainer == "tinker":
+        pytest.importorskip("palaestra.trainers.tinker.model")
+    small = Path("runs" if trainer == "trl" else "runs/tinker-states")
+    small.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", small], check=True)
+    try:
+        with pytest.raises((DiskError, TrainerError), match=r"No space left|cannot write"):
+            train(folder, trainer, 2)
+        (run,) = Path("runs").glob("note-*/*")
+        subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
+        assert train(folder, trainer, 2, run).result.steps == 2
+        assert [line["step"] for line in read_steps(run)] == [1, 2]
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

@@ -229,7 +229,8 @@ class TrainedModel:
 
     def step(self, adam: Adam) -> dict[str, float]:
         """One AdamW step with the accumulated gradient, which is then dropped. Returns its norm before clipping. Raises
-        `UserError` without a gradient, or if it is not finite; the weights are then as before."""
+        `UserError` without a gradient, or if it is not finite; the weights are then as before. Also raises it if the
+        step ruined the weights, which only another state replaces."""
         import torch
 
         tensors = [tensor for tensor in self.trained().values() if tensor.grad is not None]
@@ -242,7 +243,13 @@ class TrainedModel:
                 self.drop_gradients()
                 raise UserError(f"The gradient's norm is {norm}: the step was not taken, and the gradient is dropped.")
             self._adamw(adam).step()
+            size = float(torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors]))
         self.drop_gradients()
+        if not math.isfinite(size):
+            raise UserError(
+                f"The step with the learning rate {adam.learning_rate:g} ruined the weights, whose norm is {size}: "
+                "load an earlier state, and use a lower learning rate."
+            )
         self.steps += 1
         return {"grad_norm": norm, "learning_rate": adam.learning_rate, "step": float(self.steps)}
 
