@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,56 @@ def test_work_that_exhausts_or_hangs_its_check_scores_nothing(tmp_path: Path, mo
     assert scores.pop("honest") == [1.0, 1.0]
     assert len(scores) == 10
     assert set(map(tuple, scores.values())) == {(0.0, 0.0)}, scores
+
+
+SET_UP = """
+from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+
+WORK = {"kept": "true", "removed": "rm state.txt", "garbage": "echo many > state.txt", "honest": "echo 4 > state.txt"}
+
+class SetUpEnv(HermesAgentBaseEnv):
+    name = "set_up"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], group_size=1, total_steps=len(WORK))
+        return config, [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")]
+
+    async def setup(self):
+        self.left = [{"id": name, "prompt": "?", "solution": command} for name, command in WORK.items()]
+
+    async def get_next_item(self):
+        return self.left.pop(0) if self.left else None
+
+    def format_prompt(self, item):
+        return item["prompt"]
+
+    async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+        await exec_tool("terminal", {"command": "echo 0 > state.txt"})
+        return {"wanted": 4}
+
+    async def verify_and_score_trajectory(self, item, result, *, trajectory_id, exec_tool, workspace_meta=None):
+        seen = await exec_tool("terminal", {"command": "cat state.txt"})
+        return float(int(seen.output) == workspace_meta["wanted"]), {}
+
+    async def compute_reward(self, item, result, ctx):
+        raise AssertionError
+
+    async def evaluate(self, *args, **kwargs): ...
+
+if __name__ == "__main__":
+    SetUpEnv.cli()
+"""
+
+
+@pytest.mark.slots
+def test_work_that_breaks_the_check_of_its_own_set_up_scores_nothing(tmp_path: Path) -> None:
+    """The check would fail on the prepared workspace without the set-up of the rollout."""
+    script = tmp_path / "set_up_env.py"
+    script.write_text(SET_UP)
+    argv = [sys.executable, str(script), "process", "--policy", "oracle"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in groups_file(tmp_path).read_text().splitlines()]
+    scores = {row["task_id"]: row["scores"] for row in rows}
+    assert scores == {"kept": [0.0], "removed": [0.0], "garbage": [0.0], "honest": [1.0]}

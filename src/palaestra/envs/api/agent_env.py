@@ -300,8 +300,8 @@ class AgentEnvironment(ContractEnvironment):
         finally:
             rollout.ended(agent.result)
 
-    async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
-        meta = {"workspace_meta": rollout.meta.get("workspace_meta")} if self._takes_meta else {}
+    async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool, meta: JSON) -> JSON:
+        named = {"workspace_meta": meta} if self._takes_meta else {}
         return await settled(
             self.inner.verify_and_score_trajectory(
                 rollout.task.data,
@@ -309,6 +309,6 @@ class AgentEnvironment(ContractEnvironment):
                 trajectory_id=rollout.rollout_id,
                 exec_tool=exec_tool,
                 agent_result=result,
-                **meta,
+                **named,
             )
         )

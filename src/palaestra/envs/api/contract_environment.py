@@ -163,12 +163,14 @@ class ContractEnvironment(CollectedEnvironment):
             await self._begin(rollout)
 
     async def _begin(self, rollout: Rollout) -> None:
-        if self.inner.config.share_setup or not overrides(self.inner, "setup_trajectory_workspace"):
-            return
-        if not self._hooks(rollout):
-            return
-        exec_tool = ExecTool(rollout.sandbox, lambda: rollout.tools)
-        rollout.meta["workspace_meta"] = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
+        if self._sets_up(rollout):
+            exec_tool = ExecTool(rollout.sandbox, lambda: rollout.tools)
+            rollout.meta["workspace_meta"] = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
+
+    def _sets_up(self, rollout: Rollout) -> bool:
+        """Whether each rollout has a set-up of its own, which the prepared workspace lacks."""
+        own = not self.inner.config.share_setup and overrides(self.inner, "setup_trajectory_workspace")
+        return own and self._hooks(rollout)
 
     def _hooks(self, rollout: Rollout) -> bool:
         """Whether the workspace hooks are called for the rollout."""
@@ -245,11 +247,14 @@ class ContractEnvironment(CollectedEnvironment):
         assert rollout.result is not None
         await grading.carry_scratch()
         tools = grading.tools(self._settings.tool_timeout_s)
+        exec_tool = ExecTool(grading.slot, lambda: tools)
+        meta = rollout.meta.get("workspace_meta")
+        if grading.untouched and self._sets_up(rollout):  # without it, a check could fail here whatever the agent did
+            meta = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
         if self._verifies and self._hooks(rollout):
             context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
             with assigned(GRADING, context):
-                verifying = self.verify(rollout, rollout.result, ExecTool(grading.slot, lambda: tools))
-                answer = await bridged(verifying)
+                answer = await bridged(self.verify(rollout, rollout.result, exec_tool, meta))
             said = f"{self.name}.verify_and_score_trajectory"
         else:
             context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
@@ -261,7 +266,7 @@ class ContractEnvironment(CollectedEnvironment):
             detail = {**detail, "processes_at_end": grading.processes_at_end}
         return Score(score.reward, numbers(score.metrics), detail)
 
-    async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool) -> JSON:
+    async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool, meta: JSON) -> JSON:
         """Call the verification hook with the arguments that this kind of class expects."""
         return await settled(
             self.inner.verify_and_score_trajectory(
@@ -269,7 +274,7 @@ class ContractEnvironment(CollectedEnvironment):
                 result,
                 trajectory_id=rollout.rollout_id,
                 exec_tool=exec_tool,
-                workspace_meta=rollout.meta.get("workspace_meta"),
+                workspace_meta=meta,
             )
         )
 

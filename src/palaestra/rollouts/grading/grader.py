@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError
+from palaestra.rollouts.grading.links import detach_links
 from palaestra.rollouts.grading.tampering import CACHE, Rule, is_below, library_directories, link, names_in
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
@@ -56,6 +58,8 @@ class Grading:
         self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
+        self._detached: list[Change] = []
+        """The changes that a default view shows, whose links may have to be replaced."""
         self.left_out: tuple[str, ...] = ()
         """Changed paths that the check does not see, at most `MOST_LEFT_OUT`."""
         self._tools: list[ToolRuntime] = []
@@ -126,9 +130,10 @@ class Grading:
         if entry is None or entry.kind != "dir":
             return
         copies = "".join(
-            f"if [ -d {CARRIED}{place} ] && [ ! -h {CARRIED}{place} ]; then cp -a {CARRIED}{place}/. {place}/; fi; "
+            f"if [ -d {CARRIED}{place} ] && [ ! -h {CARRIED}{place} ]; then "
+            f"cp -a --no-preserve=links {CARRIED}{place}/. {place}/ || cp -a {CARRIED}{place}/. {place}/; fi; "
             for place in SCRATCH
-        )
+        )  # without hard links, through which a file of the check could be one of the work; BusyBox keeps none
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
 
     @property
@@ -169,6 +174,7 @@ class Grading:
                         await link(self._slot, self._libraries)
                     if self._carried:
                         await self._restore_scratch(self._slot)
+                    await detach_links(self._slot, self.rollout.task, self._detached)
                     await _start_somewhere(self._slot)
                 return self._slot
 
@@ -239,6 +245,9 @@ class Grading:
         if view is None:
             task = self.rollout.task
             view = await self.view(task.paths, programs=task.programs)
+            seen = [each for each in await self.changes() if _is_seen(each, view.only)]
+            seen = [each for each in seen if not is_below(each.path, view.without)]
+            self._detached = [replace(each, path=each.path.removeprefix(CARRIED)) for each in seen]
         if view == View():
             return sealed
         narrowed = await self.pool.view(sealed, view)

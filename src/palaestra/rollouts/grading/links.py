@@ -1,0 +1,107 @@
+"""Separates files that a check writes from files of the work that links of the agent equate with them.
+
+A check often writes what it expects to a file of its own and compares the work with it. If one of the two is a link to
+the other, the work equals whatever the check wrote. So before a check, each link of the agent between a file that the
+task's messages name and one that they do not name is replaced by a copy of what it leads to, or removed if that is
+missing or not a file or directory. A named file with hard links becomes a copy. A link that the messages name stays if
+they speak of links.
+
+Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
+files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from palaestra.core.types import Task
+from palaestra.sandbox.slot import Change, Slot
+
+_NAME = re.compile(r"[\w.+@%-]+")
+_ABOUT_LINKS = re.compile(r"\b(?:sym|hard)?links?\b|\blinked\b|\bln\b|\bsymbolic", re.IGNORECASE)
+
+_LOOK = """\
+for each; do
+  if [ ! -h "$each" ]; then
+    ls -ldn -- "$each" | { read -r mode links rest; echo "links $links"; }
+    continue
+  fi
+  if [ -f "$each" ]; then kind=file; elif [ -d "$each" ]; then kind=dir; else kind=none; fi
+  if [ $kind = none ]; then end=$(readlink -- "$each"); else end=$(readlink -f -- "$each"); fi
+  printf '%s %s\\n' $kind "$(printf %s "$end" | tr '\\n' '?')"
+done
+"""
+
+_DETACH = """\
+for each; do
+  copy="${each%/*}/.palaestra-copy"
+  rm -rf -- "$copy"
+  if [ -f "$each" ] || [ -d "$each" ]; then cp -a -- "$(readlink -f -- "$each")" "$copy"; fi
+  rm -f -- "$each"
+  if [ -e "$copy" ]; then mv -- "$copy" "$each"; fi
+done
+"""
+_DETACH_S = 300.0
+_AT_ONCE = 200
+"""The most links per command, because the kernel limits its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFiles:
+    """The names in the messages of a task, and whether these speak of links."""
+
+    names: frozenset[str]
+    about_links: bool
+
+    @classmethod
+    def of(cls, task: Task) -> NamedFiles:
+        """The names in the task's messages."""
+        text = "\n".join(str(message.get("content")) for message in task.messages())
+        names = frozenset(name.rstrip(".") for name in _NAME.findall(text))
+        return cls(names, _ABOUT_LINKS.search(text) is not None)
+
+    def equates(self, link: str, kind: str, end: str, changed: Collection[str]) -> bool:
+        """Whether a link makes a named file and another one the same. `changed` are the files of the agent.
+
+        `kind` is that of the `end` of a symbolic link, or `links` for a file, whose `end` is the number of its links.
+        """
+        link_named, end_named = _base(link) in self.names, _base(end) in self.names
+        if kind == "links":
+            return end != "1"
+        if kind == "dir":
+            below = f"{end.rstrip('/')}/"
+            end_named = end_named or any(path.startswith(below) and _base(path) in self.names for path in changed)
+        if link_named and (self.about_links or end_named):
+            return False
+        return kind == "none" or link_named != end_named
+
+
+def _base(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> None:
+    """Replace the links of the agent in a grading slot that would equate files of the work with files of the check.
+
+    `changes` are those that the slot shows.
+    """
+    named = NamedFiles.of(task)
+    links = [
+        change.path
+        for change in changes
+        if change.kind == "symlink" or (change.kind == "file" and _base(change.path) in named.names)
+    ]
+    changed = [change.path for change in changes if change.kind in ("file", "symlink")]
+    for start in range(0, len(links), _AT_ONCE):
+        some = links[start : start + _AT_ONCE]
+        looked = await slot.execute(
+            ["/bin/sh", "-c", _LOOK, "sh", *some], cwd="/", timeout_s=_DETACH_S, max_output_bytes=1 << 21, spill=False
+        )
+        found = [line.partition(" ") for line in looked.output.splitlines()]
+        wrong = [
+            link for link, (kind, _, end) in zip(some, found, strict=False) if named.equates(link, kind, end, changed)
+        ]
+        if wrong:
+            await slot.execute(["/bin/sh", "-c", _DETACH, "sh", *wrong], cwd="/", timeout_s=_DETACH_S, spill=False)

@@ -1,0 +1,96 @@
+"""No link of the agent makes its answer equal to what a check wrote to a file of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from envs.scripts import groups_file
+from palaestra.cli.main import main
+from palaestra.core.types import Task
+from palaestra.rollouts.grading.links import NamedFiles
+from palaestra.sandbox.isolation.isolation_probe import probe
+
+LINKED = """
+from palaestra import Task, environment
+
+WORK = {
+    "expected-to-answer": "echo a > answer.txt; ln -s answer.txt expected.txt",
+    "expected-to-missing-answer": "ln -s answer.txt expected.txt",
+    "answer-to-expected": "ln -s expected.txt answer.txt",
+    "answer-to-own-expected": "echo a > expected.txt; ln -s expected.txt answer.txt",
+    "answer-to-scratch": "ln -s /tmp/expected.txt answer.txt; ln -s /dev/shm/expected.txt shm; ln -s shm expected.txt",
+    "scratch-to-answer": "echo a > answer.txt; for d in /tmp /dev/shm; do ln -s $PWD/answer.txt $d/expected.txt; done",
+    "directory": "echo a > answer.txt; ln -s $PWD /tmp/reference",
+    "device": "for f in answer.txt expected.txt /tmp/expected.txt; do ln -s /dev/null $f; done",
+    "met-elsewhere": "for f in answer.txt expected.txt; do ln -s /var/tmp/both $f; done",
+    "hard": "echo a > /tmp/answer.txt; ln /tmp/answer.txt /tmp/expected.txt; echo a > answer.txt; "
+            "ln answer.txt expected.txt",
+    "named-like-the-copy": "echo a > answer.txt; ln -s answer.txt .palaestra-copy; ln -s answer.txt expected.txt",
+    "honest-file": "echo right > answer.txt",
+    "honest-link": "mkdir -p made; echo right > made/result; ln -s made/result answer.txt; ln -s made current",
+    "honest-scratch": "echo right > /tmp/result; ln -s /tmp/result answer.txt; ln -s /nowhere broken",
+}
+
+@environment(toolsets=["terminal"])
+def linked():
+    for name, script in WORK.items():
+        yield Task(id=name, prompt="Write the word to answer.txt.", solution=script, paths=["/tmp"])
+
+@linked.score
+async def right(task, sandbox):
+    same = []
+    scratch = ("/tmp/expected.txt", "/tmp/reference/answer.txt", "/dev/shm/expected.txt")
+    for expected in ("expected.txt", *(() if sandbox.rung.label == "confined" else scratch)):  # which has no /tmp
+        answer = "/tmp/answer.txt" if task.id == "hard" and expected.startswith("/tmp") else "answer.txt"
+        await sandbox.execute(f"mkdir -p $(dirname {expected}); echo right > {expected}")
+        same.append((await sandbox.execute(["cmp", "-s", expected, answer])).success)
+        await sandbox.write_text(expected, "right\\n")
+        same.append((await sandbox.execute(["cmp", "-s", expected, answer])).success)
+    return all(same) if task.id.startswith("honest") else any(same)
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("level", ["full", "userns", "confined"])
+def test_a_link_does_not_make_an_answer_right(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
+        pytest.skip(f"{level} is not available here")
+    monkeypatch.chdir(tmp_path)
+    Path("linked_env.py").write_text(LINKED)
+    argv = ["run", "linked_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
+    assert main(argv) == 0
+    rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
+    honest = ["honest-file", "honest-link", *(["honest-scratch"] if level != "confined" else ())]
+    assert [row["task_id"] for row in rows if row["scores"] == [1.0]] == honest
+    assert [row["scores"] for row in rows].count([0.0]) == 14 - len(honest)
+
+
+@pytest.mark.parametrize(
+    ("link", "kind", "end", "equated"),
+    [
+        ("/workspace/answer.txt", "file", "/workspace/result", True),
+        ("/workspace/expected.txt", "file", "/workspace/answer.txt", True),
+        ("/workspace/answer.txt", "none", "expected.txt", True),
+        ("/workspace/any", "none", "/dev/null", True),
+        ("/tmp/reference", "dir", "/workspace", True),
+        ("/workspace/node_modules/.bin/tool", "file", "/workspace/node_modules/tool/cli.js", False),
+        ("/workspace/venv/lib64", "dir", "/workspace/venv/lib", False),
+        ("/workspace/answer.txt", "links", "2", True),
+        ("/workspace/answer.txt", "links", "1", False),
+        ("/workspace/input.csv", "file", "/workspace/answer.txt", False),
+    ],
+)
+def test_only_links_between_named_files_and_others_are_replaced(link: str, kind: str, end: str, equated: bool) -> None:
+    named = NamedFiles.of(Task(id="a", prompt="Read input.csv and write the word to answer.txt."))
+    assert named.equates(link, kind, end, ["/workspace/answer.txt"]) is equated
+
+
+def test_a_link_that_a_task_asks_for_stays() -> None:
+    named = NamedFiles.of(Task(id="a", prompt="Make latest a symbolic link to the newest log."))
+    assert not named.equates("/workspace/latest", "file", "/workspace/log.7", [])
+    assert not named.equates("/workspace/latest", "none", "/opt/log.7", [])
+    assert named.equates("/workspace/expected", "file", "/workspace/latest", [])
