@@ -312,8 +312,8 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
         oracle = "the reference solution scores 1; " if proof.proven else ""
         click.echo(f"ok: {oracle}doing nothing and {plural(cheats, 'way')} of reward hacking score nothing")
     for kind, state in proof.classes.items():
-        if state == "open" or everything:
-            click.echo(printable(f"  {state:6} {kind}"))
+        if state != "closed" or everything:
+            click.echo(printable(f"  {state:7} {kind}"))
     for warning in proof.warnings:
         click.echo(printable(f"warning: {warning}"))
     if proof.skipped:

@@ -144,6 +144,7 @@ def test_a_task_that_cannot_be_used_does_not_end_the_check(tmp_path: Path) -> No
     assert proof.tasks == ("o__n-1", "o__n-2")
     assert [(line.policy, line.ok) for line in proof.lines[:2]] == [("oracle", False), ("noop", False)]
     assert all(line.error.startswith("o__n-1: ") and "missing" in line.error for line in proof.lines)
+    assert list(proof.classes.values()) == ["unknown"]
 
 
 def test_a_check_knows_the_variables_that_a_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +187,69 @@ def test_a_file_that_is_merely_there_is_found_out(tmp_path: Path, score: str, pa
 def test_the_smoke_test_pays_no_file_that_is_merely_there() -> None:
     path = ROOT / "environments/terminal_test_env.py"
     assert check_environment(str(path), [], tasks=3, only=["named-files", "named-echoes"], quiet=True).holds
+
+
+GUESSED = r"""
+from palaestra import Task, environment
+
+PROMPTS = {
+    "one": "Count the lines of `a.txt` and write the number to out/answer.txt.",
+    "bare": "Count the lines of a.txt. Write the number to answer",
+    "value": "Write the color 'blue' to out/color.json, as the entry result.",
+    "number": "Write 7 times 6, which is 42, into the file ~/product.",
+}
+CHECKS = {
+    "one": "grep -qx '[ 1]*' out/answer.txt",
+    "bare": "grep -qx '[ 1]*' answer",
+    "value": "grep -q '\"result\": \"blue\"' out/color.json",
+    "number": "grep -qx '42 *' ~/product",
+}
+
+@environment(toolsets=["terminal"])
+def guessed():
+    for name, prompt in PROMPTS.items():
+        yield Task(id=name, prompt=prompt, files={"a.txt": "?"}, paths=["/root/product"])
+
+@guessed.score
+async def right(task, sandbox):
+    return (await sandbox.execute(CHECKS[task.id])).success
+"""
+
+
+def test_an_answer_that_can_be_guessed_is_found_out(tmp_path: Path) -> None:
+    path = tmp_path / "guessed_env.py"
+    path.write_text(GUESSED)
+    proof = check_environment(str(path), [], tasks=4, only=["named-ones", "named-values"], quiet=True)
+    assert {line.policy: line.rewards for line in proof.lines} == {
+        "noop": (0.0, 0.0, 0.0, 0.0),
+        "named-ones": (1.0, 1.0, 0.0, 0.0),
+        "named-values": (0.0, 0.0, 1.0, 1.0),
+    }
+
+
+EQUATED = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def equated():
+    yield Task(id="a", prompt="Write the word to answer.txt.", solution="echo secret > answer.txt", grading=GRADING)
+
+@equated.score
+async def right(sandbox):
+    await sandbox.write_text("tests/expected.txt", "secret\\n")
+    return (await sandbox.execute("cmp tests/expected.txt answer.txt")).success
+"""
+
+
+@pytest.mark.parametrize(("grading", "paid"), [("sealed", []), ("live", ["one-file"])])
+def test_an_answer_that_is_the_checks_own_file_pays_only_in_the_agents_slot(
+    tmp_path: Path, grading: str, paid: list[str]
+) -> None:
+    path = tmp_path / "equated_env.py"
+    path.write_text(EQUATED.replace("GRADING", repr(grading)))
+    proof = check_environment(str(path), [], tasks=1, only=["one-file"], quiet=True)
+    assert proof.proven
+    assert [line.policy for line in proof.lines if not line.ok] == paid
 
 
 SPOILED = {

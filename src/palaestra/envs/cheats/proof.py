@@ -115,13 +115,16 @@ class PolicyResult:
     rewards: tuple[float | None, ...]
     ok: bool
     error: str = ""
+    paid: bool = False
+    """Whether a reward exceeded the floor of its task. A line can also fail because a task could not be played."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
     """The result of a check. `proven` is False without a solution to play.
 
-    `classes` maps each class of attack that was played to `open` or `closed`. `warnings` name what a score depends on.
+    `classes` maps each class of attack that was played to `open`, `closed`, or `unknown` if no attack scored but some
+    could not be played. `warnings` name what a score depends on.
     """
 
     environment: str
@@ -195,11 +198,12 @@ class EnvironmentProof:
             return None
 
     def _classes(self) -> dict[str, str]:
-        played = {
-            kind: [self._lines[cheat.name].ok for cheat in cheats if cheat.name in self._lines]
-            for kind, cheats in CLASSES.items()
-        }
-        found = {kind: "closed" if all(ok) else "open" for kind, ok in played.items() if ok}
+        found = {}
+        for kind, cheats in CLASSES.items():
+            played = [self._lines[cheat.name] for cheat in cheats if cheat.name in self._lines]
+            unknown = "closed" if all(line.ok for line in played) else "unknown"
+            if played:
+                found[kind] = "open" if any(line.paid for line in played) else unknown
         if any(each.detail.get("uncontrolled") for _, each in self._solved):
             found["forged results of uncontrolled tests"] = "open"
         return found
@@ -232,11 +236,10 @@ class EnvironmentProof:
         if name == "oracle":
             good = good and all(reward is not None and reward >= FULL for reward in rewards)
             return PolicyResult(name, "the reference solution", f"{FULL:g}", rewards, good, error)
-        good = good and all(each.reward is None or each.reward <= task.floor for task, each in played)
+        paid = any(each.reward is not None and not each.reward <= task.floor for task, each in played)
         what = next((cheat.what for cheat in self.cheats if cheat.name == name), "doing nothing")
-        if name == "noop":
-            good = good and None not in rewards
-        return PolicyResult(name, what, f"<= {max(task.floor for task, _ in groups):g}", rewards, good, error)
+        good = good and not paid and not (name == "noop" and None in rewards)
+        return PolicyResult(name, what, f"<= {max(task.floor for task, _ in groups):g}", rewards, good, error, paid)
 
 
 async def first_tasks(environment: Environment, count: int) -> list[Task]:
