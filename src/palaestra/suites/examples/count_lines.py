@@ -16,9 +16,9 @@ def count_lines(n: int = 100) -> Iterator[Task]:
         yield Task(
             id=f"lines-{i}",
             prompt="Write the number of lines of a.txt to answer.txt",
-            files={"a.txt": "x\n" * i},
+            files={"a.txt": "x\n" * (i + 2)},
             solution="wc -l < a.txt > answer.txt",
-            answer=str(i),
+            answer=str(i + 2),  # not 0 or 1, which a guess finds
         )
 
 
