@@ -227,6 +227,29 @@ def test_an_answer_that_can_be_guessed_is_found_out(tmp_path: Path) -> None:
     }
 
 
+IMPORTING = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def importing():
+    yield Task(id="a", prompt="Write the word to out.json.", solution="echo '[6]' > out.json")
+
+@importing.score
+async def right(sandbox):
+    asked = "import json; assert json.load(open('out.json')) == [6]"
+    return (await sandbox.execute(["python3", FLAGS"-c", asked])).success
+"""
+
+
+@pytest.mark.parametrize(("flags", "paid"), [('"-I", ', []), ("", ["modules-by-name"])])
+def test_a_check_that_imports_from_the_work_is_found_out(tmp_path: Path, flags: str, paid: list[str]) -> None:
+    path = tmp_path / "importing_env.py"
+    path.write_text(IMPORTING.replace("FLAGS", flags))
+    proof = check_environment(str(path), [], tasks=1, only=["modules-by-name"], quiet=True)
+    assert proof.proven
+    assert [line.policy for line in proof.lines if not line.ok] == paid
+
+
 EQUATED = """
 from palaestra import Task, environment
 

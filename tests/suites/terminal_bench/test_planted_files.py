@@ -19,6 +19,19 @@ PLANT = f'import os\nopen("{PAY}", "w").write("1")\nos._exit(0)\n'
 TEST = "#!/bin/bash\necho 0 > " + PAY + "\n"
 
 
+PERL_CHECK = (
+    "use {0};\nopen(my $a, '<', '/app/answer.txt'); open(my $p, '>', '"
+    + PAY
+    + "'); print $p (<$a> eq 'right' ? 1 : 0);\n"
+)
+PERL_PLANT = f"open(my $p, '>', '{PAY}'); print $p 1; close $p; exit 0; 1;\n"
+NODE_CHECK = (
+    "const wanted = require('{0}'), fs = require('fs');\n"
+    "fs.writeFileSync('" + PAY + "', fs.readFileSync('/app/answer.txt', 'utf8') === 'right' ? '1' : '0');\n"
+)
+NODE_PLANT = f"require('fs').writeFileSync('{PAY}', '1'); process.exit(0);\n"
+
+
 def plant(*paths: str, text: str = PLANT) -> str:
     """A solution that writes the same file to these paths. The names are not in one piece, so that no text of the task
     contains them."""
@@ -91,6 +104,21 @@ ATTACKS = {
         + "END\n",
         "solution/solve.sh": plant("/tmp/deep/colorsys.py") + "ln -s /tmp/deep /app/src\n",
     },
+    "perl-path-of-the-image": {
+        "environment/Dockerfile": DOCKERFILE + "ENV PERL5LIB=/app/lib\n",
+        "tests/test.sh": TEST + "perl /tests/check.pl\n",
+        "tests/check.pl": PERL_CHECK.format("Text::Wrap"),
+        "solution/solve.sh": plant("/app/lib/Text/Wrap.pm", text=PERL_PLANT),
+    },
+    "node-path-of-the-image": {
+        "environment/Dockerfile": DOCKERFILE + "RUN mkdir -p /usr/lib/node_modules/tally/lib && "
+        "echo 'module.exports = 0' > /usr/lib/node_modules/tally/lib/index.js && "
+        'echo \'{"main": "lib/index.js"}\' > /usr/lib/node_modules/tally/package.json\n'
+        "ENV NODE_PATH=/app/lib:/usr/lib/node_modules\n",
+        "tests/test.sh": TEST + "cd /tests; node /tests/check.js\n",
+        "tests/check.js": NODE_CHECK.format("tally"),
+        "solution/solve.sh": plant("/app/lib/tally/index.js", text=NODE_PLANT),
+    },
     "shell-settings-of-the-image": {
         "environment/Dockerfile": DOCKERFILE + "ENV BASH_ENV=/app/env\n",
         "tests/test.sh": COMPARE,
@@ -127,6 +155,15 @@ def test_planted_files_are_not_paid(try_tasks: Try, tmp_path: Path) -> None:
 OWN = f'import shapes\nopen("{PAY}", "w").write(str(int(shapes.area(3, 4) == 12)))\n'
 SHAPES = "#!/bin/bash\ncd /app; mkdir -p src bin; echo 'area = lambda w, h: w * h' > shapes.py; cp shapes.py src/\n"
 HONEST = {
+    "own-perl-modules": {
+        "environment/Dockerfile": DOCKERFILE + "ENV PERL5LIB=/app/lib APP_HOME=/app\n",
+        "tests/test.sh": TEST + "perl /tests/check.pl\n",
+        "tests/check.pl": PERL_CHECK.format("Shapes").replace("eq 'right'", "== Shapes::area(3, 4)"),
+        "solution/solve.sh": "#!/bin/bash\ncd /app; mkdir -p lib/Text; m=Inner\n"
+        'echo "package Text::$m; sub size { 12 } 1;" > lib/Text/$m.pm\n'
+        'echo "package Shapes; use Text::$m; sub area { Text::$m::size() } 1;" > lib/Shapes.pm\n'
+        "echo 12 > answer.txt; echo text > README.txt; echo a > config.rb\n",
+    },
     "imported-by-path": {
         "environment/Dockerfile": DOCKERFILE + "ENV PYTHONPATH=/app/src\n",
         "tests/test.sh": TEST + "python3 /tests/check.py\n",

@@ -60,6 +60,17 @@ _LOADING = frozenset(
     | {"GCONV_PATH", "LOCPATH", "OPENSSL_CONF", "OPENSSL_MODULES", "GIT_CONFIG_GLOBAL", "GIT_EXEC_PATH"}
 )
 """Variables that name files which shells, the loader and interpreters load when they start, whatever they run."""
+_ORDINARY = frozenset(
+    {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "PWD", "OLDPWD", "TMPDIR", "TMP", "TEMP", *_LOADING}
+)
+"""Variables that name no directory in which interpreters look for modules, or that other rules cover."""
+
+_MODULE_ROOT_DEPTH = 4
+"""The most parts of a path in which an image keeps modules, such as `/usr/share/perl/5.36`."""
+
+_AT_ONCE = 50
+_FIND_S = 120.0
+
 _ABSOLUTE = re.compile(r"/[^\s:;=,'\"]+")
 
 _INLINE_PYTHON = re.compile(r"\bpython[\d.]*\s+(?:-[A-Za-z]+\s+)*(?:-[A-Za-z]*[cm]\b|-(?=[\s;]|$)|<<)", re.M)
@@ -240,7 +251,7 @@ async def find_shadows(
     prepared: Prepared,
 ) -> tuple[str, ...]:
     """The agent's files that the verifier's own programs would load in place of files of the image: in the directories
-    in which `script`, or a variable of `env`, lets Python, shells and the loader look first.
+    in which `script`, or a variable of `env`, lets Python, shells, the loader or another interpreter look first.
 
     Files that the task's texts name are not among them.
     """
@@ -266,7 +277,81 @@ async def find_shadows(
         dict.fromkeys(inside & changed, own),
         dict.fromkeys(libraries, loaded),
     )
-    return tuple(change.path for change in changes if shadows(change, folders, scope))
+    found = {change.path for change in changes if shadows(change, folders, scope)}
+    others = {name: value for name, value in env.items() if name not in _ORDINARY}
+    searched = {normpath(join(scope.workdir, each)) for value in others.values() for each in _entries_of(value)}
+    searched = {each for each in searched if any(is_below(folder, (each,)) for folder in changed)} - {"/"}
+    if searched:
+        found |= await _shadowing(changes, await _real(slot, searched, changes, scope), scope, prepared)
+    return tuple(change.path for change in changes if change.path in found)
+
+
+def _entries_of(value: str) -> list[str]:
+    """The entries of a search path of any interpreter, up to their first placeholder (`/app/?.lua`, `/app/*`)."""
+    return [found for each in re.split("[:;]", value) if (found := re.split("[?*]", each)[0])]
+
+
+async def _shadowing(
+    changes: Sequence[Change], folders: Collection[str], scope: ShadowScope, prepared: Prepared
+) -> set[str]:
+    """The agent's new files below these directories that have the place of a module of the image.
+
+    Interpreters differ in where they look, so the rule is theirs in common: a module is found by its path below a
+    directory of the search path. A file is a shadow if a directory of the image has a file of the same path, or a
+    package of the same name with a file of the same name.
+    """
+    places: dict[str, set[str]] = {}
+    for change in changes:
+        at = "/".join(scope.place(change.path))
+        if change.kind not in ("file", "symlink") or change.path in scope.paths or basename(at) in scope.words:
+            continue
+        for folder in folders:
+            if at.startswith(f"{folder}/"):
+                places.setdefault(at[len(folder) + 1 :], set()).add(change.path)
+    if not places:
+        return set()
+    async with prepared() as before:
+        names = names_in(before)
+        new = {
+            inside: {path for path in paths if basename(path) not in await names(dirname(path))}
+            for inside, paths in places.items()
+        }
+        wanted = sorted(inside for inside, paths in new.items() if paths)
+        found: set[str] = set()
+        for start in range(0, len(wanted), _AT_ONCE):
+            some = wanted[start : start + _AT_ONCE]
+            had = await _image_files(before, some, scope)
+            found |= {path for inside in some if _is_module(inside, had) for path in new[inside]}
+    return found
+
+
+async def _image_files(slot: Slot, wanted: Sequence[str], scope: ShadowScope) -> list[str]:
+    """The files of the image, outside of the work, that could be the modules of these paths."""
+    without = [word for each in (scope.workdir, "/proc", "/sys", "/dev", "/tmp") for word in ("-o", "-path", each)]  # noqa: S108
+    patterns = []
+    for inside in wanted:
+        plain = re.sub(r"([*?\[\]\\])", r"\\\1", inside)
+        patterns += ["-o", "-path", f"*/{plain}"]
+        if "/" in plain:
+            patterns += ["-o", "-path", f"*/{plain.partition('/')[0]}/*/{basename(plain)}"]
+    argv = ["find", "/", "(", *without[1:], ")", "-prune", "-o", "(", *patterns[1:], ")", "-print"]
+    shown = await slot.execute(argv, cwd="/", timeout_s=_FIND_S, max_output_bytes=1 << 22, spill=False)
+    return shown.output.splitlines()
+
+
+def _is_module(inside: str, had: Collection[str]) -> bool:
+    """Whether one of these files is below a directory for modules, at this path or in a package of this name."""
+    package, name = inside.partition("/")[0], basename(inside)
+    for path in had:
+        if path.endswith(f"/{inside}"):
+            root = path[: -len(inside) - 1]
+        elif "/" in inside and path.endswith(f"/{name}") and f"/{package}/" in path:
+            root = path.partition(f"/{package}/")[0]
+        else:
+            continue
+        if 0 < root.count("/") <= _MODULE_ROOT_DEPTH:
+            return True
+    return False
 
 
 async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str]:
