@@ -89,6 +89,12 @@ def test_only_links_between_named_files_and_others_are_replaced(link: str, kind:
     assert named.equates(link, kind, end, ["/workspace/answer.txt"]) is equated
 
 
+@pytest.mark.parametrize("link", ["/workspace/node_modules/.bin/eslint", "/workspace/.venv/bin/python"])
+def test_links_of_installed_packages_stay(link: str) -> None:
+    named = NamedFiles.of(Task(id="a", prompt="Make `eslint` pass, then call it from python."))
+    assert not named.equates(link, "file", "/workspace/node_modules/eslint/bin/eslint.js", [])
+
+
 def test_a_link_that_a_task_asks_for_stays() -> None:
     named = NamedFiles.of(Task(id="a", prompt="Make latest a symbolic link to the newest log."))
     assert not named.equates("/workspace/latest", "file", "/workspace/log.7", [])

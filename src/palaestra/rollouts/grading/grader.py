@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError
-from palaestra.rollouts.grading.links import detach_links
+from palaestra.rollouts.grading.links import SCRATCH, detach_links
 from palaestra.rollouts.grading.tampering import CACHE, Rule, is_below, library_directories, link, names_in
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
@@ -25,8 +25,6 @@ SEALED, LIVE = "sealed", "live"
 
 CARRIED = "/.palaestra-carried"
 """Where a sealed workspace keeps copies of the files in `SCRATCH`, which layers do not contain."""
-
-SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
 
 GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
 """The paths whose changes a check sees even if the task does not declare them."""

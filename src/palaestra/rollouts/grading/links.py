@@ -17,7 +17,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from palaestra.core.types import Task
-from palaestra.sandbox.slot import Change, Slot
+from palaestra.sandbox.slot import WORKSPACE, Change, Slot
+
+SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
+"""Writable places outside of the layers of a slot."""
 
 _NAME = re.compile(r"[\w.+@%-]+")
 _ABOUT_LINKS = re.compile(r"\b(?:sym|hard)?links?\b|\blinked\b|\bln\b|\bsymbolic", re.IGNORECASE)
@@ -67,15 +70,21 @@ class NamedFiles:
 
         `kind` is that of the `end` of a symbolic link, or `links` for a file, whose `end` is the number of its links.
         """
-        link_named, end_named = _base(link) in self.names, _base(end) in self.names
+        link_named, end_named = self._has(link), self._has(end)
         if kind == "links":
             return end != "1"
         if kind == "dir":
             below = f"{end.rstrip('/')}/"
-            end_named = end_named or any(path.startswith(below) and _base(path) in self.names for path in changed)
+            end_named = end_named or any(path.startswith(below) and self._has(path) for path in changed)
         if link_named and (self.about_links or end_named):
             return False
         return kind == "none" or link_named != end_named
+
+    def _has(self, path: str) -> bool:
+        """Whether the messages name a file. A word without a dot counts only for files directly in a place where an
+        answer belongs, because installed packages have links that are called as their programs are."""
+        folder, _, base = path.rstrip("/").rpartition("/")
+        return base in self.names and ("." in base or folder in ("", WORKSPACE, *SCRATCH))
 
 
 def _base(path: str) -> str:
