@@ -135,19 +135,20 @@ class AtroposAgent:
         return steps_of([said], chat.as_text([said], turn))[0]
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation, with the agent's system prompt in front unless it has one."""
+        """Return the conversation, with the agent's system prompt in front unless it has one."""
         if messages and messages[0].get("role") == "system":
             prompt = with_tools(str(messages[0].get("content") or ""), self.tools.definitions())
             return [{**messages[0], "content": prompt}, *messages[1:]]
         return [{"role": "system", "content": self._build_system_prompt()}, *messages]
 
     def _build_system_prompt(self) -> str:
-        """The system prompt with the tools. Environments of the contract call it by this name."""
+        """Return the system prompt with the tools. Environments of the contract call it by this name."""
         prompt = AGENT_SYSTEM_PROMPT if self.config.system_prompt is None else self.config.system_prompt
         return with_tools(prompt, self.tools.definitions())
 
     def new_subagent(self, setup: SubagentSetup) -> TextConversation:
-        """A sub-agent with this agent's text form, sampling settings, delay between calls and working directory."""
+        """Return a sub-agent with this agent's text form, sampling settings, delay between calls and working
+        directory."""
 
         async def execute(call: ToolCall) -> CallResult:
             return result_of((await setup.tools.call(call.name, call.arguments, by_agent=True)).reply)
@@ -182,7 +183,7 @@ class AtroposAgent:
         return TextConversation(self, loop, chat, list(messages))
 
     def _loop(self, chat: HermesText, max_turns: int, earlier: int) -> HermesAgentLoop:
-        """The agent loop, set up for this agent. The history already has `earlier` turns of the assistant."""
+        """Return the agent loop, set up for this agent. The history already has `earlier` turns of the assistant."""
 
         def report(turn: Turn, added: list[Message]) -> Awaitable[None] | None:
             return self._on_turn(turn, chat.as_text(added, earlier + turn.number - 1)) if self._on_turn else None
@@ -248,7 +249,8 @@ def _tell(result: AgentResult, chat: HermesText, before: int) -> None:
 
 
 def steps_of(messages: Sequence[Message], plain: Sequence[Message]) -> list[AgentStep]:
-    """The assistant's turns in a structured history, with their calls and results; `plain` is the history as text."""
+    """Return the assistant's turns in a structured history, with their calls and results; `plain` is the history as
+    text."""
     texts = [str(message["content"]) for message in plain if message["role"] == "assistant"]
     steps: list[AgentStep] = []
     for message in messages:

@@ -55,7 +55,7 @@ class Budget:
             raise ConfigError("a budget of a cost needs the prices of tokens")
 
     def used_up(self, used: Used) -> str:
-        """The ceiling that has been reached, as a sentence; empty if none."""
+        """Return the ceiling that has been reached, as a sentence; empty if none."""
         tokens = used.prompt_tokens + used.completion_tokens
         if self.turns is not None and used.turns >= self.turns:
             return f"budget of {self.turns} turns used up"
@@ -74,7 +74,8 @@ class Budget:
         return ""
 
     def left(self, used: Used, shares: int) -> Budget:
-        """The remaining budget divided into equal shares. Time is not divided: it passes for all of them together."""
+        """Return the remaining budget divided into equal shares. Time is not divided: it passes for all of them
+        together."""
 
         def share(most: int | None, gone: int) -> int | None:
             return None if most is None else max(0, most - gone) // shares
@@ -92,7 +93,7 @@ class Budget:
         )
 
     def reply_tokens(self, max_tokens: int | None, completion_tokens: int) -> int | None:
-        """The limit of the next reply in tokens, given a limit per reply and the tokens used so far."""
+        """Return the limit of the next reply in tokens, given a limit per reply and the tokens used so far."""
         if self.completion_tokens is None:
             return max_tokens
         left = max(1, self.completion_tokens - completion_tokens)
@@ -179,7 +180,7 @@ class WallClock:
 
 
 def estimated_tokens(messages: Iterable[Message]) -> int:
-    """An estimate of the tokens in messages that no engine has counted yet."""
+    """Return an estimate of the tokens in messages that no engine has counted yet."""
     return sum(_text_bytes(message) for message in messages) // BYTES_PER_TOKEN
 
 

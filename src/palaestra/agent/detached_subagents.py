@@ -59,7 +59,7 @@ class Delegates:
         self._engine: Engine | None = None
 
     def work(self, tools: ToolRuntime) -> Work:
-        """The function that does delegated work for the task with these tools."""
+        """Return the function that does delegated work for the task with these tools."""
         subagents: Subagents | None = None
 
         async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
@@ -80,7 +80,7 @@ class Delegates:
             await engine.aclose()
 
     async def _above(self, task_id: str) -> HermesAgentLoop:
-        """A loop that stands for the task's caller: it never runs, and counts what the sub-agents use."""
+        """Return a loop that stands for the task's caller: it never runs, and counts what the sub-agents use."""
         return HermesAgentLoop(
             (await self._opened()).session(SessionContext(task_id)),
             (),

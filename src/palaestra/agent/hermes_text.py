@@ -49,7 +49,8 @@ _Said: TypeAlias = tuple[int, str, tuple[tuple[str, str, str], ...]]
 
 
 def with_tools(prompt: str, schemas: Sequence[Mapping[str, JSON]]) -> str:
-    """The system prompt with the tools described below it. A prompt that already has a `<tools>` block is unchanged."""
+    """Return the system prompt with the tools described below it. A prompt that already has a `<tools>` block is
+    unchanged."""
     if not schemas or "<tools>" in prompt:
         return prompt
     listed = "\n".join(json.dumps(schema.get("function", schema), ensure_ascii=False) for schema in schemas)
@@ -76,7 +77,8 @@ class HermesText(ChatServer):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """One reply, with the calls parsed from its text. `tools` only types arguments; the prompt must describe them.
+        """Return one reply, with the calls parsed from its text. `tools` only types arguments; the prompt must describe
+        them.
 
         Raises the inner server's errors, and `EngineReplyError` for a reply without a message.
         """
@@ -99,11 +101,11 @@ class HermesText(ChatServer):
         return self._inner.ledger
 
     def get_state(self) -> dict[str, JSON] | None:
-        """The inner server's token record, if it keeps one."""
+        """Return the inner server's token record, if it keeps one."""
         return self._inner.get_state()
 
     def as_text(self, messages: Sequence[Message], turn: int = 0) -> list[Message]:
-        """Structured messages as plain turns; neighbouring tool answers are one user turn, joined by newlines.
+        """Return structured messages as plain turns; neighbouring tool answers are one user turn, joined by newlines.
 
         `turn` counts the assistant turns before these messages.
         """
@@ -124,21 +126,21 @@ class HermesText(ChatServer):
         return plain
 
     def _observation(self, message: Message) -> str:
-        """The element for a tool message, created once: every turn shows the whole history."""
+        """Return the element for a tool message, created once: every turn shows the whole history."""
         text = str(message.get("content") or "")
         if text not in self._observed:
             self._observed[text] = observation(text)
         return self._observed[text]
 
     def _spoken(self, message: Message, turn: int) -> Message:
-        """An assistant message as it was sampled here; calls of a message from elsewhere are written as text."""
+        """Return an assistant message as it was sampled here; calls of a message from elsewhere are written as text."""
         calls = _calls_of(message)
         content = str(message.get("content") or "")
         sampled = self._sampled.get(_key(turn, content, calls))
         return dict(sampled) if sampled is not None else {"role": "assistant", "content": written(content, calls)}
 
     def _read(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
-        """The reply with structured calls, for the loop. The sampled text is kept."""
+        """Return the reply with structured calls, for the loop. The sampled text is kept."""
         content, reasoning, calls = reply.content, reply.reasoning, reply.calls
         sampled: Message = {"role": "assistant", "content": written(content, calls)}
         if reasoning:
@@ -164,7 +166,7 @@ class HermesText(ChatServer):
 
 
 def written(text: str, calls: Sequence[RequestedCall]) -> str:
-    """Text and calls as a model would write them."""
+    """Return text and calls as a model would write them."""
     return "\n".join([*([text] if text else []), *(_block(call) for call in calls)])
 
 
@@ -177,18 +179,19 @@ def _block(call: RequestedCall) -> str:
 
 
 def observation(text: str) -> str:
-    """The `<tool_response>` element for one answer in the history."""
+    """Return the `<tool_response>` element for one answer in the history."""
     return encodable(result_from(text).to_xml())
 
 
 def result_in(element: str) -> ToolResult:
-    """The result that a `<tool_response>` element shows."""
+    """Return the result that a `<tool_response>` element shows."""
     fields = json.loads(element.removeprefix(_ANSWER).removesuffix(_ANSWERED))
     return ToolResult(fields["success"], fields["output"], fields.get("error", ""), fields.get("metadata", {}))
 
 
 def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
-    """The calls of one turn as text, in order: name, arguments, and the `<tool_response>` element that answers it.
+    """Yield the calls of one turn as text, in order: name, arguments, and the `<tool_response>` element that answers
+    it.
 
     Yields nothing unless the messages are a reply with calls and a user turn that answers each of them.
     """
@@ -201,7 +204,7 @@ def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
 
 
 def _elements(text: str) -> Iterator[str]:
-    """The `<tool_response>` elements of a text. Their JSON may contain tags."""
+    """Yield the `<tool_response>` elements of a text. Their JSON may contain tags."""
     place = 0
     while text.startswith(_ANSWER, place):
         try:
@@ -213,7 +216,7 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def result_text(success: bool, output: str, error: str, metadata: Mapping[str, JSON]) -> str:
-    """A call's result as the JSON text that the history keeps; `result_from` reads it back.
+    """Return a call's result as the JSON text that the history keeps; `result_from` reads it back.
 
     The exit code is also a field of its own, for the loop: a command that ran and failed is not a tool error.
     """
@@ -224,8 +227,8 @@ def result_text(success: bool, output: str, error: str, metadata: Mapping[str, J
 
 
 def result_from(text: str) -> ToolResult:
-    """The result in a tool message; the loop's own refusals are failures. It has no id, which would only cost tokens:
-    the order assigns results to calls."""
+    """Return the result in a tool message; the loop's own refusals are failures. It has no id, which would only cost
+    tokens: the order assigns results to calls."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

@@ -40,7 +40,8 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """The default handler: the package's tools in the task's own slot, or the tools of the rollout of that name."""
+    """Return the default handler: the package's tools in the task's own slot, or the tools of the rollout of that
+    name."""
     if (found := tools_of_task(task_id)) is not None:
         return await found.tools().handle(name, arguments)
     from palaestra.tools.runtime.function_calls import handle_function_call_async  # imports the sandbox
@@ -141,7 +142,7 @@ class HermesAgentLoop:
         return result
 
     def used(self) -> Used:
-        """The use of the budget so far, sub-agents included."""
+        """Return the use of the budget so far, sub-agents included."""
         return Used(
             turns=self.result.turns_used + self._delegated_turns,
             prompt_tokens=self.result.usage.prompt_tokens,
@@ -184,7 +185,7 @@ class HermesAgentLoop:
             return _End(Outcome.BUDGET, f"budget of {self.budget.wall_s:g} seconds used up")
 
     def _limit_reached(self, result: AgentResult) -> _End | None:
-        """The limit that forbids another turn; None if there is none."""
+        """Return the limit that forbids another turn; None if there is none."""
         if result.turns_used - self._turns_before >= self.max_turns:
             return _End(Outcome.MAX_TURNS)
         if used_up := self.budget.used_up(self.used()):
@@ -195,7 +196,7 @@ class HermesAgentLoop:
         return None
 
     async def _turn(self, result: AgentResult) -> _End | None:
-        """One model call and its tool calls. Returns how the rollout ended, or None if it continues."""
+        """Return one model call and its tool calls. Returns how the rollout ended, or None if it continues."""
         asked_s = self.clock.monotonic()
         reply = await self._ask(result)
         turn = self._record(result, reply, self.clock.monotonic() - asked_s)
@@ -269,5 +270,5 @@ class HermesAgentLoop:
                 await waiting
 
     def _managed_state(self) -> dict[str, JSON] | None:
-        """The token record of a token-exact server; None for others."""
+        """Return the token record of a token-exact server; None for others."""
         return self._chat.get_state()

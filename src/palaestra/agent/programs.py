@@ -75,7 +75,7 @@ class AgentProgram(Protocol):
 
 
 def model_variables(assignment: AgentAssignment) -> dict[str, str]:
-    """The environment variables in which SDKs look for a model."""
+    """Return the environment variables in which SDKs look for a model."""
     return {
         "HOME": HOME,
         "OPENAI_BASE_URL": assignment.openai_url,
@@ -90,7 +90,7 @@ def model_variables(assignment: AgentAssignment) -> dict[str, str]:
 
 
 def mcp_file(assignment: AgentAssignment) -> dict[str, str]:
-    """The MCP configuration file in the format that most programs read; empty without tools."""
+    """Return the MCP configuration file in the format that most programs read; empty without tools."""
     if not assignment.tools_url:
         return {}
     headers = {"Authorization": f"Bearer {assignment.key}"}
@@ -254,7 +254,7 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
 
 
 def _mounts(folder: Path, interpreter: Path) -> list[Mount]:
-    """The folders that slots need: the agent's folder, and its interpreter's unless that is the system's."""
+    """Return the folders that slots need: the agent's folder, and its interpreter's unless that is the system's."""
     mounts = [Mount(str(folder), str(folder))]
     if interpreter.parent not in (Path("/"), Path("/usr"), Path("/usr/local")):
         needed = (interpreter, interpreter.with_name("lib"))  # not the parent folder, which may be a user's home
@@ -368,7 +368,7 @@ PROGRAMS: Mapping[str, AgentProgram] = {
 
 
 def program_named(name: str) -> AgentProgram:
-    """The agent of that name, or a command line as an agent. Raises `ConfigError` for other text."""
+    """Return the agent of that name, or a command line as an agent. Raises `ConfigError` for other text."""
     if name in PROGRAMS:
         return PROGRAMS[name]
     try:

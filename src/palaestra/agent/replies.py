@@ -45,7 +45,7 @@ class Reply:
         return self.finish_reason == "length"
 
     def message(self) -> Message:
-        """The assistant message that goes into the history."""
+        """Return the assistant message that goes into the history."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -58,7 +58,7 @@ class Reply:
 
 
 def read_reply(completion: object, turn: int) -> Reply:
-    """The first choice of a chat completion. `turn` (from 1) becomes part of the ids made for calls without one.
+    """Return the first choice of a chat completion. `turn` (from 1) becomes part of the ids made for calls without one.
 
     Raises `EngineReplyError` if there is no choice or no message in it, or if the server broke off the reply.
     """
@@ -83,14 +83,14 @@ def read_reply(completion: object, turn: int) -> Reply:
 
 
 def part(value: object, name: str) -> JSON:
-    """A field of an object or of a dict; None if it is missing."""
+    """Return a field of an object or of a dict; None if it is missing."""
     if not isinstance(value, msgspec.Struct) and isinstance(value, Mapping):
         return value.get(name)
     return getattr(value, name, None)
 
 
 def text_of(content: JSON) -> str:
-    """Message content as text: a string as it is, a list of parts as the text parts joined."""
+    """Return message content as text: a string as it is, a list of parts as the text parts joined."""
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):
@@ -100,7 +100,7 @@ def text_of(content: JSON) -> str:
 
 
 def _reasoning(message: object) -> str | None:
-    """The reasoning text. Servers use three names for it; the first that holds text counts."""
+    """Return the reasoning text. Servers use three names for it; the first that holds text counts."""
     for name in ("reasoning_content", "reasoning"):
         value = part(message, name)
         if isinstance(value, str) and value:
@@ -128,7 +128,7 @@ def _calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
 
 
 def _raw(arguments: JSON) -> str:
-    """The arguments as text. Some servers send the object itself."""
+    """Return the arguments as text. Some servers send the object itself."""
     if isinstance(arguments, str):
         return arguments
     return "" if arguments is None else json.dumps(arguments, ensure_ascii=False, default=str)

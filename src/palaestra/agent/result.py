@@ -154,11 +154,11 @@ class AgentResult:
         return nodes[-1] if nodes else None
 
     def to_messages(self) -> list[Message]:
-        """The conversation, as copies that the caller may change."""
+        """Return the conversation, as copies that the caller may change."""
         return [dict(message) for message in self.messages]
 
     def to_scored_data(self, score: float) -> dict[str, JSON] | None:
-        """The training row (`tokens[T]`, `masks[T]`, `inference_logprobs[T]`, `scores`, `messages`); None if the
+        """Return the training row (`tokens[T]`, `masks[T]`, `inference_logprobs[T]`, `scores`, `messages`); None if the
         server gave no tokens."""
         node = self.trajectory_data
         if node is None:

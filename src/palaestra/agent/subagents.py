@@ -163,7 +163,7 @@ class Subagents:
         return [report.result() for report in reports]
 
     def _registry(self, assignment: Assignment) -> ToolRegistry:
-        """The parent agent's tools that the assignment requests. Raises `ToolMistake`."""
+        """Return the parent agent's tools that the assignment requests. Raises `ToolMistake`."""
         own = self.tools.registry
         names = [name for name in own.list_tools() if name not in NOT_FOR_SUBAGENTS]
         if self.depth + 1 >= MAX_DEPTH:
@@ -175,7 +175,7 @@ class Subagents:
         return ToolRegistry(tools, replayed=own.replayed)
 
     def _started(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _Running:
-        """A sub-agent that is ready to run and already in the record."""
+        """Return a sub-agent that is ready to run and already in the record."""
         number, above = next(self.numbers), self.loop
         own = self.tools
         tools = ToolRuntime(
@@ -253,7 +253,7 @@ class _Running:
 
 
 def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:
-    """The package's tools in those toolsets; `brought` are the toolsets of other tools."""
+    """Return the package's tools in those toolsets; `brought` are the toolsets of other tools."""
     try:
         return set(resolve_toolsets([name for name in toolsets if name in TOOLSETS or name not in brought]))
     except ConfigError as error:

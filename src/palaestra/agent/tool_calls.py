@@ -59,11 +59,11 @@ class CallAnswer:
         return "" if self.outcome is None else self.outcome.error
 
     def message(self) -> Message:
-        """The tool message for the history."""
+        """Return the tool message for the history."""
         return {"role": "tool", "tool_call_id": self.call.id, "content": self.text}
 
     def tool_error(self, turn: int) -> ToolError:
-        """The record of a failed call, in the contract's form."""
+        """Return the record of a failed call, in the contract's form."""
         return ToolError(turn, self.call.name, self.call.arguments, self.error, self.text)
 
 
@@ -86,7 +86,7 @@ class ToolCalls:
         self._parallel_safe = parallel_safe
 
     def check(self, calls: Sequence[RequestedCall], *, cut_off: bool) -> list[CallAnswer]:
-        """One answer object per call, in order; calls that must not run already have their outcome."""
+        """Return one answer object per call, in order; calls that must not run already have their outcome."""
         return list(map(self._checked, calls, repeat(cut_off)))
 
     def _checked(self, call: RequestedCall, cut_off: bool) -> CallAnswer:
@@ -115,7 +115,8 @@ class ToolCalls:
                 await self._run_together(batch)
 
     def _batches(self, answers: Sequence[CallAnswer]) -> Iterator[list[CallAnswer]]:
-        """Adjacent parallel-safe calls form a batch; every other call runs alone. Refused calls split no batch."""
+        """Yield adjacent parallel-safe calls form a batch; every other call runs alone. Refused calls split no
+        batch."""
         together: list[CallAnswer] = []
         for answer in answers:
             if answer.checked is None or answer.outcome is not None:
@@ -156,7 +157,8 @@ def handler_runtime(
     task_id: str | None,
     middleware: Sequence[ToolMiddleware] = (),
 ) -> ToolRuntime:
-    """A runtime in which a `tool_handler` runs the tools of these `names`; a tool without a schema accepts any object.
+    """Return a runtime in which a `tool_handler` runs the tools of these `names`; a tool without a schema accepts any
+    object.
 
     Raises `ConfigError` for a schema that cannot be used.
     """

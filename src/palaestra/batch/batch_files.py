@@ -81,7 +81,7 @@ def write_batch_files(folder: Path) -> BatchReport:
 
 
 def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: IO[bytes]) -> Iterator[dict[str, JSON]]:
-    """The kept rows in order. Every other sample leaves a line with its reason in `refused`."""
+    """Yield the kept rows in order. Every other sample leaves a line with its reason in `refused`."""
 
     def refuse(number: int, kind: Counter[str], reason: str) -> None:
         kind[reason] += 1

@@ -151,7 +151,8 @@ class BatchEnvironment(EvaluatedEnvironment):
             yield self._task(number - 1, row)
 
     def _task(self, index: int, row: Mapping[str, JSON] | TaskError) -> Task:
-        """The task of a row. The task of a bad row fails when it starts, so that the others keep their numbers."""
+        """Return the task of a row. The task of a bad row fails when it starts, so that the others keep their
+        numbers."""
         if isinstance(row, TaskError):
             return Task(id=f"{index}-unreadable", prompt="", data=row)
         digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:8]
@@ -204,14 +205,14 @@ class BatchEnvironment(EvaluatedEnvironment):
 
 
 def _start_in(cwd: str) -> str:
-    """A script that makes this directory the working directory of the agent's commands and relative paths."""
+    """Return a script that makes this directory the working directory of the agent's commands and relative paths."""
     path = shlex.quote(cwd)
     linked = f"cd / && rm -rf {WORKSPACE} && ln -s {path} {WORKSPACE}"
     return f"mkdir -p {path} || exit\n[ {path} -ef {WORKSPACE} ] || {{ {linked}; }}"
 
 
 def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
-    """The messages of a row's prompt: a text, or a list of messages. Raises `TaskError`."""
+    """Return the messages of a row's prompt: a text, or a list of messages. Raises `TaskError`."""
     given = row.get(field)
     if isinstance(given, str) and given.strip():
         return [{"role": "user", "content": given}]
@@ -243,6 +244,6 @@ def _reasons(rollout: Rollout) -> bool:
 
 
 def unknown_tools(rollout: Rollout) -> list[str]:
-    """The tools that the agent called but does not have."""
+    """Return the tools that the agent called but does not have."""
     known = set(rollout.kit.names)
     return sorted({name for turn in _turns(rollout) for name in turn.tool_names if name not in known})

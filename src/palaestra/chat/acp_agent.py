@@ -147,7 +147,7 @@ class ChatAgent:
         return schema.ResumeSessionResponse()
 
     async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
-        """A new conversation that begins with another one's history."""
+        """Return a new conversation that begins with another one's history."""
         people: list[str] = []
         other = await self._conversation(session_id).fork(people=self._people(people))
         self._join(other, self._folder(cwd), people)
@@ -156,7 +156,7 @@ class ChatAgent:
     async def list_sessions(
         self, cwd: str | None = None, cursor: str | None = None, **_: Any
     ) -> schema.ListSessionsResponse:
-        """The stored conversations of editors, or those of one folder."""
+        """Return the stored conversations of editors, or those of one folder."""
         found = []
         for record in self._service.store.conversations(key="acp", limit=200):
             where = str(record.settings.get("cwd") or "")
@@ -213,7 +213,7 @@ class ChatAgent:
         return ended
 
     def _update(self, event: Event) -> Any:
-        """The event as an update of the protocol; None for an event without one."""
+        """Return the event as an update of the protocol; None for an event without one."""
         if isinstance(event, TextDelta):
             return acp.update_agent_message_text(event.text)
         if isinstance(event, ReasoningDelta):
@@ -297,7 +297,7 @@ class ChatAgent:
         return outcome.option_id if isinstance(outcome, schema.AllowedOutcome) else None
 
     def _people(self, name: list[str]) -> People:
-        """The person behind the editor; `name` gets the session's id once it is known."""
+        """Return the person behind the editor; `name` gets the session's id once it is known."""
 
         async def approve(request: ApprovalRequest) -> ApprovalAnswer:
             self._calls += 1
@@ -360,7 +360,7 @@ class ChatAgent:
 
 
 def _content(blocks: Sequence[Any]) -> JSON:
-    """The content of a message from the blocks of the protocol."""
+    """Return the content of a message from the blocks of the protocol."""
     texts: list[str] = []
     images: list[JSON] = []
     for block in blocks:

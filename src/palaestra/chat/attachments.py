@@ -16,12 +16,12 @@ _NAMED = re.compile(r"(?:^|(?<=\s))@(?:\"([^\"]+)\"|(\S+))")
 
 
 def named_files(text: str) -> list[Path]:
-    """The files that `@name` in a text names and that exist."""
+    """Return the files that `@name` in a text names and that exist."""
     return [path for path in _named(text) if path.is_file()]
 
 
 def missing_files(text: str) -> list[Path]:
-    """The paths of `@name` in a text that are not files, although they have a suffix or a folder."""
+    """Return the paths of `@name` in a text that are not files, although they have a suffix or a folder."""
     return [path for path in _named(text) if not path.is_file() and (path.suffix or len(path.parts) > 1)]
 
 
@@ -31,8 +31,8 @@ def _named(text: str) -> list[Path]:
 
 
 def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JSON:
-    """The message with the files that it names, and `images`. `piped` is added to the text; names in it attach no
-    files, because somebody else may have written it. Raises `ConfigError` for a file that cannot be sent."""
+    """Return the message with the files that it names, and `images`. `piped` is added to the text; names in it attach
+    no files, because somebody else may have written it. Raises `ConfigError` for a file that cannot be sent."""
     parts: list[JSON] = []
     named = named_files(text)
     text = "\n\n".join(part for part in (text, piped) if part)

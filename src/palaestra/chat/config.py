@@ -77,7 +77,7 @@ def read_options(words: Sequence[str], prog: str) -> ChatOptions:
 
 
 def open_store(config: ChatConfig) -> ConversationStore:
-    """The file of conversations. Raises `ConfigError`."""
+    """Return the file of conversations. Raises `ConfigError`."""
     return ConversationStore(Path(config.store).expanduser() if config.store else None)
 
 
@@ -114,8 +114,8 @@ async def chat_service(
 
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
-    """The system prompt, with the instructions of the shared folder, or else of the current one. A link out of the
-    folder is not followed, because it could send other files to the model."""
+    """Return the system prompt, with the instructions of the shared folder, or else of the current one. A link out of
+    the folder is not followed, because it could send other files to the model."""
     where = (folder.root if folder is not None else Path.cwd()).resolve()
     for name in AGENTS_FILES:
         file_path = (where / name).resolve()
@@ -131,5 +131,5 @@ def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
 
 
 def spec(config: ChatConfig) -> SlotSpec:
-    """The sandbox of a conversation."""
+    """Return the sandbox of a conversation."""
     return SlotSpec(image=config.image, network=Network.ON if config.allow_network else Network.OFF, limits=Limits())

@@ -163,16 +163,16 @@ class Conversation:
         system: str | None = None,
         settings: Mapping[str, JSON] | None = None,
     ) -> Self:
-        """A new conversation. `key` names its place (a gateway's session key), `user` its owner; `system` replaces the
-        prompt of the settings; `settings` are stored with the conversation."""
+        """Return a new conversation. `key` names its place (a gateway's session key), `user` its owner; `system`
+        replaces the prompt of the settings; `settings` are stored with the conversation."""
         prompt = service.settings.system_prompt if system is None else system
         record = service.store.create(system=prompt, title=title, key=key, user=user, settings=settings)
         return cls._opened(service, record, people)
 
     @classmethod
     def open(cls, service: ChatService, name: str, people: People | None = None) -> Self:
-        """A stored conversation, by its id, the beginning of its id, its title, or `last`. If it ends with an open
-        turn, `unfinished` is true and `resume` continues it.
+        """Return a stored conversation, by its id, the beginning of its id, its title, or `last`. If it ends with an
+        open turn, `unfinished` is true and `resume` continues it.
 
         Raises `ConfigError` for an unknown conversation, and for one that is already open, here or in another process.
         """
@@ -211,7 +211,7 @@ class Conversation:
         return self._service.model_name(self._server)
 
     def turns(self) -> list[StoredTurn]:
-        """The turns of the history."""
+        """Return the turns of the history."""
         return self._store.turns(self.id)
 
     async def send(self, content: JSON, *, message_id: str | None = None) -> AsyncGenerator[Event, None]:
@@ -274,8 +274,8 @@ class Conversation:
                 yield event
 
     async def fork(self, turn: int | None = None, people: People | None = None) -> Self:
-        """A new conversation with the history up to a turn (None: all), and, if the backend has layers, with a copy of
-        the present files. Raises `ConfigError` for an unknown turn."""
+        """Return a new conversation with the history up to a turn (None: all), and, if the backend has layers, with a
+        copy of the present files. Raises `ConfigError` for an unknown turn."""
         record = self._store.fork(self.id, turn, title=self.record.title)
         other = self._opened(self._service, record, people or self.people)
         if self._slot is not None:
@@ -289,8 +289,8 @@ class Conversation:
         return other
 
     def take_notices(self) -> list[Notice]:
-        """The notices about what happened before this conversation was opened. The next turn reports them if nobody
-        takes them."""
+        """Return the notices about what happened before this conversation was opened. The next turn reports them if
+        nobody takes them."""
         taken, self._notices = self._notices, []
         return taken
 
@@ -348,7 +348,7 @@ class Conversation:
         self.record = replace(self.record, title=title)
 
     async def slot(self) -> Slot:
-        """The conversation's slot, leased at the first call."""
+        """Return the conversation's slot, leased at the first call."""
         async with self._leasing:
             if self._slot is None:
                 self._slot, kept = await self._service.lease(self.id, self._snapshot)
@@ -760,7 +760,7 @@ class _WatchedSlot:
 
 
 def _locked(folder: Path, conversation: str) -> int:
-    """The descriptor of a conversation's lock file, which the kernel releases when the process dies. Raises
+    """Return the descriptor of a conversation's lock file, which the kernel releases when the process dies. Raises
     `ConfigError` if it is open elsewhere."""
     folder.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(folder / conversation, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -773,7 +773,7 @@ def _locked(folder: Path, conversation: str) -> int:
 
 
 def preview(name: str, arguments: Mapping[str, JSON]) -> str:
-    """A call in one short line: the command, the path, or the arguments."""
+    """Return a call in one short line: the command, the path, or the arguments."""
     for key in ("command", "path", "query", "url", "goal", "question", "session_id"):
         if isinstance(arguments.get(key), str):
             text = str(arguments[key])
@@ -785,7 +785,7 @@ def preview(name: str, arguments: Mapping[str, JSON]) -> str:
 
 
 def _with_notes(content: JSON, notes: Sequence[str]) -> JSON:
-    """A user's message, preceded by notes on what has happened since the last one."""
+    """Return a user's message, preceded by notes on what has happened since the last one."""
     if not notes:
         return content
     text = "\n".join(f"[{note}]" for note in notes)

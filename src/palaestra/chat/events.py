@@ -92,5 +92,5 @@ NATURAL, INTERRUPTED = "natural", "interrupted"
 
 
 def encode_event(event: Event) -> str:
-    """The event as one line of JSON."""
+    """Return the event as one line of JSON."""
     return msgspec.json.encode(event).decode()

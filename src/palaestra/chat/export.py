@@ -29,8 +29,8 @@ UNREAD = "tokens of a conversation with sub-agents, whose text is not stored and
 def session_groups(
     store: ConversationStore, names: Sequence[str], left_out: Counter[str], *, tokens: bool
 ) -> Iterator[Group]:
-    """The groups of the named conversations (none: of all), the oldest first. `left_out` counts the excluded ones by
-    reason; with `tokens`, each token record is a rollout. Raises `ConfigError` for an unknown name."""
+    """Yield the groups of the named conversations (none: of all), the oldest first. `left_out` counts the excluded ones
+    by reason; with `tokens`, each token record is a rollout. Raises `ConfigError` for an unknown name."""
     chosen = [store.find(name) for name in names] or store.conversations(limit=-1)[::-1]
     number = 0
     for record in chosen:
@@ -104,7 +104,7 @@ def _trajectories(
 
 
 def _turns(messages: Sequence[Message]) -> list[TurnRecord]:
-    """One record for each model call, without token counts, which the store has only for whole turns."""
+    """Return one record for each model call, without token counts, which the store has only for whole turns."""
     replies = [message for message in messages if message.get("role") == "assistant"]
     return [
         TurnRecord(
@@ -117,7 +117,7 @@ def _turns(messages: Sequence[Message]) -> list[TurnRecord]:
 
 
 def redact(value: JSON) -> JSON:
-    """The value with the secrets in its texts replaced. Images stay as they are."""
+    """Return the value with the secrets in its texts replaced. Images stay as they are."""
     if isinstance(value, str):
         return value if value.startswith("data:image/") else redacted(value)
     if isinstance(value, dict):

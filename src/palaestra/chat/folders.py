@@ -7,12 +7,13 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """The folder of conversations: `$PALAESTRA_STATE`, else `palaestra` in `$XDG_STATE_HOME` or `~/.local/state`."""
+    """Return the folder of conversations: `$PALAESTRA_STATE`, else `palaestra` in `$XDG_STATE_HOME` or
+    `~/.local/state`."""
     if named := os.environ.get("PALAESTRA_STATE"):
         return Path(named)
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "palaestra"
 
 
 def settings_file() -> Path:
-    """The settings of chats: `palaestra/chat.yaml` in `$XDG_CONFIG_HOME` or `~/.config`."""
+    """Return the settings of chats: `palaestra/chat.yaml` in `$XDG_CONFIG_HOME` or `~/.config`."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "palaestra" / "chat.yaml"

@@ -161,7 +161,7 @@ class _Plain:
 
 
 def read_stdin(text: str) -> str:
-    """The piped text that is added to the message. Raises `ConfigError` if both are empty."""
+    """Return the piped text that is added to the message. Raises `ConfigError` if both are empty."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
     if not text.strip() and not piped.strip():
         raise ConfigError("there is no message: give -p TEXT, or pipe it in")
@@ -169,7 +169,7 @@ def read_stdin(text: str) -> str:
 
 
 def list_conversations(store: ConversationStore, *, as_json: bool, query: str = "") -> str:
-    """The stored conversations, or those that contain words of `query`: one line each, or JSON."""
+    """Return the stored conversations, or those that contain words of `query`: one line each, or JSON."""
     if query:
         found = [(match.session.session_id, match.excerpts) for match in store.search(query, limit=20)]
         if as_json:

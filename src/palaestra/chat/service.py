@@ -153,7 +153,7 @@ class ChatService:
             self._started = False
 
     def registry(self, toolsets: Sequence[str]) -> ToolRegistry:
-        """The tools of these toolsets, built once. Raises `ConfigError` for an unknown toolset."""
+        """Return the tools of these toolsets, built once. Raises `ConfigError` for an unknown toolset."""
         key = tuple(toolsets)
         if key not in self._registries:
             self._registries[key] = self._build(key)
@@ -168,7 +168,8 @@ class ChatService:
         )
 
     async def engine(self, server: Server | Sequence[Server]) -> ServerGroup:
-        """The started client of a model server. Raises `EngineError` if it does not answer, and tries again later."""
+        """Return the started client of a model server. Raises `EngineError` if it does not answer, and tries again
+        later."""
         for known, group, starting in self._groups:  # noqa: B007
             if known == server:
                 break
@@ -200,7 +201,7 @@ class ChatService:
                 await self.processes.recover_from_checkpoint(slots)
 
     async def lease(self, conversation: str, snapshot: Snapshot | None = None) -> tuple[Slot, bool]:
-        """The slot of a conversation, and whether it comes from an earlier service."""
+        """Return the slot of a conversation, and whether it comes from an earlier service."""
         await self.start()
         kept = self._kept.pop(conversation, None)
         if kept is not None:
@@ -220,7 +221,7 @@ class ChatService:
         return self._lasting is not None
 
     def model_name(self, server: Server | Sequence[Server] | None = None) -> str:
-        """The model of a server, as far as it is known."""
+        """Return the model of a server, as far as it is known."""
         server = self.server if server is None else server
         for known, group, _ in self._groups:
             if known == server:
@@ -229,13 +230,14 @@ class ChatService:
         return ", ".join(each.name if isinstance(each, ServerEngine) else each.model_name for each in several)
 
     def server_for(self, model: str) -> Server:
-        """The service's server with another model. Raises `ConfigError` if it has several servers or an engine."""
+        """Return the service's server with another model. Raises `ConfigError` if it has several servers or an
+        engine."""
         if not isinstance(self.server, APIServerConfig):
             raise ConfigError("the model can be changed only with one configured server")
         return self.server.model_copy(update={"model_name": model})
 
     async def models(self) -> list[str]:
-        """The models that the service's server lists; none if it has no list or does not answer."""
+        """Return the models that the service's server lists; none if it has no list or does not answer."""
         if not isinstance(self.server, APIServerConfig):
             return []
         try:

@@ -198,11 +198,11 @@ class ConversationStore:
         return record
 
     def get(self, conversation: str) -> ConversationRecord | None:
-        """The conversation with this id."""
+        """Return the conversation with this id."""
         return next(self._conversations("WHERE id = ?", conversation), None)
 
     def find(self, name: str) -> ConversationRecord:
-        """The conversation with that id or title, or the only one whose id begins with it; `last` is the latest.
+        """Return the conversation with that id or title, or the only one whose id begins with it; `last` is the latest.
 
         Raises `ConfigError` if none or several match.
         """
@@ -219,7 +219,7 @@ class ConversationStore:
     def conversations(
         self, *, limit: int = 50, key: str | None = None, user: str | None = None
     ) -> list[ConversationRecord]:
-        """The conversations, latest first; only those of one key or one user, if given."""
+        """Return the conversations, latest first; only those of one key or one user, if given."""
         wanted = [(name, value) for name, value in (("key", key), ("user", user)) if value is not None]
         where = "WHERE " + " AND ".join(f"{name} = ?" for name, _ in wanted) if wanted else ""
         values = [value for _, value in wanted]
@@ -286,11 +286,11 @@ class ConversationStore:
             self._db.execute("UPDATE turns SET state = 'undone', message_id = NULL WHERE id = ?", (turn.row,))
 
     def turn_of(self, conversation: str, message_id: str) -> StoredTurn | None:
-        """The turn of a message."""
+        """Return the turn of a message."""
         return next(self._turns("WHERE conversation = ? AND message_id = ?", conversation, message_id), None)
 
     def turns(self, conversation: str) -> list[StoredTurn]:
-        """The turns of the history, in order; undone ones are left out, and so are those before a compaction."""
+        """Return the turns of the history, in order; undone ones are left out, and so are those before a compaction."""
         found = list(self._turns("WHERE conversation = ? AND state != 'undone' ORDER BY number", conversation))
         begin = max(
             (n for n, turn in enumerate(found) if turn.kind == "compaction" and turn.state == "done"), default=0
@@ -309,12 +309,12 @@ class ConversationStore:
         return row
 
     def messages_of(self, turn: StoredTurn) -> list[tuple[int, Message]]:
-        """The messages of a turn with their rows, in order."""
+        """Return the messages of a turn with their rows, in order."""
         rows = self._db.execute("SELECT id, body FROM messages WHERE turn = ? ORDER BY id", (turn.row,))
         return [(row, msgspec.json.decode(body)) for row, body in rows]
 
     def history(self, conversation: str, *, until: int | None = None) -> list[Message]:
-        """The messages as the model sees them, the system prompt first; up to the turn `until`."""
+        """Return the messages as the model sees them, the system prompt first; up to the turn `until`."""
         record = self.get(conversation)
         messages: list[Message] = []
         if record is not None and record.system is not None:
@@ -325,7 +325,8 @@ class ConversationStore:
         return messages
 
     def said(self, conversation: str) -> list[Message]:
-        """All stored messages, also those that `history` leaves out: of undone turns, and before a compaction."""
+        """Return all stored messages, also those that `history` leaves out: of undone turns, and before a
+        compaction."""
         rows = self._db.execute(
             "SELECT m.body FROM messages m JOIN turns t ON t.id = m.turn WHERE t.conversation = ? ORDER BY m.id",
             (conversation,),
@@ -333,7 +334,7 @@ class ConversationStore:
         return [msgspec.json.decode(body) for (body,) in rows]
 
     def fork(self, conversation: str, turn: int | None = None, *, title: str = "") -> ConversationRecord:
-        """A new conversation with the history up to a turn (None: all ended ones). Raises `ConfigError`."""
+        """Return a new conversation with the history up to a turn (None: all ended ones). Raises `ConfigError`."""
         record = self.get(conversation)
         if record is None:
             raise ConfigError(f"no conversation is {conversation!r}")
@@ -379,7 +380,7 @@ class ConversationStore:
             )
 
     def effects(self, turn: StoredTurn, *, kind: str | None = None, message: int | None = None) -> list[Effect]:
-        """The side effects of a turn, in the order in which they began, of one kind or one message if given."""
+        """Return the side effects of a turn, in the order in which they began, of one kind or one message if given."""
         rows = self._db.execute(
             "SELECT id, kind, key, name, payload, state, result FROM effects"
             " WHERE turn = ?1 AND (?2 IS NULL OR kind = ?2) AND (?3 IS NULL OR message = ?3) ORDER BY id",
@@ -400,7 +401,7 @@ class ConversationStore:
             )
 
     def ledgers(self, conversation: str) -> list[tuple[int, int, int, bytes]]:
-        """The token records: part, first turn, last turn, record."""
+        """Return the token records: part, first turn, last turn, record."""
         return self._db.execute(
             "SELECT part, first_turn, last_turn, record FROM ledgers WHERE conversation = ? ORDER BY part",
             (conversation,),
@@ -412,7 +413,7 @@ class ConversationStore:
             self._db.executemany("INSERT OR IGNORE INTO allowed VALUES (?, ?)", [(user, each) for each in dangers])
 
     def allowed(self, user: str) -> set[str]:
-        """The kinds of danger that a user always allows."""
+        """Return the kinds of danger that a user always allows."""
         return {danger for (danger,) in self._db.execute("SELECT danger FROM allowed WHERE user = ?", (user,))}
 
     def set_consent(self, user: str, consent: bool) -> None:
@@ -421,7 +422,7 @@ class ConversationStore:
             self._db.execute("INSERT OR REPLACE INTO users VALUES (?, ?)", (user, int(consent)))
 
     def consent(self, user: str) -> bool:
-        """Whether a user's conversations may be exported for training; False unless recorded."""
+        """Return whether a user's conversations may be exported for training; False unless recorded."""
         found = self._db.execute("SELECT consent FROM users WHERE name = ?", (user,)).fetchone()
         return bool(found and found[0])
 
@@ -430,7 +431,7 @@ class ConversationStore:
     def search(
         self, query: str, roles: Collection[str] = (), limit: int = 3, *, current: str = ""
     ) -> list[SessionMatch]:
-        """The conversations whose messages contain words of `query`, best first (BM25), with excerpts.
+        """Return the conversations whose messages contain words of `query`, best first (BM25), with excerpts.
 
         Implements `SessionSource`; may be called in any thread.
         """

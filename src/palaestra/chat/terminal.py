@@ -230,7 +230,7 @@ class ChatTerminal:
         )
 
     async def _read(self) -> str | None:
-        """The next message or command; None at the end of input."""
+        """Return the next message or command; None at the end of input."""
         assert self._session is not None
         while True:
             try:
@@ -242,7 +242,7 @@ class ChatTerminal:
                 return None
 
     def _status(self) -> ANSI:
-        """The line below the prompt."""
+        """Return the line below the prompt."""
         if self._talk is None:
             return ANSI("starting …")
         talk = self._talk
@@ -374,8 +374,8 @@ class ChatTerminal:
         return line or None
 
     async def _line(self, prompt: str) -> str:
-        """One line of the person; empty after Ctrl-D and after Ctrl-C, which also stops the turn that asks. Input typed
-        before the question is discarded."""
+        """Return one line of the person; empty after Ctrl-D and after Ctrl-C, which also stops the turn that asks.
+        Input typed before the question is discarded."""
         async with self._asking:
             self._screen.end_line()
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
@@ -678,11 +678,11 @@ class MarkdownStream:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """The text with styles; a marker that may be incomplete is held back."""
+        """Return the text with styles; a marker that may be incomplete is held back."""
         return "".join(map(self._letter, text))
 
     def end(self) -> str:
-        """The text that was held back, and the end of all styles."""
+        """Return the text that was held back, and the end of all styles."""
         held, self._held = self._held, ""
         self._line, self._fence, self._bold, self._code = "", "", False, False
         return f"{held}{PLAIN}"

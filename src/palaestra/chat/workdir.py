@@ -54,7 +54,7 @@ class FolderChange:
     problem: str = ""
 
     def diff(self) -> str:
-        """The change as a unified diff; one line for a file that is not text."""
+        """Return the change as a unified diff; one line for a file that is not text."""
         texts = [_text(data) for data in (self.before, self.after)]
         if None in texts:
             return f"{self.kind} binary file {self.path} ({len(self.after or b'')} bytes)\n"
@@ -88,8 +88,8 @@ class WorkFolder:
         self._listed = await self._list(slot)
 
     async def changes(self, slot: Slot) -> list[FolderChange]:
-        """The files of the sandbox that differ from the folder, by path. Raises `SandboxError` if they are more than
-        may be written back."""
+        """Return the files of the sandbox that differ from the folder, by path. Raises `SandboxError` if they are more
+        than may be written back."""
         now = await self._list(slot)
         paths = [path for path in sorted(set(now) | set(self._listed)) if now.get(path) != self._listed.get(path)]
         room = MAX_BYTES
@@ -207,7 +207,7 @@ class WorkFolder:
                     yield here / name
 
     async def _list(self, slot: Slot) -> dict[str, tuple[str, str]]:
-        """Size and time of every file of the workspace."""
+        """Return size and time of every file of the workspace."""
         done = await slot.execute(_LIST, cwd=WORKSPACE, timeout_s=120, max_output_bytes=_LIST_BYTES, spill=False)
         if not done.success or done.metadata.get("truncated"):
             raise SandboxError(f"the files of the sandbox could not be listed: {done.output.strip()[-300:]}")
@@ -222,21 +222,21 @@ class WorkFolder:
             return None
 
     def _real(self, path: str) -> str:
-        """The path with its symlinks resolved, as far as they stay in the folder."""
+        """Return the path with its symlinks resolved, as far as they stay in the folder."""
         target = self.root / path
         parent = target.parent.resolve()
         return (parent.relative_to(self.root) / target.name).as_posix() if parent.is_relative_to(self.root) else path
 
     def _inside(self, target: Path) -> bool:
-        """Whether the directory of a path is in the folder once symlinks are resolved."""
+        """Return whether the directory of a path is in the folder once symlinks are resolved."""
         return target.parent.resolve().is_relative_to(self.root) and not target.is_dir()
 
 
 def makes_git_run(path: str, repositories: Collection[str] = ()) -> bool:
-    """Whether a file at this path can make git run commands on this machine: a hook, a configuration (aliases, filters,
-    `core.fsmonitor`), the todo list of a rebase, or a `.git` file that names another repository. In a `.git` folder
-    every file can, except those that commits write (`_GIT_DATA`); in the bare `repositories`, hooks and configuration
-    can.
+    """Return whether a file at this path can make git run commands on this machine: a hook, a configuration (aliases,
+    filters, `core.fsmonitor`), the todo list of a rebase, or a `.git` file that names another repository. In a `.git`
+    folder every file can, except those that commits write (`_GIT_DATA`); in the bare `repositories`, hooks and
+    configuration can.
 
     Source: https://git-scm.com/docs/gitrepository-layout
     """
@@ -250,7 +250,7 @@ def makes_git_run(path: str, repositories: Collection[str] = ()) -> bool:
 
 
 def bare_repositories(paths: Collection[str]) -> set[str]:
-    """The folders among these files that git takes for a repository though they are not named `.git`."""
+    """Return the folders among these files that git takes for a repository though they are not named `.git`."""
     heads = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "HEAD"}
     inner = {folder for path in paths for folder in PurePosixPath(path).parents}
     return {

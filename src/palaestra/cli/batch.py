@@ -107,7 +107,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
 
 def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
-    """The name of the run, whether it is resumed by that name, and the other words. Raises `ConfigError`."""
+    """Return the name of the run, whether it is resumed by that name, and the other words. Raises `ConfigError`."""
     name, resumes, rest, waiting = "", False, list[str](), list(words)
     while waiting:
         word = waiting.pop(0)
@@ -131,8 +131,8 @@ def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
 
 
 def _settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
-    """The words with settings in place of the batch's flags, and the file in front of them as a setting. `stdin` is the
-    folder for the rows of stdin."""
+    """Yield the words with settings in place of the batch's flags, and the file in front of them as a setting. `stdin`
+    is the folder for the rows of stdin."""
     files = list(itertools.takewhile(lambda word: word == "-" or not word.startswith("-"), words))
     if len(files) > 1:
         raise ConfigError(
@@ -147,12 +147,12 @@ def _settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
 
 
 def _dashed(written: str) -> str:
-    """A flag with dashes, as `--run-name` for `--run_name`; dotted settings and values as they are."""
+    """Return a flag with dashes, as `--run-name` for `--run_name`; dotted settings and values as they are."""
     return written.replace("_", "-") if written.startswith("--") and "." not in written else written
 
 
 def _kept_stdin(folder: Path) -> str:
-    """The file in `folder` that keeps the rows of stdin, for a batch that is resumed. Raises `DiskError`."""
+    """Return the file in `folder` that keeps the rows of stdin, for a batch that is resumed. Raises `DiskError`."""
     from palaestra.core.io.durable_files import writing
 
     rows = sys.stdin.buffer.read()

@@ -95,7 +95,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
 
 def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:
-    """The settings of a chat; None when the words ask for their help or values, which are then printed."""
+    """Return the settings of a chat; None when the words ask for their help or values, which are then printed."""
     from palaestra.chat.config import read_options
 
     options = read_options(words, program)
@@ -108,7 +108,7 @@ def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:
 
 
 def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The flags of the chat with their values, and the words of settings. Raises `ConfigError`."""
+    """Return the flags of the chat with their values, and the words of settings. Raises `ConfigError`."""
     own: dict[str, str] = {}
     rest: list[str] = []
     waiting = list(words)
@@ -134,7 +134,7 @@ def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def which(own: Mapping[str, str]) -> Which:
-    """The conversation that the flags name."""
+    """Return the conversation that the flags name."""
     from palaestra.chat.one_shot import Which
 
     fork, colon, turn = own.get("--fork", "").partition(":")

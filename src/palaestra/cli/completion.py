@@ -49,7 +49,7 @@ def command(shell: str) -> None:
 
 
 def complete_environments(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Environments by name, and files."""
+    """Return environments by name, and files."""
     from palaestra.envs.discovery import known_environments
 
     named = ((each.name, each.summary) for each in known_environments(Path.cwd()).values())
@@ -58,7 +58,7 @@ def complete_environments(context: click.Context, parameter: click.Parameter, in
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Runs by id, the latest first, and folders."""
+    """Return runs by id, the latest first, and folders."""
     from palaestra.rollouts.journal.reader import LAST, list_runs
 
     runs = [(folder.name, folder.parent.name) for folder in list_runs()]
@@ -67,22 +67,22 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
 
 
 def complete_formats(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Formats of `export`."""
+    """Return formats of `export`."""
     from palaestra.rollouts.export.exporter import FORMATS
 
     return _starting(incomplete, ((name, summary) for name, (_, summary) in FORMATS.items()))
 
 
 def complete_cheats(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ways of reward hacking of `env check --only`."""
+    """Return ways of reward hacking of `env check --only`."""
     from palaestra.envs.cheats.proof import BANK
 
     return _starting(incomplete, ((cheat.name, cheat.what) for cheat in BANK))
 
 
 def complete_settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The word after ENV or RUN: a value of the flag before it, or the command of the environment. Flags may also come
-    first; then the word is ENV or RUN."""
+    """Return the word after ENV or RUN: a value of the flag before it, or the command of the environment. Flags may
+    also come first; then the word is ENV or RUN."""
     from palaestra.envs.config.command_line import COMMANDS
 
     words = _words(context)
@@ -116,14 +116,14 @@ class SettingsCommand(click.Command):
 
 
 def _words(context: click.Context) -> list[str]:
-    """The words before the one to complete."""
+    """Return the words before the one to complete."""
     first = context.params.get("environment") or context.params.get("run")
     given = context.params.get("settings") or context.params.get("words") or ()
     return [*([first] if first else []), *given] or [""]
 
 
 def _named(context: click.Context) -> str | None:
-    """The environment or run that the command line names; None if it does not yet."""
+    """Return the environment or run that the command line names; None if it does not yet."""
     from palaestra.envs.config.command_line import first_word
 
     with contextlib.suppress(ConfigError):
@@ -132,7 +132,7 @@ def _named(context: click.Context) -> str | None:
 
 
 def _values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
-    """The values of a flag of an environment, as far as there is a list of them."""
+    """Return the values of a flag of an environment, as far as there is a list of them."""
     from palaestra.core.config import SHORT_FORMS
 
     if flag == "--policy":
@@ -199,7 +199,8 @@ def _line(form: Form) -> CommandLine[BaseEnvConfig, APIServerConfig]:
 
 
 def _form(context: click.Context) -> Form | None:
-    """The environment on the command line, or the one of the run that is resumed; None without one that loads."""
+    """Return the environment on the command line, or the one of the run that is resumed; None without one that
+    loads."""
     from palaestra.core.errors import PalaestraError
     from palaestra.envs.config.layers import exported, read_dotenv
     from palaestra.envs.discovery import load_environment

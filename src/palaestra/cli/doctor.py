@@ -223,7 +223,7 @@ def _machine(as_json: bool) -> None:
 
 
 def verdict(ladder: Sequence[RungStatus]) -> str:
-    """The line with the level that a run would use."""
+    """Return the line with the level that a run would use."""
     best = max((step.rung for step in ladder if step.available and step.rung > Rung.NONE), default=None)
     return "runs refuse to start" if best is None else f"runs use: {best.label}"
 

@@ -157,8 +157,8 @@ def _example_config(name: str) -> str:
 
 
 def _about(reference: str) -> dict[str, JSON]:
-    """The environment's name, form and docstring, its own settings, common settings with defaults of its own, the
-    settings of a training on it (`training`, and `rollouts` of those that runs have too), and the settings without
+    """Return the environment's name, form and docstring, its own settings, common settings with defaults of its own,
+    the settings of a training on it (`training`, and `rollouts` of those that runs have too), and the settings without
     effect with their reasons."""
     from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields

@@ -172,7 +172,7 @@ class Filter:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def of(self, groups: Iterable[Group]) -> Iterator[Group]:
-        """The groups with the chosen rollouts; without groups of other tasks."""
+        """Yield the groups with the chosen rollouts; without groups of other tasks."""
         for group in groups:
             if self.tasks and not any(fnmatchcase(group.task_id, pattern) for pattern in self.tasks):
                 self.left_out["another task"] += len(group.trajectories)
@@ -183,7 +183,7 @@ class Filter:
             yield group
 
     def _reason(self, rollout: Trajectory) -> str:
-        """Why a rollout is left out; empty if it is not."""
+        """Return why a rollout is left out; empty if it is not."""
         if self.outcomes and rollout.outcome.value not in self.outcomes:
             return "another outcome"
         if self.min_reward is not None and (rollout.reward is None or rollout.reward < self.min_reward):
@@ -194,8 +194,8 @@ class Filter:
 
 
 def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path | None, ExportReport]:
-    """Where the export lies, None for stdout. A file is filled beside its place, which it takes when it is whole; what
-    is there already and is no file (a pipe, a device) is written to as it is."""
+    """Return where the export lies, None for stdout. A file is filled beside its place, which it takes when it is
+    whole; what is there already and is no file (a pipe, a device) is written to as it is."""
     from palaestra.core.errors import ConfigError
 
     try:

@@ -157,7 +157,7 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script. Reports failures and returns an exit code of `palaestra.core.exits`."""
+    """Return the console script. Reports failures and returns an exit code of `palaestra.core.exits`."""
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
             program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE
@@ -186,7 +186,7 @@ def _silence() -> None:
 
 
 def _in_words(error: click.UsageError) -> str:
-    """A wrong flag or argument, with the nearest flag that there is."""
+    """Return a wrong flag or argument, with the nearest flag that there is."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return f"{error.format_message().rstrip('.')}."
     from palaestra.core.config import nearest

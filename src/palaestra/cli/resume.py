@@ -95,7 +95,7 @@ def settings_of(recording: Recording, form: Form) -> dict[str, JSON]:
 
 
 def _environment(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of `--environment`, and the other words. Raises `ConfigError`."""
+    """Return the value of `--environment`, and the other words. Raises `ConfigError`."""
     rest, named = list(words), None
     for place, word in enumerate(rest):
         flag, equals, value = word.partition("=")

@@ -10,7 +10,8 @@ from palaestra.cli.completion import SettingsCommand, complete_environments, com
 
 
 def front_door(verb: str, help_text: str, *words: str) -> click.Command:
-    """A command that runs an environment, with these words at the start of the environment's own command line."""
+    """Return a command that runs an environment, with these words at the start of the environment's own command
+    line."""
 
     @click.command(
         verb,

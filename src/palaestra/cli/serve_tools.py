@@ -123,7 +123,7 @@ async def _serve_tools(options: _ToolsOptions) -> None:
 
 
 def _tools_of(file: Path) -> list[Tool]:
-    """The tools that a Python file makes or imports, and one of each subclass of `Tool` that it defines."""
+    """Return the tools that a Python file makes or imports, and one of each subclass of `Tool` that it defines."""
     from palaestra.core.user_code import call_hook, load_file
     from palaestra.tools.tool import Tool
 
@@ -288,7 +288,7 @@ _OF_NOMAD = {
 
 
 def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> Backend:
-    """The backend that `--backend` or the variables name. Raises `ConfigError`."""
+    """Return the backend that `--backend` or the variables name. Raises `ConfigError`."""
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import read_environ
     from palaestra.sandbox.backends.registry import make_backend
@@ -302,7 +302,7 @@ def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> 
 
 
 async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
-    """The tools of the toolsets, else all that work here and `_ON_REQUEST`; then what only the tool server has.
+    """Return the tools of the toolsets, else all that work here and `_ON_REQUEST`; then what only the tool server has.
 
     Without toolsets, the reasons of all missing tools are kept, so that their calls get them.
     """
@@ -328,7 +328,7 @@ async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings)
 
 
 def _delegates(settings: ExecutorSettings) -> Delegates | None:
-    """The sub-agents of delegated work, if a model server was named."""
+    """Return the sub-agents of delegated work, if a model server was named."""
     if settings.base_url is None:
         return None
     from palaestra.agent.detached_subagents import Delegates
@@ -338,7 +338,7 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 
 
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
-    """The tools of the tool server. They are kept next to a recording: a replay does not ask the server."""
+    """Return the tools of the tool server. They are kept next to a recording: a replay does not ask the server."""
     from palaestra.core.io.durable_files import replaced
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
     from palaestra.tools.serving.tool_server_client import ToolServerLink
@@ -361,7 +361,8 @@ async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
 
 
 def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
-    """The settings of TOOL_EXECUTOR_* variables; reports those without effect on stderr. Raises `ConfigError`."""
+    """Return the settings of TOOL_EXECUTOR_* variables; reports those without effect on stderr. Raises
+    `ConfigError`."""
     given = {name: value for name, value in environ.items() if name.startswith(_PREFIX) and value}
     variables = {name.removeprefix(_PREFIX).lower(): name for name in given}
     for name, variable in variables.items():
@@ -376,7 +377,7 @@ def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
 
 
 def read_token(file: Path | None, variable: str) -> str | None:
-    """The token of a server, from the file if there is one, else from the variable. Raises `ConfigError`."""
+    """Return the token of a server, from the file if there is one, else from the variable. Raises `ConfigError`."""
     if file is None:
         return sent_secret(os.environ.get(variable), variable)
     try:

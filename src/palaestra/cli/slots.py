@@ -188,7 +188,7 @@ def _sockets(directory: Path | None) -> list[Path]:
 
 
 def _open(store: Path | None) -> SnapshotStore | None:
-    """The store, if there is one: looking does not make it."""
+    """Return the store, if there is one: looking does not make it."""
     folder = store or default_folder()
     return SnapshotStore(folder).open() if folder.is_dir() else None
 

@@ -68,7 +68,7 @@ def tool_settings() -> ToolSettings:
 
 
 async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
-    """The offers of the MCP servers of these files."""
+    """Return the offers of the MCP servers of these files."""
     from palaestra.tools.mcp.run_servers import MCPServers
 
     async with MCPServers(configured_servers(files), forgiving=True) as servers:
@@ -76,7 +76,7 @@ async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
 
 
 def configured_servers(files: Iterable[Path]) -> dict[str, MCPServerConfig]:
-    """The MCP servers of these files, with the variables they name. Raises `ConfigError`."""
+    """Return the MCP servers of these files, with the variables they name. Raises `ConfigError`."""
     from palaestra.envs.config.layers import read_dotenv
     from palaestra.tools.mcp.mcp_config import configured, hand_over, read_servers
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """One option per setting of a training; None when it is left out, so that a resumed one keeps its own."""
+    """Return one option per setting of a training; None when it is left out, so that a resumed one keeps its own."""
     for name, kind in reversed(_OPTIONS.items()):
         command = click.option(name, type=kind, hidden=True)(command)
     return command
@@ -173,7 +173,7 @@ def command(
 
 
 def _model(words: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The value of `--model`, and the other words."""
+    """Return the value of `--model`, and the other words."""
     rest = list(words)
     for place, word in enumerate(rest):
         flag, equals, value = word.partition("=")

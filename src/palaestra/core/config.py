@@ -63,35 +63,35 @@ class Settings(BaseModel):
                 remember(value if isinstance(value, str) else None)
 
     def recorded(self) -> dict[str, JSON]:
-        """All values as JSON, for the record; an object that JSON cannot hold becomes the name of its type."""
+        """Return all values as JSON, for the record; an object that JSON cannot hold becomes the name of its type."""
         return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
 
 
 def setting(default: T, description: str, **options: Any) -> T:
-    """A field with its default and its help. `options` are pydantic's, such as `ge`."""
+    """Return a field with its default and its help. `options` are pydantic's, such as `ge`."""
     declared: T = Field(default=default, description=description, **options)
     return declared
 
 
 def later(default: T, description: str, why: str = "") -> T:
-    """A field that existing scripts may set but that has no effect in this version; its help says so. `why` is the
-    reason, by default the description."""
+    """Return a field that existing scripts may set but that has no effect in this version; its help says so. `why` is
+    the reason, by default the description."""
     return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": why or description})
 
 
 def has_effect(model_type: type[BaseModel], name: str) -> bool:
-    """Whether setting the field changes anything in this version."""
+    """Return whether setting the field changes anything in this version."""
     return not why_no_effect(model_type, name)
 
 
 def why_no_effect(model_type: type[BaseModel], name: str) -> str:
-    """The reason why setting the field changes nothing in this version; empty if it has an effect."""
+    """Return the reason why setting the field changes nothing in this version; empty if it has an effect."""
     extra = model_type.model_fields[name].json_schema_extra
     return str(extra.get("no_effect") or "") if isinstance(extra, dict) else ""
 
 
 def local_path(text: str | Path) -> Path:
-    """A path from a setting, with `~` resolved. Raises `ConfigError` if the user has no home directory."""
+    """Return a path from a setting, with `~` resolved. Raises `ConfigError` if the user has no home directory."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -101,8 +101,8 @@ def local_path(text: str | Path) -> Path:
 
 
 def sent_secret(text: str | None, name: str) -> str | None:
-    """A key or token for a header, stripped; None if it is empty. Raises `ConfigError` with the setting's name, not the
-    secret, if it holds a control character."""
+    """Return a key or token for a header, stripped; None if it is empty. Raises `ConfigError` with the setting's name,
+    not the secret, if it holds a control character."""
     secret = (text or "").strip()
     if not secret.isprintable():
         raise ConfigError(f"{name} holds a control character, a new line perhaps: no header can carry it.")
@@ -182,7 +182,7 @@ def _assigned(old: JSON, path: str, value: JSON) -> JSON:
 def _explain(
     error: ValidationError, model_type: type[BaseModel], sources: Mapping[str, str], spelled: Mapping[str, str]
 ) -> str:
-    """One line per mistake: the key as written, the value, the problem and its source."""
+    """Return one line per mistake: the key as written, the value, the problem and its source."""
     lines: list[str] = []
     for mistake in error.errors(include_url=False):
         path = [str(part) for part in mistake["loc"]]
@@ -201,7 +201,7 @@ def _explain(
 
 
 def _short(name: str, value: JSON) -> str:
-    """The value for a message: short, and never a secret."""
+    """Return the value for a message: short, and never a secret."""
     text = "(hidden)" if is_secret(name) else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -233,7 +233,8 @@ _SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
 
 def flags_as_typed(message: str, argv: Sequence[str]) -> str:
-    """A message with settings named by the flags of `argv`; others by short flags, unless `argv` has long ones."""
+    """Return a message with settings named by the flags of `argv`; others by short flags, unless `argv` has long
+    ones."""
     typed = {word.partition("=")[0] for word in argv}
     long = any(_SETTING.fullmatch(word) for word in typed)
 
@@ -258,12 +259,12 @@ def python_names() -> Iterator[None]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name must not be shown or saved."""
+    """Return whether a setting of this name must not be shown or saved."""
     return name.endswith(("api_key", "api_keys", "secret", "password", "env_vars", "server_token"))
 
 
 def read_yaml(text: str) -> JSON:
-    """The one YAML document of a text, as plain data. Raises `ValueError` for any other text."""
+    """Return the one YAML document of a text, as plain data. Raises `ValueError` for any other text."""
     import yaml  # imported here, because most runs read no YAML
 
     try:

@@ -123,7 +123,8 @@ def _logged() -> Iterator[None]:
 
 
 def read_failure(error: BaseException) -> ProcessFailure | None:
-    """The failure that `error` means to a user, or None for a bug. In a group of errors, one bug makes it a bug."""
+    """Return the failure that `error` means to a user, or None for a bug. In a group of errors, one bug makes it a
+    bug."""
     found = list(leaves(error))
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
         return ProcessFailure(INTERRUPTED, "interrupted", "KeyboardInterrupt")
@@ -162,7 +163,7 @@ def _write_error(line: str) -> None:
 
 
 def told_to_stop() -> asyncio.Event:
-    """An event that is set when the process gets SIGINT or SIGTERM. For servers that run at the command line."""
+    """Return an event that is set when the process gets SIGINT or SIGTERM. For servers that run at the command line."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -10,8 +10,8 @@ _CPU_TORCH = "; without a GPU, install first the build of PyTorch for CPUs, as p
 
 
 def install_command(extra: str) -> str:
-    """The command for the environment of this process. A checkout is named by its path, because no package index has
-    the extras of its version."""
+    """Return the command for the environment of this process. A checkout is named by its path, because no package index
+    has the extras of its version."""
     name = f"palaestra[{extra}]"
     try:
         origin = json.loads(metadata.distribution("palaestra").read_text("direct_url.json") or "{}")

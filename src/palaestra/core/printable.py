@@ -72,7 +72,7 @@ _SWITCHES: dict[int, dict[str, bool | int | None]] = {
 
 
 def printable(text: str) -> str:
-    """The text without escape sequences and with its control characters made visible."""
+    """Return the text without escape sequences and with its control characters made visible."""
     return _visible(_ESCAPE.sub("", text))
 
 
@@ -126,7 +126,7 @@ def guard_terminals() -> None:
 
 
 def spans(text: str) -> Iterator[StyledText]:
-    """The text in parts of one style. Concealed text is shown: a log must not hide anything from its reader."""
+    """Yield the text in parts of one style. Concealed text is shown: a log must not hide anything from its reader."""
     style, start = _Style(), 0
     for escape in _ESCAPE.finditer(text):
         if escape.start() > start:
@@ -156,7 +156,7 @@ def _restyled(style: _Style, params: str) -> _Style:
 
 
 def _palette(codes: Iterator[int]) -> int | None:
-    """The colour that 38 or 48 introduces, if it is one of the sixteen that the page has."""
+    """Return the colour that 38 or 48 introduces, if it is one of the sixteen that the page has."""
     kind = next(codes, 0)
     if kind == 2:
         for _ in range(3):

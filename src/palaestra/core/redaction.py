@@ -101,7 +101,8 @@ def remember_named(values: Mapping[str, str]) -> None:
 
 
 def _forms(secret: str) -> list[str]:
-    """Patterns of a secret as it may appear: as it is, its first half, in an address, in JSON, in base64, in hex."""
+    """Return patterns of a secret as it may appear: as it is, its first half, in an address, in JSON, in base64, in
+    hex."""
     if len(secret) < 8 or _WORDS.fullmatch(secret):  # its words may also be in paths and names
         return [rf"(?<![\w./-]){re.escape(secret)}(?![\w/-]|\.\w)"]
     data = secret.encode("utf-8", "surrogateescape")
@@ -116,8 +117,8 @@ def _forms(secret: str) -> list[str]:
 
 
 def redacted(text: str, *known: str | None) -> str:
-    """The text without secrets: those known by their place or shape, and the `known` and remembered ones, wherever they
-    are."""
+    """Return the text without secrets: those known by their place or shape, and the `known` and remembered ones,
+    wherever they are."""
     for secret in known:
         if secret and len(secret) > 3:
             text = re.sub("|".join(_forms(secret)), HIDDEN, text)
@@ -133,7 +134,7 @@ def redacted(text: str, *known: str | None) -> str:
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a program without secrets; the one after a flag such as `--api-key` is a secret."""
+    """Return the arguments of a program without secrets; the one after a flag such as `--api-key` is a secret."""
     shown: list[str] = []
     for index, argument in enumerate(arguments):
         follows = index > 0 and _FLAG.fullmatch(arguments[index - 1]) and not argument.startswith("-")

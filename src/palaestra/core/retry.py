@@ -31,7 +31,7 @@ class RetryPolicy:
     longest_s: float = 60.0
 
     def wait_s(self, failures: int, asked_s: float | None, rng: random.Random) -> float:
-        """Seconds to wait after the given number of failures (from 1)."""
+        """Return seconds to wait after the given number of failures (from 1)."""
         backoff_s = min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * rng.uniform(0.5, 1.0)
         if asked_s is None:
             return backoff_s
@@ -43,7 +43,8 @@ AT_START = RetryPolicy(attempts=4, first_s=0.25, longest_s=2.0)
 
 
 def retry_after_s(header: str | None, now: float) -> float | None:
-    """Seconds from a `Retry-After` header, which holds seconds or an HTTP date (RFC 9110, 10.2.3); None if neither.
+    """Return seconds from a `Retry-After` header, which holds seconds or an HTTP date (RFC 9110, 10.2.3); None if
+    neither.
 
     `now` is seconds since the epoch.
     """
@@ -79,7 +80,8 @@ async def persist(
     rng: random.Random,
     again: Callable[[float, Exception], None] = lambda wait_s, problem: None,
 ) -> T:
-    """The result of `send`, retried while it raises `TransientFailure`, within `timeout_s` for all tries together.
+    """Return the result of `send`, retried while it raises `TransientFailure`, within `timeout_s` for all tries
+    together.
 
     From the first failure on the time is `uncharged`: the service causes the wait. `send` gets the number of the try
     (from 1) and the seconds left; `again` is called before each wait. Raises the last problem.

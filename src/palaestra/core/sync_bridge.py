@@ -94,7 +94,7 @@ async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_bridged() -> bool:
-    """Whether this code runs inside `bridged`."""
+    """Return whether this code runs inside `bridged`."""
     return isinstance(getcurrent(), _Driver)
 
 

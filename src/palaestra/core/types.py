@@ -90,7 +90,7 @@ class NetworkPolicy:
 
 
 def network(value: JSON) -> Network | AllowList:
-    """The network that a value stands for. Raises ValueError."""
+    """Return the network that a value stands for. Raises ValueError."""
     if isinstance(value, AllowList):
         return value
     try:
@@ -185,7 +185,7 @@ class Task:
         object.__setattr__(self, "id", str(self.id))  # rows of data sets often have numbers
 
     def messages(self) -> list[Message]:
-        """The prompt as a new list of messages that the caller may extend."""
+        """Return the prompt as a new list of messages that the caller may extend."""
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
         return [dict(message) for message in self.prompt]
@@ -218,7 +218,7 @@ class Prices:
     completion: float
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """The cost of any number of model calls."""
+        """Return the cost of any number of model calls."""
         return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
 
 
@@ -232,8 +232,8 @@ class Score:
 
 
 def number(value: object) -> float | None:
-    """A number or bool of any kind (numpy's, tensors, decimals) as a float, infinite if too large; None for anything
-    else. Arrays and tensors count as their value if they hold exactly one."""
+    """Return a number or bool of any kind (numpy's, tensors, decimals) as a float, infinite if too large; None for
+    anything else. Arrays and tensors count as their value if they hold exactly one."""
     item = getattr(value, "item", None)
     try:
         plain = item() if callable(item) else value
@@ -245,5 +245,5 @@ def number(value: object) -> float | None:
 
 
 def numbers(values: Mapping[str, JSON]) -> dict[str, float]:
-    """The values that are numbers, as `number` reads them."""
+    """Return the values that are numbers, as `number` reads them."""
     return {key: found for key, value in values.items() if (found := number(value)) is not None}

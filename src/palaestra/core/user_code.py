@@ -135,7 +135,8 @@ class _Raised:
 
 
 async def _ended(work: Awaitable[T]) -> T | _Raised:
-    """The result or the error. `SystemExit` out of a task would end the loop, so errors are returned as values."""
+    """Return the result or the error. `SystemExit` out of a task would end the loop, so errors are returned as
+    values."""
     try:
         return await work
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
@@ -149,7 +150,7 @@ async def settled(answer: Awaitable[T]) -> T: ...
 @overload
 async def settled(answer: object) -> JSON: ...
 async def settled(answer: object) -> JSON:
-    """The answer of a hook, which may be a plain or an async function."""
+    """Return the answer of a hook, which may be a plain or an async function."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -159,7 +160,8 @@ async def called(hook: Callable[..., object], *args: object) -> JSON:
 
 
 def place(error: BaseException) -> str:
-    """The line of the author's code that an error came from, as ` (my_env.py, line 12)`; empty if none took part."""
+    """Return the line of the author's code that an error came from, as ` (my_env.py, line 12)`; empty if none took
+    part."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
@@ -169,14 +171,14 @@ def place(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An error for the record: its type and text, or those of a group's errors, without characters that UTF-8 cannot
-    hold."""
+    """Return an error for the record: its type and text, or those of a group's errors, without characters that UTF-8
+    cannot hold."""
     each = (f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
     return "; ".join(each).encode(errors="replace").decode()
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors of a group of errors, at any depth; the error itself if it is not a group."""
+    """Yield the errors of a group of errors, at any depth; the error itself if it is not a group."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)
@@ -185,7 +187,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_loaded(module_name: str) -> bool:
-    """Whether `load_file` loaded the module of this name; False for a script that runs itself."""
+    """Return whether `load_file` loaded the module of this name; False for a script that runs itself."""
     return module_name.startswith(_MODULE)
 
 
@@ -213,7 +215,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def score_of(answer: JSON, said: str) -> Score:
-    """The result of a score hook as a `Score`. Raises `GraderError` that begins with `said`."""
+    """Return the result of a score hook as a `Score`. Raises `GraderError` that begins with `said`."""
     match answer:
         case Score():
             return answer

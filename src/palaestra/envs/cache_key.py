@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
-    """The digests of the files that define functions and classes. Raises `TaskError` for one without a file."""
+    """Return the digests of the files that define functions and classes. Raises `TaskError` for one without a file."""
     digests = set()
     for part in parts:
         try:
@@ -37,12 +37,12 @@ def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
 
 
 def of_settings(config: BaseModel, base: type[BaseModel]) -> JSON:
-    """The settings that an environment has in addition to those of its base."""
+    """Return the settings that an environment has in addition to those of its base."""
     return config.model_dump(mode="json", include=type(config).model_fields.keys() - base.model_fields.keys())
 
 
 def of_data(value: object, task_id: str) -> JSON:
-    """A value as JSON. Raises `TaskError` if it is not plain data."""
+    """Return a value as JSON. Raises `TaskError` if it is not plain data."""
     try:
         return msgspec.json.decode(msgspec.json.encode(value, order="deterministic"))
     except (TypeError, ValueError, msgspec.MsgspecError) as error:

@@ -29,7 +29,8 @@ _MAX_CSV_FIELD = 1 << 28
 def read_rows(
     source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, Row | TaskError]]:
-    """The rows with their numbers, from 1; a `TaskError` in place of a bad row. `fields` renames columns, NAME: COLUMN.
+    """Yield the rows with their numbers, from 1; a `TaskError` in place of a bad row. `fields` renames columns, NAME:
+    COLUMN.
 
     A path is a file, or a folder whose files are read in the order of their names (only those named by the split, if
     any are). Any other source is a data set of the hub, the one case that uses the network. Raises `ConfigError` if the
@@ -43,7 +44,7 @@ def read_rows(
 
 
 def is_local(source: str | Path) -> bool:
-    """Whether the source is meant as a path rather than as a name of the hub."""
+    """Return whether the source is meant as a path rather than as a name of the hub."""
     path = local_path(source)
     return path.exists() or path.suffix.lower() in SUFFIXES or str(source).startswith(("/", "./", "../", "~"))
 
@@ -92,7 +93,7 @@ def _read_file(path: Path) -> Iterator[Row | str]:
 
 
 def _read_lines(path: Path) -> Iterator[Row | str]:
-    """The rows of JSONL. A file of another suffix whose first line is not a row is not read as JSONL."""
+    """Yield the rows of JSONL. A file of another suffix whose first line is not a row is not read as JSONL."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines):

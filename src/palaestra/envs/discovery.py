@@ -49,7 +49,7 @@ class KnownEnvironment:
 
 
 def known_environments(start: Path) -> dict[str, KnownEnvironment]:
-    """The environments of the nearest `environments` folder at `start` or above it, then the installed ones. The
+    """Return the environments of the nearest `environments` folder at `start` or above it, then the installed ones. The
     summary of an unreadable one is the reason."""
     found = {name: KnownEnvironment(name, path, str(path), _summary(path)) for name, path in _local(start).items()}
     for name, point in plugins.installed(GROUP).items():
@@ -74,7 +74,7 @@ def _local(start: Path) -> dict[str, Path]:
 
 
 def _summary(path: Path) -> str:
-    """The first line of the module's docstring, or why it cannot be read."""
+    """Return the first line of the module's docstring, or why it cannot be read."""
     try:
         text = ast.get_docstring(ast.parse(path.read_bytes()))
     except (OSError, SyntaxError, ValueError) as error:
@@ -83,7 +83,7 @@ def _summary(path: Path) -> str:
 
 
 def load_environment(reference: str, start: Path) -> Form:
-    """The environment of a reference. Raises `ConfigError`, which lists what exists."""
+    """Return the environment of a reference. Raises `ConfigError`, which lists what exists."""
     path, _, name = reference.partition(":")
     if path.endswith(".py") or "/" in path:
         return _pick(Path(path), name)
@@ -104,7 +104,7 @@ def load_environment(reference: str, start: Path) -> Form:
 
 
 def form_of(environment: object, reference: str = "") -> Form:
-    """The form of an environment, which remembers its reference. Raises `ConfigError` for anything else."""
+    """Return the form of an environment, which remembers its reference. Raises `ConfigError` for anything else."""
     if isinstance(environment, FunctionForm):
         environment.reference = reference or environment.reference
         return environment
@@ -118,7 +118,7 @@ def form_of(environment: object, reference: str = "") -> Form:
 
 
 def _pick(path: Path, name: str) -> Form:
-    """The environment of this name in a file, or its only one."""
+    """Return the environment of this name in a file, or its only one."""
     found = {key: value for key, value in vars(load_file(path)).items() if _is_environment(value)}
     if name and name not in found:
         raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
@@ -130,7 +130,7 @@ def _pick(path: Path, name: str) -> Form:
 
 
 def _is_environment(value: object) -> bool:
-    """Whether it is a function environment, or a class environment that can be run, defined here or imported."""
+    """Return whether it is a function environment, or a class environment that can be run, defined here or imported."""
     if isinstance(value, FunctionForm):
         return True
     return _is_class_environment(value) and not inspect.isabstract(value)
@@ -143,7 +143,7 @@ def _is_class_environment(value: object) -> bool:
 
 
 def _class_forms() -> Any:
-    """The module of class environments."""
+    """Return the module of class environments."""
     return import_module(_CLASS_FORMS)
 
 

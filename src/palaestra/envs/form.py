@@ -30,11 +30,11 @@ class Form(Protocol):
     def config_type(self) -> type[BaseEnvConfig]: ...
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """The environment's own settings and servers; None if it sets nothing."""
+        """Return the environment's own settings and servers; None if it sets nothing."""
         ...
 
     def check_values(self) -> Mapping[str, JSON]:
-        """Settings with which a check needs nothing else; unused if the user sets one of them."""
+        """Return settings with which a check needs nothing else; unused if the user sets one of them."""
         ...
 
     def build(

@@ -95,7 +95,7 @@ class Ported:
 
 
 def counterpart(name: str) -> str | None:
-    """The module from which a name of the contract can be imported here, or None."""
+    """Return the module from which a name of the contract can be imported here, or None."""
     return "palaestra" if name in palaestra.__all__ else ELSEWHERE.get(name)
 
 
@@ -105,8 +105,8 @@ def advice(name: str) -> str:
 
 
 def port(source: str, path: str) -> Ported:
-    """The script with its imports rewritten; modules next to `path` are its own. Raises `ConfigError` for a file that
-    is not Python."""
+    """Return the script with its imports rewritten; modules next to `path` are its own. Raises `ConfigError` for a file
+    that is not Python."""
     try:
         tree = ast.parse(source, path)
     except (SyntaxError, ValueError) as error:
@@ -294,7 +294,7 @@ class _Script:
         self._replace(node, list(by_module.items()))
 
     def _module_uses(self, alias: ast.alias) -> list[ast.Attribute]:
-        """The uses of an imported name, if it is used only as a module of names that are known here."""
+        """Return the uses of an imported name, if it is used only as a module of names that are known here."""
         name = alias.asname or alias.name
         uses = list(self._uses(name))
         read = sum(
@@ -304,7 +304,7 @@ class _Script:
         return uses if len(uses) == read and all(counterpart(use.attr) == "palaestra" for use in uses) else []
 
     def _own_module(self, node: ast.ImportFrom) -> str | None:
-        """The module next to the script that a relative import names."""
+        """Return the module next to the script that a relative import names."""
         return node.module if node.module is not None and self._is_own(node.module) else None
 
     def _is_own(self, module: str) -> bool:
@@ -345,8 +345,8 @@ class _Script:
         self._edits.append((start, self._offset(node.end_lineno, node.end_col_offset), text))
 
     def _family(self, kind: ast.ClassDef) -> tuple[type, list[ast.ClassDef]] | None:
-        """The contract's class that a class derives from, with itself and its bases in the script. None if one of its
-        bases is unknown, because an unknown base may define anything."""
+        """Return the contract's class that a class derives from, with itself and its bases in the script. None if one
+        of its bases is unknown, because an unknown base may define anything."""
         local = {each.name: each for each in _classes(self._tree)}
         relatives, base = [kind], None
         for each in relatives:
@@ -363,12 +363,12 @@ class _Script:
 
 
 def _is_theirs(node: ast.ImportFrom) -> bool:
-    """Whether an import is from a module of the contract, or relative."""
+    """Return whether an import is from a module of the contract, or relative."""
     return node.level > 0 or (node.module or "").partition(".")[0] in ROOTS
 
 
 def _guarded(tree: ast.Module) -> Iterator[ast.AST]:
-    """The nodes that run only for a type checker, or whose import error is caught."""
+    """Yield the nodes that run only for a type checker, or whose import error is caught."""
     for node in ast.walk(tree):
         body: Iterable[ast.stmt] = ()
         if isinstance(node, ast.If) and (_dotted(node.test) or "").endswith("TYPE_CHECKING"):
@@ -395,7 +395,7 @@ def _dotted(node: ast.expr | None) -> str | None:
 
 
 def _owner(node: ast.Attribute) -> str | None:
-    """The owner of an attribute: `self`, `super()`, or None for anything else."""
+    """Return the owner of an attribute: `self`, `super()`, or None for anything else."""
     if isinstance(node.value, ast.Name) and node.value.id == "self":
         return "self"
     call = node.value
@@ -403,7 +403,7 @@ def _owner(node: ast.Attribute) -> str | None:
 
 
 def _defined(kind: ast.ClassDef) -> Iterator[str]:
-    """The attributes that a class sets in its body and on `self`."""
+    """Yield the attributes that a class sets in its body and on `self`."""
     for node in ast.walk(kind):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -414,7 +414,7 @@ def _defined(kind: ast.ClassDef) -> Iterator[str]:
 
 
 def _attributes(cls: type) -> Iterator[str]:
-    """The attributes of a class of this package and of its instances."""
+    """Yield the attributes of a class of this package and of its instances."""
     yield from dir(cls)
     for each in cls.__mro__:
         if each.__module__.startswith("palaestra."):
@@ -423,7 +423,7 @@ def _attributes(cls: type) -> Iterator[str]:
 
 
 def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | None:
-    """Why a call does not fit the called object's signature; None if it fits, or if only a run can tell."""
+    """Return why a call does not fit the called object's signature; None if it fits, or if only a run can tell."""
     if any(isinstance(each, ast.Starred) for each in node.args) or any(each.arg is None for each in node.keywords):
         return None
     try:
@@ -439,7 +439,7 @@ def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | No
 
 
 def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
-    """Why an override cannot be called like our method; None if it can."""
+    """Return why an override cannot be called like our method; None if it can."""
     parameters = list(inspect.signature(ours).parameters.values())[1:]
     passed = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     always = [each for each in passed if each.default is each.empty]
@@ -457,7 +457,7 @@ def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
 
 
 def _free(tree: ast.Module) -> set[str]:
-    """The names that a script reads and defines nowhere."""
+    """Return the names that a script reads and defines nowhere."""
     read: set[str] = set()
     bound = set(dir(builtins)) | {"__file__", "__name__", "__doc__"}
     for node in ast.walk(tree):
@@ -479,7 +479,7 @@ def _written(alias: ast.alias) -> str:
 
 
 def _statement(module: str, names: Sequence[ast.alias], *, indent: str) -> str:
-    """An import; module `""` imports the names themselves, `as` imports this package under each name."""
+    """Return an import; module `""` imports the names themselves, `as` imports this package under each name."""
     written = [_written(alias) for alias in names]
     if module in ("", "as"):
         own = (f"palaestra as {alias.asname or alias.name}" for alias in names)

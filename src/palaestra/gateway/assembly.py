@@ -84,7 +84,7 @@ def _backend(config: GatewayConfig, home: Path) -> LocalBackend:
 
 
 def service_name(home: Path) -> str:
-    """The name of the slot service that keeps the sandboxes of a gateway (`palaestra slots list` shows it)."""
+    """Return the name of the slot service that keeps the sandboxes of a gateway (`palaestra slots list` shows it)."""
     return f"gateway-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 

@@ -36,7 +36,7 @@ class ChatCommand:
 
 
 def parse(text: str) -> ChatCommand | None:
-    """The command in a message, or None for a message to the model."""
+    """Return the command in a message, or None for a message to the model."""
     found = _COMMAND.fullmatch(text.strip()) if len(text) < 1000 else None
     if found is None:
         return None
@@ -45,7 +45,7 @@ def parse(text: str) -> ChatCommand | None:
 
 
 def misused(command: ChatCommand) -> str:
-    """Why a command is rejected, or the empty string."""
+    """Return why a command is rejected, or the empty string."""
     if command.argument and command.name not in WITH_WORDS:
         return f"/{command.name} takes nothing after it; nothing was done."
     if command.name == "stop" and command.argument not in ("", "processes"):

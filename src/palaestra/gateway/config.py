@@ -48,7 +48,7 @@ class PlatformConfig(Settings):
     extra: dict[str, JSON] = Field(default_factory=dict, description="The platform's own settings.")
 
     def secret(self, name: str) -> str | None:
-        """The token, from the settings or their file. Raises `ConfigError`."""
+        """Return the token, from the settings or their file. Raises `ConfigError`."""
         if self.token and self.token_file:
             raise ConfigError(f"platforms.{name} has both token and token_file; keep one of them")
         if self.token_file is None:
@@ -129,11 +129,11 @@ class GatewayConfig(Settings):
         return self.recorded()
 
     def reset_policy(self, platform: str, chat_type: ChatType) -> SessionResetPolicy:
-        """The policy of a chat: its platform's, or its type's, or the default."""
+        """Return the policy of a chat: its platform's, or its type's, or the default."""
         return self.reset_by_platform.get(platform) or self.reset_by_type.get(chat_type) or self.default_reset_policy
 
     def home_channel(self, platform: str = "") -> ChatAddress | None:
-        """The platform's home channel, or the first of any."""
+        """Return the platform's home channel, or the first of any."""
         own = self.platforms.get(platform)
         for name, each in ([(platform, own)] if own is not None else []) + list(self.platforms.items()):
             if each.enabled and each.home_channel is not None:
@@ -143,7 +143,7 @@ class GatewayConfig(Settings):
 
 
 def read_config(path: Path) -> GatewayConfig:
-    """The configuration of a YAML file. Raises `ConfigError`."""
+    """Return the configuration of a YAML file. Raises `ConfigError`."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -35,7 +35,7 @@ async def put_uploads(slot: Slot, message: Incoming) -> list[str]:
 
 
 def message_content(text: str, message: Incoming, lines: list[str], *, images: bool) -> JSON:
-    """The message for the model: a text, or content parts if it has images that the model is to see."""
+    """Return the message for the model: a text, or content parts if it has images that the model is to see."""
     said = "\n".join([*([text] if text.strip() else []), *lines])
     shown = [file for file in message.attachments if file.is_image] if images else []
     if not shown:
@@ -45,8 +45,8 @@ def message_content(text: str, message: Incoming, lines: list[str], *, images: b
 
 
 async def take_media(text: str, slot: Slot | None, max_bytes: int) -> tuple[str, list[Attachment]]:
-    """The text of an answer without its `MEDIA:` lines, and their files. A file that cannot be read is named in the
-    text."""
+    """Return the text of an answer without its `MEDIA:` lines, and their files. A file that cannot be read is named in
+    the text."""
     paths = _MEDIA.findall(text)
     if not paths:
         return text, []

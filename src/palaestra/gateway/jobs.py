@@ -144,7 +144,8 @@ class Jobs:
             self._enqueue(job.session_key, job.address, row)
 
     async def _deliver(self, job: Job) -> ChatAddress | None:
-        """Where the answer goes: None for nowhere. A target that is no longer allowed is replaced by the job's chat."""
+        """Return where the answer goes: None for nowhere. A target that is no longer allowed is replaced by the job's
+        chat."""
         if job.deliver == LOCAL:
             return None
         if job.deliver != ORIGIN:
@@ -188,7 +189,7 @@ class Jobs:
         return {"success": True, "job": self._shown(job)}
 
     async def _changed(self, job: Job, arguments: Mapping[str, JSON]) -> Job:
-        """The job, changed by optional arguments. Raises `ToolMistake` for a chat that may not be written to."""
+        """Return the job, changed by optional arguments. Raises `ToolMistake` for a chat that may not be written to."""
         changes = {name: arguments[name] for name in ("name", "repeat", "deliver", "skills") if arguments.get(name)}
         job = msgspec.structs.replace(job, **changes)
         if job.deliver == ORIGIN and self._platforms[job.address.platform].limits.requests:
@@ -246,7 +247,7 @@ class Jobs:
         return {"success": True, "job_id": job.id, "status": "runs after this turn"}
 
     async def _job(self, arguments: Mapping[str, JSON], run: ToolRun) -> Job:
-        """The job of this chat that `job_id` names. Raises `ToolMistake`."""
+        """Return the job of this chat that `job_id` names. Raises `ToolMistake`."""
         jobs = {job.id: job for job in await self.of_session(run.session_key)}
         name = str(arguments.get("job_id") or "")
         if name not in jobs:
@@ -258,12 +259,12 @@ class Jobs:
         return {"success": True, "job": self._shown(job)}
 
     def _shown(self, job: Job) -> dict[str, JSON]:
-        """A job as the model and the owner read it."""
+        """Return a job as the model and the owner read it."""
         return shown(job, self._zone)
 
 
 def shown(job: Job, zone: tzinfo | None = None) -> dict[str, JSON]:
-    """A job as JSON for the model and the owner."""
+    """Return a job as JSON for the model and the owner."""
     return {
         "job_id": job.id, "name": job.name, "schedule": job.schedule, "prompt": job.prompt, "deliver": job.deliver,
         "repeat": job.repeat, "skills": job.skills, "runs": job.runs,
@@ -273,7 +274,7 @@ def shown(job: Job, zone: tzinfo | None = None) -> dict[str, JSON]:
 
 
 def parse_again(job: Job, zone: tzinfo | None) -> Schedule:
-    """The schedule of a stored job, which was valid when it was made."""
+    """Return the schedule of a stored job, which was valid when it was made."""
     return parse(job.schedule, job.since, zone)
 
 
@@ -284,7 +285,7 @@ async def due(mailbox: Mailbox, now: float) -> list[Job]:
 
 
 async def all_jobs(mailbox: Mailbox) -> list[Job]:
-    """Every job of a gateway."""
+    """Return every job of a gateway."""
     rows = await mailbox.do(lambda connection: connection.execute("select body from jobs order by next_at").fetchall())
     return [msgspec.msgpack.decode(body, type=Job) for (body,) in rows]
 
@@ -306,7 +307,7 @@ def _find(connection: sqlite3.Connection, job_id: str) -> Job | None:
 
 
 def _is_busy(connection: sqlite3.Connection, job: Job) -> bool:
-    """Whether a run of the job is still unanswered."""
+    """Return whether a run of the job is still unanswered."""
     query = "select 1 from incoming where session_key = ? and done = 0 and substr(message_id, 1, ?) = ?"
     stem = _stem(job)
     return connection.execute(query, (job.session_key, len(stem), stem)).fetchone() is not None
@@ -317,7 +318,7 @@ def _stem(job: Job) -> str:
 
 
 def _message(job: Job, at: str, deliver: ChatAddress | None) -> Incoming:
-    """The message of one run. Its id contains the run's time, so that no run happens twice."""
+    """Return the message of one run. Its id contains the run's time, so that no run happens twice."""
     skills = f" Read these skills first: {', '.join(job.skills)}." if job.skills else ""
     note = f"Scheduled job {job.title} ({job.schedule}). Nobody may be there to answer questions.{skills}"
     text = f"[{note}]\n\n{job.prompt}"

@@ -22,7 +22,7 @@ _JOINER, _VARIATIONS = "\u200d", range(0xFE00, 0xFE10)
 
 
 def size(text: str, limits: PlatformLimits) -> int:
-    """The length of `text` in the platform's unit."""
+    """Return the length of `text` in the platform's unit."""
     if limits.unit == "utf8":
         return len(text.encode("utf-8", "surrogatepass"))
     if limits.unit == "utf16":
@@ -31,7 +31,7 @@ def size(text: str, limits: PlatformLimits) -> int:
 
 
 def split_reply(text: str, limits: PlatformLimits) -> list[str]:
-    """The messages for `text`, in order; none for an empty text. `limits.max_text` must be at least 100."""
+    """Return the messages for `text`, in order; none for an empty text. `limits.max_text` must be at least 100."""
     if size(text, limits) <= limits.max_text:
         return [text] if text.strip() else []
     ends, openings = _code_blocks(text)
@@ -57,7 +57,8 @@ def _closing(body: str, opening: str) -> str:
 
 
 def _code_blocks(text: str) -> tuple[list[int], list[str]]:
-    """The line ends after which another code block is open, with the opening line of that block ("" for none)."""
+    """Return the line ends after which another code block is open, with the opening line of that block ("" for
+    none)."""
     ends, openings, opening, end = [0], [""], "", 0
     for line in text.splitlines(keepends=True):
         end += len(line)
@@ -81,7 +82,7 @@ def _length(opening: str) -> int:
 
 
 def _cut(text: str, start: int, room: int, limits: PlatformLimits) -> int:
-    """The end of the next piece: after the last paragraph, line, sentence or word that fits."""
+    """Return the end of the next piece: after the last paragraph, line, sentence or word that fits."""
     end = _fitting(text, start, room, limits)
     if end >= len(text):
         return len(text)
@@ -96,7 +97,7 @@ def _cut(text: str, start: int, room: int, limits: PlatformLimits) -> int:
 
 
 def _fitting(text: str, start: int, room: int, limits: PlatformLimits) -> int:
-    """The largest end so that `text[start:end]` has at most `room` units."""
+    """Return the largest end so that `text[start:end]` has at most `room` units."""
     if limits.unit == "characters":
         return start + room
     end, used = start, 0

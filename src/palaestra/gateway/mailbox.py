@@ -197,8 +197,8 @@ class Mailbox:
         return await self.do(work, synced=True)
 
     async def answered(self, message: Incoming) -> tuple[bool, str] | None:
-        """Whether a message that was taken before is answered, and the conversation of its turn (empty without one).
-        None for a new message."""
+        """Return whether a message that was taken before is answered, and the conversation of its turn (empty without
+        one). None for a new message."""
         address = message.address
         query = "select done, conversation from incoming where platform = ? and chat_id = ? and message_id = ?"
         identity = (address.platform, _place(address), message.message_id)
@@ -206,7 +206,7 @@ class Mailbox:
         return None if row is None else (bool(row[0]), str(row[1]))
 
     async def waiting(self) -> list[tuple[int, str]]:
-        """Row and session key of every message that is not answered, oldest first."""
+        """Return row and session key of every message that is not answered, oldest first."""
         return await self.do(
             lambda connection: connection.execute(
                 "select id, session_key from incoming where done = 0 order by id"
@@ -214,7 +214,7 @@ class Mailbox:
         )
 
     async def read(self, row: int) -> Waiting:
-        """A message that was taken and is not answered."""
+        """Return a message that was taken and is not answered."""
 
         def work(connection: sqlite3.Connection) -> Waiting:
             body, key, conversation = connection.execute(
@@ -265,7 +265,7 @@ class Mailbox:
         return [_address(chat) for (chat,) in rows]
 
     async def next_unsent(self, address: ChatAddress) -> Unsent | None:
-        """The oldest unsent message for a chat."""
+        """Return the oldest unsent message for a chat."""
         return await self.do(lambda connection: _next_unsent(connection, _chat(address)))
 
     async def begin_send(self, number: int) -> None:
@@ -293,7 +293,7 @@ class Mailbox:
         return await self.do(work)
 
     async def refused(self) -> list[tuple[Outgoing, str]]:
-        """The messages that a platform refused, with the reason."""
+        """Return the messages that a platform refused, with the reason."""
         rows = await self.do(
             lambda connection: connection.execute("select body, note from outgoing where state = 'refused'").fetchall()
         )
@@ -302,7 +302,7 @@ class Mailbox:
     # Platforms
 
     def notes(self, platform: str) -> MailboxNotes:
-        """The notes that a platform keeps from one start to the next."""
+        """Return the notes that a platform keeps from one start to the next."""
         return MailboxNotes(self, platform)
 
     # People
@@ -312,7 +312,7 @@ class Mailbox:
         return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).fetchone()))
 
     async def pairing_code(self, platform: str, user_id: str, name: str, now: float) -> str | None:
-        """A new code for a person; None if they have a valid one, or if `CODES_PER_MINUTE` are used up."""
+        """Return a new code for a person; None if they have a valid one, or if `CODES_PER_MINUTE` are used up."""
 
         def work(connection: sqlite3.Connection) -> str | None:
             connection.execute("delete from codes where made_at < ? or made_at > ?", (now - CODE_VALID_S, now))

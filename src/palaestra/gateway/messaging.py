@@ -34,7 +34,7 @@ class Messaging:
         self.tool: FunctionTool = replace(MESSAGING[0], run=self._run, missing=lambda: None, touches_world=True)
 
     async def targets(self, session_key: str) -> dict[str, tuple[ChatAddress, str]]:
-        """The chats that the agent of a session may write to by name, each with a description."""
+        """Return the chats that the agent of a session may write to by name, each with a description."""
         found: dict[str, tuple[ChatAddress, str]] = {}
         sessions = await self._mailbox.sessions()
         for row in sessions:
@@ -56,7 +56,7 @@ class Messaging:
         return found
 
     async def address(self, session_key: str, target: str) -> ChatAddress:
-        """The chat that a target names. Raises `ToolMistake`."""
+        """Return the chat that a target names. Raises `ToolMistake`."""
         targets = await self.targets(session_key)
         if target not in targets:
             names = ", ".join(targets) or "none"
@@ -81,5 +81,5 @@ class Messaging:
 
 
 def target_name(address: ChatAddress) -> str:
-    """The name of a chat as a target: `PLATFORM:CHAT`, and `PLATFORM:CHAT:THREAD` for a thread."""
+    """Return the name of a chat as a target: `PLATFORM:CHAT`, and `PLATFORM:CHAT:THREAD` for a thread."""
     return ":".join(filter(None, (address.platform, address.chat_id, address.thread_id)))

@@ -153,7 +153,7 @@ class KeepsNotes(Protocol):
 
 
 def session_key(message: Incoming, *, per_user: bool = True, agent: str = "main") -> str:
-    """The key of a message's session: `agent:main:PLATFORM:TYPE:CHAT[:THREAD][:USER]`.
+    """Return the key of a message's session: `agent:main:PLATFORM:TYPE:CHAT[:THREAD][:USER]`.
 
     A group's members have sessions of their own with `per_user`. A colon or per cent sign in an id is written `%3A` or
     `%25`, so that two places never share a key.

@@ -51,7 +51,8 @@ class CronLine:
         return by_date or by_weekday if self.either else by_date and by_weekday
 
     def after(self, moment: float, zone: tzinfo | None) -> float | None:
-        """The first time after `moment`, in seconds since the epoch; None if there is none, as for 30 February."""
+        """Return the first time after `moment`, in seconds since the epoch; None if there is none, as for 30
+        February."""
         today = datetime.fromtimestamp(moment, zone).date()
         for offset in range(_LONGEST_DAYS):
             day = today + timedelta(days=offset)
@@ -75,7 +76,7 @@ class Schedule:
     zone: tzinfo | None = None
 
     def after(self, moment: float) -> float | None:
-        """The first time after `moment`, in seconds since the epoch, or None."""
+        """Return the first time after `moment`, in seconds since the epoch, or None."""
         if self.cron is not None:
             return self.cron.after(moment, self.zone)
         if self.interval_s:
@@ -84,7 +85,7 @@ class Schedule:
 
 
 def parse(text: str, since: float, zone: tzinfo | None = None) -> Schedule:
-    """The schedule of a job that was made at `since`. Raises `ValueError` with what is wrong."""
+    """Return the schedule of a job that was made at `since`. Raises `ValueError` with what is wrong."""
     words = " ".join(text.lower().split())
     if words.startswith("every "):
         interval_s = _span(words.removeprefix("every "))
@@ -135,7 +136,7 @@ def _cron(fields: Sequence[str]) -> CronLine:
 
 
 def _values(name: str, text: str, least: int, most: int, names: dict[str, int] | None = None) -> frozenset[int]:
-    """The values of one field. Raises `ValueError`."""
+    """Return the values of one field. Raises `ValueError`."""
     values: set[int] = set()
     for part in text.split(","):
         span, slash, step = part.partition("/")

@@ -247,7 +247,7 @@ class Gateway:
             await self._answer_now(message, key, f"{text} Send it again later, or /stop the turn that runs.")
 
     async def _is_repeated(self, message: Incoming) -> bool:
-        """Whether a request was taken before. An answered one gets its answer again; another one waits for its
+        """Return whether a request was taken before. An answered one gets its answer again; another one waits for its
         answer."""
         taken = await self.mailbox.answered(message)
         if taken is None or not taken[0]:
@@ -266,13 +266,13 @@ class Gateway:
         return "*" in allowed or user_id in allowed or await self.mailbox.is_paired(platform, user_id)
 
     async def _refusal_of_job(self, platform: str, user_id: str) -> str:
-        """Why a person's job may not run now, or the empty string."""
+        """Return why a person's job may not run now, or the empty string."""
         if not self.platforms[platform].limits.requests and not await self._is_listed(platform, user_id):
             return "Who made it may no longer write to the agent."
         return await self._over_cost(platform, user_id)
 
     async def _over_cost(self, platform: str, user_id: str) -> str:
-        """Why a person may start no turn now, or the empty string."""
+        """Return why a person may start no turn now, or the empty string."""
         most = self.config.limits.cost_per_day
         spent = await self.mailbox.cost_since(platform, user_id, self._clock.wall() - 86_400) if most else 0.0
         if not most or spent < most:
@@ -292,7 +292,7 @@ class Gateway:
             await self._say(message, text)
 
     def _unusable(self, message: Incoming) -> str:
-        """Why a message cannot be taken, or the empty string."""
+        """Return why a message cannot be taken, or the empty string."""
         size, most = len(message.text.encode("utf-8", "replace")), self.config.max_message_bytes
         if message.problem:
             return message.problem
@@ -358,17 +358,18 @@ class Gateway:
         self._outbox.wake(self._to(message))
 
     def _to(self, message: Incoming) -> ChatAddress:
-        """Where the answer goes. If a chat's platform is no longer connected, the chat of the message replaces it."""
+        """Return where the answer goes. If a chat's platform is no longer connected, the chat of the message replaces
+        it."""
         to = message.deliver
         return message.address if to is None or to.platform not in self.platforms else to
 
     def _user_of(self, conversation: str) -> str:
-        """The user id of the person of a conversation, without the platform."""
+        """Return the user id of the person of a conversation, without the platform."""
         return self.chat.store.find(conversation).user.partition(":")[2]
 
     def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
-        """The messages of an answer, at least one. Their keys derive from the message that is answered. The answer of a
-        job is not a reply to a person's message."""
+        """Return the messages of an answer, at least one. Their keys derive from the message that is answered. The
+        answer of a job is not a reply to a person's message."""
         if message.job and message.deliver is None:
             return []
         address = self._to(message)
@@ -421,7 +422,7 @@ class Gateway:
         return notes
 
     async def _reset_reason(self, session: _Session, row: SessionRow) -> str | None:
-        """Why the session is to be reset, or None."""
+        """Return why the session is to be reset, or None."""
         policy = self.config.reset_policy(row.address.platform, row.address.chat_type)
         now = self._clock.wall()
         idle_s = now - row.last_used if session.used_at is None else self._clock.monotonic() - session.used_at
@@ -432,7 +433,7 @@ class Gateway:
         return None if await self.chat.processes.has_active_for_session(session.key, max_age_s) else reason
 
     def _open(self, session: _Session, conversation: str, user_id: str) -> Conversation:
-        """The stored conversation with this id, or a new one for an empty id."""
+        """Return the stored conversation with this id, or a new one for an empty id."""
         people = People(
             approve=lambda request: self._ask_approval(session, request),
             answer=lambda question, choices: self._ask_question(session, question, choices),
@@ -472,7 +473,7 @@ class Gateway:
                     await conversation.close()
 
     def _needs_nothing(self, session: _Session) -> bool:
-        """Whether the session's conversation can be closed until the next message."""
+        """Return whether the session's conversation can be closed until the next message."""
         idle_s = self._clock.monotonic() - (session.used_at or 0.0)
         conversation = session.conversation
         return (

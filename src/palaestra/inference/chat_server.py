@@ -74,14 +74,14 @@ class ChatServer:
         raise ConfigError(f"{type(self).__name__} only chats: it does not continue a text")
 
     def child(self, number: int = 0) -> ChatServer:
-        """The server for the sub-agent with this number, whose conversation is separate from this one."""
+        """Return the server for the sub-agent with this number, whose conversation is separate from this one."""
         return self
 
     def declare(self, reason: SegmentReason) -> None:
         """Give the reason why the next request does not continue the history; a server without a ledger ignores it."""
 
     def get_state(self) -> dict[str, JSON] | None:
-        """The contract's token record with `ledger` and `nodes`; None for a server that only chats."""
+        """Return the contract's token record with `ledger` and `nodes`; None for a server that only chats."""
         return None
 
 
@@ -145,5 +145,5 @@ class ServerEngine(ChatServer):
         raise NotImplementedError
 
     def session(self, context: SessionContext) -> ChatServer:
-        """The engine itself, because a conversation's whole state is its messages."""
+        """Return the engine itself, because a conversation's whole state is its messages."""
         return self

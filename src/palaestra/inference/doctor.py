@@ -160,7 +160,7 @@ _RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "look_u
 
 
 def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> Iterator[DoctorCheck]:
-    """The three template checks, in order; the later ones do not apply if the first fails."""
+    """Yield the three template checks, in order; the later ones do not apply if the first fails."""
     try:
         source = template_of(tokenizer, template)
         renderer = ChatFormat(tokenizer, template).renderer([TOOL])
@@ -231,7 +231,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
 def _written(
     renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, arguments: dict[str, JSON]
 ) -> str | None:
-    """A call as the template writes it, up to the token that ends the turn."""
+    """Return a call as the template writes it, up to the token that ends the turn."""
 
     def rendered(messages: Sequence[Message], generation: bool) -> str:
         ready = for_template(messages, renderer.traits.reasoning_field)
@@ -358,7 +358,7 @@ class _Examination:
         return response.status == 200 and isinstance(value, dict) and bool(value.keys() & {"version", "model_path"})
 
     async def _tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that the user named; None without a name or if it cannot be loaded."""
+        """Return the tokenizer that the user named; None without a name or if it cannot be loaded."""
         named = self.target.tokenizer or self.target.model
         if named is None:
             return None

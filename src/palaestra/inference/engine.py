@@ -34,14 +34,14 @@ class Record(msgspec.Struct, kw_only=True):
         return getattr(self, key, default)
 
     def model_dump(self) -> dict[str, JSON]:
-        """Plain dicts and lists; the method has the same name as in vendor clients."""
+        """Return plain dicts and lists; the method has the same name as in vendor clients."""
         dumped: dict[str, JSON] = msgspec.to_builtins(self)
         return dumped
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as dicts. Environments append a reply's message or calls to their next request, as our objects or as
-    a vendor client's."""
+    """Return the messages as dicts. Environments append a reply's message or calls to their next request, as our
+    objects or as a vendor client's."""
     return [_plain_message(message) for message in messages]
 
 
@@ -58,7 +58,7 @@ def _plain_message(message: Message) -> Message:
 
 
 def _dumped(value: JSON) -> JSON:
-    """A record as a dict of its set fields. Content is included even if it is None, which servers accept."""
+    """Return a record as a dict of its set fields. Content is included even if it is None, which servers accept."""
     dump = None if isinstance(value, Mapping) else getattr(value, "model_dump", None)
     return value if dump is None else {k: v for k, v in dump().items() if v is not None or k == "content"}
 

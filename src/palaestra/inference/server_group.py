@@ -34,7 +34,7 @@ ENGINES: Mapping[str, str] = {
 
 
 def create_engine(config: APIServerConfig) -> ServerEngine:
-    """The engine for one config, not started yet. Raises `ConfigError`."""
+    """Return the engine for one config, not started yet. Raises `ConfigError`."""
     target = ENGINES.get(config.server_type)
     if target is None:
         raise ConfigError(
@@ -139,7 +139,7 @@ class ServerGroup(ChatServer):
         return managed
 
     def _in_turn(self) -> list[ServerEngine]:
-        """The servers, beginning with the next one."""
+        """Return the servers, beginning with the next one."""
         first = self._sessions % len(self.servers)
         self._sessions += 1
         return self.servers[first:] + self.servers[:first]

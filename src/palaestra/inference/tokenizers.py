@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids; incomplete bytes become replacement characters."""
+        """Return the text of token ids; incomplete bytes become replacement characters."""
         ...
 
 
@@ -93,7 +93,7 @@ class FastTokenizer:
         return found
 
     def id_to_token(self, number: int) -> str | None:
-        """The token of an id in the vocabulary's own spelling, or None."""
+        """Return the token of an id in the vocabulary's own spelling, or None."""
         found: str | None = self._tokenizer.id_to_token(number)
         return found
 
@@ -106,8 +106,8 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> FastTokenizer:
-    """The tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a model's name may download
-    files. Raises `ConfigError` for a missing tokenizer or extra."""
+    """Return the tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a model's name may
+    download files. Raises `ConfigError` for a missing tokenizer or extra."""
     if name in ("", "none", "default"):
         raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
     path = local_path(name)
@@ -121,7 +121,7 @@ def load_tokenizer(name: str) -> FastTokenizer:
 
 
 def no_folder(path: Path) -> ConfigError:
-    """The error for a model's folder that is missing."""
+    """Return the error for a model's folder that is missing."""
     return ConfigError(
         f"There is no model folder {path}. `palaestra model tiny {path}` makes a small one; a model of the hub is "
         "named OWNER/NAME."
@@ -133,7 +133,8 @@ def _beside(path: Path, file: str) -> Path | None:
 
 
 def _fetched(name: str, file: str) -> Path | None:
-    """One file of a model's repository, from the local cache or the hub; None if the repository has no such file."""
+    """Return one file of a model's repository, from the local cache or the hub; None if the repository has no such
+    file."""
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -181,7 +182,7 @@ def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenize
 
 
 def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) -> str | None:
-    """The chat template: a file of its own, or in the tokenizer's config, possibly as a list with names."""
+    """Return the chat template: a file of its own, or in the tokenizer's config, possibly as a list with names."""
     if (file := find("chat_template.jinja")) is not None:
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template") or _json(find("chat_template.json")).get("chat_template")
@@ -192,7 +193,7 @@ def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) ->
 
 
 def _token_text(value: JSON) -> str | None:
-    """A token in the config: its text, or an object that holds it."""
+    """Return a token in the config: its text, or an object that holds it."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

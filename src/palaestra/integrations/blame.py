@@ -38,7 +38,7 @@ class Dropped(InfraError):
 
 
 def reward_of(result: Scored | Unscored) -> float:
-    """The reward of a rollout. Raises `Dropped` if it has none."""
+    """Return the reward of a rollout. Raises `Dropped` if it has none."""
     if isinstance(result, Unscored):
         raise Dropped(result)
     return result.reward

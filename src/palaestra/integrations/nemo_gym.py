@@ -107,20 +107,21 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return answer
 
     async def verify(self, body: RolloutReference) -> EnvironmentVerifyResponse:
-        """The graded rollout. Answers 404 for a rollout that is not among the newest of this server."""
+        """Return the graded rollout. Answers 404 for a rollout that is not among the newest of this server."""
         if body.rollout_id not in self._answers:
             raise HTTPException(404, f"the rollout {body.rollout_id!r} is not among this server's newest")
         return self._answers[body.rollout_id]
 
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
-        """The output of a rollout of the task in the request's metadata, ungraded. Answers 422 without `task_id`."""
+        """Return the output of a rollout of the task in the request's metadata, ungraded. Answers 422 without
+        `task_id`."""
         task = (body.metadata or {}).get("task_id")
         if not task:
             raise HTTPException(422, "the metadata of the request has no task_id: send rows to /run")
         return (await self.run(EnvironmentRunRequest(responses_create_params=body, task_id=task))).response
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
-        """Metrics of the rollouts that have a reward."""
+        """Return metrics of the rollouts that have a reward."""
         scored = [each for each in body.verify_responses if not each.get("mask_sample")]
         return await super().aggregate_metrics(AggregateMetricsRequest(verify_responses=scored))
 
@@ -146,8 +147,9 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
 
 
 def output_items(played: Trajectory) -> list[JSON]:
-    """The conversation as output items of a response; the last item of each reply has its tokens, if they are recorded.
-    Raises `ConfigError` if calls and replies differ in number (compaction, sub-agents), since tokens then have no item.
+    """Return the conversation as output items of a response; the last item of each reply has its tokens, if they are
+    recorded. Raises `ConfigError` if calls and replies differ in number (compaction, sub-agents), since tokens then
+    have no item.
     """
     replies = [message for message in played.messages if message["role"] == "assistant"]
     turns = list(sampled_turns(played)) if played.ledger is not None else []

@@ -81,7 +81,7 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
         return list(self._tools)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """The text that a model would read, errors of the call included; `error` is set only if the rollout has
+        """Return the text that a model would read, errors of the call included; `error` is set only if the rollout has
         ended."""
         if self._play is None:
             return ToolResult(error=str(self._failure), done=True)
@@ -112,7 +112,7 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
 
 
 def verify_result(trajectory: Trajectory) -> VerifyResult:
-    """The result of a graded rollout. `env_reward` is None for an unscored one, which OpenEnv leaves out."""
+    """Return the result of a graded rollout. `env_reward` is None for an unscored one, which OpenEnv leaves out."""
     return VerifyResult(
         env_reward=trajectory.reward if trajectory.scored else None,
         done=True,
@@ -127,7 +127,8 @@ def verify_result(trajectory: Trajectory) -> VerifyResult:
 
 
 def training_trace(trajectory: Trajectory) -> TrainingTrace:
-    """The model calls of a rollout with their tokens: each sampled token once, with the engine's log-probability.
+    """Return the model calls of a rollout with their tokens: each sampled token once, with the engine's
+    log-probability.
 
     Raises `ConfigError` for a rollout without recorded tokens.
     """

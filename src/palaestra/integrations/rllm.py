@@ -45,7 +45,7 @@ class EnvironmentFlow:
         self._rollout = RolloutFunction(env, **settings)
 
     async def arun(self, task: Any, config: AgentConfig) -> Episode:
-        """One rollout, with its reward. Raises `Dropped` if it has none."""
+        """Return one rollout, with its reward. Raises `Dropped` if it has none."""
         row = getattr(task, "metadata", None) or task
         result = await self._rollout(_task_id(row), config.base_url, model=config.model)
         reward = reward_of(result)
@@ -59,7 +59,7 @@ class EnvironmentFlow:
 
 
 def evaluate(task: Any, episode: Episode) -> EvalOutput:
-    """An evaluator of rLLM that returns the environment's reward."""
+    """Return an evaluator of rLLM that returns the environment's reward."""
     reward = episode.trajectories[0].reward
     return EvalOutput(reward=reward, is_correct=reward >= 1.0)
 

@@ -24,13 +24,13 @@ Generate = Callable[[Any, Any, Mapping[str, JSON]], Awaitable[Any]]
 
 
 def custom_generate(env: object, **settings: Any) -> Generate:
-    """A function for `--custom-generate-function-path`. `settings` are those of `palaestra.RolloutFunction`; the
+    """Return a function for `--custom-generate-function-path`. `settings` are those of `palaestra.RolloutFunction`; the
     tokenizer is slime's `--hf-checkpoint`, and temperature, `top_p`, `top_k` and the longest reply are those that slime
     asks for. Training and evaluation are separate runs."""
     rollouts: dict[str, RolloutFunction] = {}
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, JSON]) -> Any:
-        """One rollout of the sample's task. Raises `ConfigError` for a sample without `task_id`."""
+        """Return one rollout of the sample's task. Raises `ConfigError` for a sample without `task_id`."""
         task = (sample.metadata or {}).get("task_id")
         if not task:
             raise ConfigError("the sample's metadata has no task_id: set --metadata-key to the column with it")
@@ -52,7 +52,7 @@ def custom_generate(env: object, **settings: Any) -> Generate:
 
 
 def keep_scored(args: Any, samples: Iterable[Any], **_: Any) -> bool:
-    """A function for `--dynamic-sampling-filter-path`: whether every rollout of a group has a reward."""
+    """Return a function for `--dynamic-sampling-filter-path`: whether every rollout of a group has a reward."""
     return all(sample.reward is not None for sample in _flat(samples))
 
 
@@ -74,7 +74,8 @@ def _rollout_function(
 
 
 def _fill(sample: Any, row: ExportedRow) -> Any:
-    """The sample with one segment's tokens: those of the prompt first, then `response_length` tokens after it."""
+    """Return the sample with one segment's tokens: those of the prompt first, then `response_length` tokens after
+    it."""
     sample.tokens = [*row.prompt_ids, *row.completion_ids]
     sample.response_length = len(row.completion_ids)
     sample.loss_mask, sample.rollout_log_probs = row.mask, row.logprobs

@@ -75,13 +75,14 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
         self._envs: list[Env] = []
 
     async def make_envs(self) -> Sequence[Env]:
-        """Environments that the cookbook's loop steps. The record has no log-probabilities: the loop passes none on."""
+        """Return environments that the cookbook's loop steps. The record has no log-probabilities: the loop passes none
+        on."""
         made = [Env(self) for _ in range(self.group_size)]
         self._envs += made
         return made
 
     async def roll_out(self, ask: Ask, group_size: int, *, retried: bool = True) -> Group:
-        """A group whose tokens `ask` samples, in this event loop."""
+        """Return a group whose tokens `ask` samples, in this event loop."""
         session = await asyncio.to_thread(_session, self, retried)
         _ASK.set((asyncio.get_running_loop(), ask))
         (group,) = await asyncio.to_thread(session.roll_out, self.task_id, group_size=group_size)
@@ -136,7 +137,7 @@ class Env(types.Env):  # type: ignore[misc]
         return action
 
     async def _next(self) -> tuple[tinker.ModelInput, list[int]] | None:
-        """The next prompt with its stop tokens; None if the rollout has ended."""
+        """Return the next prompt with its stop tokens; None if the rollout has ended."""
         assert self._rollout is not None, "the cookbook asks for the initial observation first"
         asked = asyncio.ensure_future(self._prompts.get())
         try:
@@ -150,7 +151,7 @@ class Env(types.Env):  # type: ignore[misc]
             asked.cancel()
 
     def _finished(self) -> Trajectory:
-        """The rollout that has ended. Raises `RuntimeError` if it has no score."""
+        """Return the rollout that has ended. Raises `RuntimeError` if it has no score."""
         assert self._rollout is not None
         group = self._rollout.result()
         if not group.scored:
@@ -244,8 +245,8 @@ atexit.register(close)
 
 
 def _session(builder: EnvGroupBuilder, retried: bool) -> SyncSession:
-    """The open run of an environment with these settings. Without `retried`, a failed rollout is not rolled out again:
-    the cookbook cannot step an episode from its beginning twice."""
+    """Return the open run of an environment with these settings. Without `retried`, a failed rollout is not rolled out
+    again: the cookbook cannot step an episode from its beginning twice."""
     env = builder.env if isinstance(builder.env, str) else id(builder.env)
     key = (env, builder.model, retried, json.dumps(dict(builder.settings), sort_keys=True, default=str))
     with _LOCK:
@@ -272,8 +273,8 @@ async def _sampled(prompt: list[int], most_tokens: int | None, stop_ids: Collect
 def _trajectory(
     trajectory: Trajectory, said: Mapping[tuple[tuple[int, ...], tuple[int, ...]], TokensWithLogprobs]
 ) -> types.Trajectory:
-    """A scored rollout as transitions, one per reply that is trained. Rows whose history was rewritten follow each
-    other; the cookbook makes a datum of each."""
+    """Return a scored rollout as transitions, one per reply that is trained. Rows whose history was rewritten follow
+    each other; the cookbook makes a datum of each."""
     steps: list[types.Transition] = []
     tokens: list[int] = []
     for row in training_rows(trajectory):
@@ -291,7 +292,7 @@ def _trajectory(
 
 
 def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """The places where the mask is 1, as (begin, end)."""
+    """Return the places where the mask is 1, as (begin, end)."""
     found: list[tuple[int, int]] = []
     for on, places in itertools.groupby(range(len(mask)), key=lambda place: mask[place]):
         if on:
@@ -305,7 +306,7 @@ def _metrics(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _failures(group: Group) -> list[types.RolloutError]:
-    """Why rollouts of a group have no score; an error of the group if it has none."""
+    """Return why rollouts of a group have no score; an error of the group if it has none."""
     found = [
         types.RolloutError(f"{each.outcome}/{each.blame}", each.error or "the rollout was not scored")
         for each in group.trajectories
@@ -353,7 +354,7 @@ class SlotSandbox:
         return _result(found.metadata["stdout"], found.metadata["stderr"], found.metadata["exit_code"])
 
     async def read_file(self, path: str, max_bytes: int | None = None, timeout: int = 60) -> SandboxResult:
-        """The text of a file; exit code 1 and the reason if it cannot be read."""
+        """Return the text of a file; exit code 1 and the reason if it cannot be read."""
         try:
             slot = self._running()
             data = await (slot.read_bytes(path) if max_bytes is None else slot.read_bytes(path, max_bytes=max_bytes))
@@ -386,7 +387,7 @@ class SlotSandbox:
 
 
 def sandbox_factory(*, image: str | Callable[[Path], str] | None = None, **settings: Any) -> Callable[[Path, int], Any]:
-    """A `SandboxFactory` whose sandboxes are slots of this machine.
+    """Return a `SandboxFactory` whose sandboxes are slots of this machine.
 
     `image` is the root file system of all tasks, or a function that returns the one of a task for its `environment`
     folder; Dockerfiles are not built. `settings` are those of `palaestra.Sandbox`, such as `network`, `memory` or

@@ -34,8 +34,8 @@ TASK = "task_id"
 
 
 def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Dataset:
-    """The first `tasks` tasks of an environment as TRL's data set, one row per task, or all. `settings` are those of
-    `palaestra.run`."""
+    """Return the first `tasks` tasks of an environment as TRL's data set, one row per task, or all. `settings` are
+    those of `palaestra.run`."""
     from datasets import Dataset
 
     with Session(env, policy="noop", **settings) as session:
@@ -45,8 +45,8 @@ def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Datas
 
 
 def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings: JSON) -> RolloutFunc:
-    """A `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`; temperature, `top_p` and
-    `top_k` are the trainer's, and `max_token_length` (of one reply) its `max_completion_length` unless set.
+    """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`; temperature, `top_p`
+    and `top_k` are the trainer's, and `max_token_length` (of one reply) its `max_completion_length` unless set.
 
     After each step the log-probabilities of the sampled tokens are compared with the trainer's own, at the cost of one
     forward pass: more than `max_difference` nats on any token raises `ConfigError`. None skips the comparison.
@@ -55,7 +55,7 @@ def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings:
 
 
 def reward(*, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """The environment's rewards, as a reward function of TRL; None for an unscored rollout."""
+    """Return the environment's rewards, as a reward function of TRL; None for an unscored rollout."""
     if (environments := columns.get("environments")) is not None:
         rewards = [each._finish(said) for each, said in zip(environments, completions, strict=True)]
     else:
@@ -94,8 +94,8 @@ class EnvironmentFactory:
 
 
 def environment_factory(env: object, **settings: Any) -> EnvironmentFactory:
-    """An `environment_factory` for `env`: TRL's own loop samples and calls our tools, in a slot per rollout; `reward`
-    seals and grades the work. `settings` are those of `palaestra.Session`.
+    """Return an `environment_factory` for `env`: TRL's own loop samples and calls our tools, in a slot per rollout;
+    `reward` seals and grades the work. `settings` are those of `palaestra.Session`.
 
     All tasks have the tools of the first one. Each rollout holds its slot until it is graded, so `slots` must be at
     least the rollouts of one generation.
@@ -133,7 +133,7 @@ _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "arra
 
 
 def _method(function: Mapping[str, Any]) -> Callable[..., str]:
-    """The tool as a method with types and a docstring, from which TRL makes its schema again."""
+    """Return the tool as a method with types and a docstring, from which TRL makes its schema again."""
     properties = function["parameters"].get("properties", {})
     required = function["parameters"].get("required", [])
 
@@ -179,7 +179,7 @@ class RolloutFunc:
         self.path: Path | None = None
 
     def __call__(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, Any]:
-        """One row per prompt, in their order. Equal prompts that follow each other are a group."""
+        """Return one row per prompt, in their order. Equal prompts that follow each other are a group."""
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
         wanted = [
@@ -242,7 +242,7 @@ class RolloutFunc:
         return self._session
 
     def _compare(self, trainer: GRPOTrainer, model: Any, rows: Sequence[dict[str, Any]]) -> list[float | None]:
-        """The largest difference between sampler and trainer on each row's trained tokens."""
+        """Return the largest difference between sampler and trainer on each row's trained tokens."""
         trained = [row for row in rows if any(row["mask"])]
         if self._max_difference is None or not trained:
             return [None] * len(rows)
@@ -308,7 +308,7 @@ _LISTS = ("prompt_ids", "completion_ids", "mask", "logprobs")
 
 
 def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
-    """A row without trained tokens, because TRL does not take an empty row."""
+    """Return a row without trained tokens, because TRL does not take an empty row."""
     lists = dict(zip(_LISTS, ([filler], [filler], [0], [0.0]), strict=True))
     return {**lists, "reward": None, "rollout_id": rollout_id}
 

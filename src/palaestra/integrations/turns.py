@@ -21,7 +21,8 @@ class TurnTokens(NamedTuple):
 
 
 def sampled_turns(trajectory: Trajectory) -> Iterator[TurnTokens]:
-    """The calls in their order: each sampled token once. Raises `ConfigError` for a rollout without recorded tokens."""
+    """Yield the calls in their order: each sampled token once. Raises `ConfigError` for a rollout without recorded
+    tokens."""
     if trajectory.ledger is None:
         raise ConfigError(f"{trajectory.rollout_id} has no recorded tokens: use a token-exact model server")
     rows = {row.segment: row for row in trajectory.rows}

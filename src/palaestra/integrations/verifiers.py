@@ -43,7 +43,7 @@ class EnvironmentTask(vf.Task[EnvironmentData]):  # type: ignore[misc]
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def environment(self, trace: vf.Trace) -> float:
-        """The reward of the rollout."""
+        """Return the reward of the rollout."""
         return float(trace.info[RECORD]["reward"])
 
 

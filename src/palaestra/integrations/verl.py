@@ -76,8 +76,8 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         self._env, self._settings = env, dict(settings or {})
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """One rollout of the row's task. Raises `ConfigError` for a row without `task_id`, or a rollout of several
-        segments (sub-agents, compaction), of which verl takes only one."""
+        """Return one rollout of the row's task. Raises `ConfigError` for a row without `task_id`, or a rollout of
+        several segments (sub-agents, compaction), of which verl takes only one."""
         task = kwargs.get("task_id") or (kwargs.get("extra_info") or {}).get("task_id")
         if not task:
             raise ConfigError("the row has no task_id, and neither has its extra_info")
@@ -86,7 +86,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         return self._output(group)
 
     async def _session(self) -> Session:
-        """The worker's run, which the first rollout starts."""
+        """Return the worker's run, which the first rollout starts."""
         key, loop = json.dumps([self._env, self._settings], sort_keys=True, default=str), asyncio.get_running_loop()
         known = self._sessions.get(key)
         if known is None or known[0] is not loop:

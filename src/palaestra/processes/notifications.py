@@ -148,7 +148,7 @@ class Follower:
         self._add("watch_match", line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
 
     def _not_reported(self) -> str:
-        """The counts since the last report, as text."""
+        """Return the counts since the last report, as text."""
         lines, lost, self._unreported, self._lost = self._unreported, self._lost, 0, 0
         parts = [f"{lines} more lines matched"] if lines else []
         if lost and self._watch.patterns:

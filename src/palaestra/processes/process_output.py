@@ -27,7 +27,8 @@ class OutputText:
 
 
 async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
-    """The text from a cursor on. `running` is true if the process ran before this call, so that more may come."""
+    """Return the text from a cursor on. `running` is true if the process ran before this call, so that more may
+    come."""
     piece = await process.read(cursor, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece) if piece.lost else (piece.data, 0)
     more = len(piece.data) == max_bytes
@@ -36,7 +37,7 @@ async def read_text(process: Process, cursor: int, *, max_bytes: int, running: b
 
 
 async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText:
-    """The last `max_bytes` bytes of the output."""
+    """Return the last `max_bytes` bytes of the output."""
     piece = await process.read(-max_bytes, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece)
     text, held = readable(data, running)
@@ -44,7 +45,8 @@ async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText
 
 
 def readable(data: bytes, more: bool) -> tuple[str, int]:
-    """The output without control sequences and with plain line ends, and the number of incomplete bytes at its end.
+    """Return the output without control sequences and with plain line ends, and the number of incomplete bytes at its
+    end.
 
     If no `more` output can come, that number is 0, and an incomplete character becomes the replacement character.
     """
@@ -59,7 +61,7 @@ def readable(data: bytes, more: bool) -> tuple[str, int]:
 
 
 def _from_a_character_on(piece: OutputPiece) -> tuple[bytes, int]:
-    """The piece without a partial character at its beginning, and the number of bytes removed."""
+    """Return the piece without a partial character at its beginning, and the number of bytes removed."""
     skipped = 0
     while piece.start and skipped < min(len(piece.data), LONGEST_CHARACTER - 1) and piece.data[skipped] >> 6 == 0b10:
         skipped += 1

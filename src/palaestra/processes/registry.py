@@ -133,12 +133,12 @@ class ProcessRegistry:
         return replace(watch, on_exit=True) if self._report_ends else watch
 
     def get(self, session_id: str, task_id: str | None = None) -> ProcessSession | None:
-        """The session with that id; None if it is unknown or belongs to another task."""
+        """Return the session with that id; None if it is unknown or belongs to another task."""
         session = self._sessions.get(session_id)
         return session if session is not None and task_id in (None, session.task_id) else None
 
     def sessions(self, task_id: str | None = None) -> list[ProcessSession]:
-        """The sessions with their last known status, oldest first."""
+        """Return the sessions with their last known status, oldest first."""
         return list(self._of(task_id))
 
     # The contract's actions, which `ProcessSession` describes. The status is `not_found` for an unknown session.
@@ -168,18 +168,18 @@ class ProcessRegistry:
         return await self._do(session_id, task_id, lambda session: session.submit(text, end=end))
 
     async def list_sessions(self, task_id: str | None = None) -> list[Reply]:
-        """All sessions, oldest first, except those that ended too long ago."""
+        """Return all sessions, oldest first, except those that ended too long ago."""
         await self._prune(task_id)
         found = (_reply(session, ProcessSession.summary) for session in self._of(task_id))
         return list(await asyncio.gather(*found))
 
     async def has_active_processes(self, task_id: str | None = None) -> bool:
-        """Whether any process of the task runs."""
+        """Return whether any process of the task runs."""
         sessions = await self._refresh(task_id)
         return any(session.running for session in sessions)
 
     async def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Whether any process of that conversation runs that is not older than `max_age_s`."""
+        """Return whether any process of that conversation runs that is not older than `max_age_s`."""
         running = [session for session in await self._refresh(None, session_key) if session.running]
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 
@@ -269,7 +269,7 @@ class ProcessRegistry:
         return (session for session in list(self._sessions.values()) if task_id in (None, session.task_id))
 
     def _new_id(self, task_id: str) -> str:
-        """An id that derives from the task and its earlier sessions, so that equal runs have equal ids."""
+        """Return an id that derives from the task and its earlier sessions, so that equal runs have equal ids."""
         while True:
             self._numbers[task_id] += 1
             text = f"{task_id}\0{self._numbers[task_id]}"
@@ -355,12 +355,13 @@ async def _reply(session: ProcessSession, action: Callable[[ProcessSession], Awa
 
 
 def not_found(session_id: str) -> Reply:
-    """The reply to an action on an unknown session."""
+    """Return the reply to an action on an unknown session."""
     return {"session_id": session_id, "status": "not_found", "error": f"No process with ID {session_id}"}
 
 
 def living() -> list[ProcessRegistry]:
-    """The registries of this Python process that have had a session and whose loop runs. Callable from any thread."""
+    """Return the registries of this Python process that have had a session and whose loop runs. Callable from any
+    thread."""
     with _known_lock:
         return [each for each in _known if each.loop is not None and each.loop.is_running()]
 
@@ -373,7 +374,7 @@ def _record(session: ProcessSession) -> dict[str, JSON]:
 
 
 def _read(path: Path) -> list[dict[str, JSON]]:
-    """The session records of a checkpoint, or [] if there is no file. Raises `ConfigError`."""
+    """Return the session records of a checkpoint, or [] if there is no file. Raises `ConfigError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         schema, version = content["schema"], content["version"]
@@ -388,7 +389,7 @@ def _read(path: Path) -> list[dict[str, JSON]]:
 
 
 async def _recovered(record: dict[str, JSON], running: dict[str, dict[int, Process]]) -> ProcessSession:
-    """The session of a record, with its process if the slot still has it; otherwise `lost` has the reason."""
+    """Return the session of a record, with its process if the slot still has it; otherwise `lost` has the reason."""
     known, status = {name: record[name] for name in _KEPT}, ProcessStatus(**record["status"])
     watch = Watch(**{**record["watch"], "patterns": tuple(record["watch"]["patterns"])})
     session = ProcessSession(**known, process=None, status=status, watch=watch, detached=True)

@@ -156,7 +156,7 @@ class ProcessSession:
         return None if self.status.running else self.started_at + self.status.duration_s
 
     def reach(self) -> Process:
-        """The session's process. Raises `SessionLost` if it cannot be reached."""
+        """Return the session's process. Raises `SessionLost` if it cannot be reached."""
         if self.process is None:
             raise SessionLost(self.lost)
         return self.process
@@ -177,7 +177,7 @@ class ProcessSession:
     # Actions
 
     async def poll(self, since: int | None = None) -> Reply:
-        """The process's status, with the end of its output or with the output after the cursor `since`."""
+        """Return the process's status, with the end of its output or with the output after the cursor `since`."""
         status = await self.refresh()
         reply: Reply = {"session_id": self.id, "command": self.command, **_state(status)}
         if since is None:
@@ -190,7 +190,7 @@ class ProcessSession:
         return reply | self._take_notices()
 
     async def log(self, offset: int = 0, limit: int = 200) -> Reply:
-        """Lines of the kept output: the last `limit` lines, or `limit` lines after `offset`."""
+        """Return lines of the kept output: the last `limit` lines, or `limit` lines after `offset`."""
         status = await self.refresh()
         kept = await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)
         lines = kept.text.splitlines()
@@ -255,7 +255,7 @@ class ProcessSession:
         return await self.write(data + (b"\r" if self.status.terminal else b"\n"), end=end)
 
     async def summary(self) -> Reply:
-        """The entry of this session in a list of sessions."""
+        """Return the entry of this session in a list of sessions."""
         status = await self.refresh()
         started = datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="seconds")
         reply: Reply = {"session_id": self.id, "command": self.command[:LISTED_CHARS], "cwd": self.cwd}
@@ -263,7 +263,7 @@ class ProcessSession:
         return reply | await self._tail(status, "output_preview", LISTED_CHARS) | self._take_notices()
 
     async def _tail(self, status: ProcessStatus, name: str, chars: int) -> Reply:
-        """The last characters of the output under `name`, and the cursor after them."""
+        """Return the last characters of the output under `name`, and the cursor after them."""
         most = process_output.LONGEST_CHARACTER * chars
         end = await process_output.tail(self.reach(), most, running=status.running)
         return {name: end.text[-chars:], "cursor": end.end}
@@ -295,7 +295,7 @@ class ProcessSession:
             await asyncio.gather(ending, return_exceptions=True)
 
     def _take_notices(self) -> Reply:
-        """The reports since the last reply."""
+        """Return the reports since the last reply."""
         notices = list(self.notices)
         self.notices.clear()
         return {"notices": notices} if notices else {}

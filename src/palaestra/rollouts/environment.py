@@ -75,18 +75,19 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self) -> AsyncIterator[Task]:
-        """The tasks of the run, in order."""
+        """Return the tasks of the run, in order."""
 
     @abstractmethod
     def kit(self, task: Task, rng: random.Random) -> Kit:
-        """The tools of this task's group. `rng` is the group's random generator."""
+        """Return the tools of this task's group. `rng` is the group's random generator."""
 
     def changed(self, number: int, was: str, now: str) -> str:
-        """The message for a resumed run in which task `number` now has the id `now` and had the id `was` before."""
+        """Return the message for a resumed run in which task `number` now has the id `now` and had the id `was`
+        before."""
         return f"task {number} is {now} now and was {was}"
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
-        """The image, limits and network of the task's slots."""
+        """Return the image, limits and network of the task's slots."""
         return SlotSpec(image=task.image, limits=task.limits, network=network_of(task, phase))
 
     async def resolve(self, task: Task) -> Task:
@@ -94,14 +95,14 @@ class Environment(ABC):
         return task
 
     def shared_setup(self, task: Task) -> str | None:
-        """The key of the preparation that this task shares with others; None if it shares none."""
+        """Return the key of the preparation that this task shares with others; None if it shares none."""
         return None
 
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
         """Do the shared preparation, once per key in a run. The task's own preparation then starts from it."""
 
     def prepares(self, task: Task) -> bool:
-        """Whether the task has a workspace to prepare. Otherwise rollouts start from the bare image."""
+        """Return whether the task has a workspace to prepare. Otherwise rollouts start from the bare image."""
         return bool(task.files or task.setup)
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
@@ -124,7 +125,8 @@ class Environment(ABC):
         return False
 
     async def collect(self, task: Task, group: GroupCollection) -> int:
-        """The number of rollouts of the group. With `collects_groups`, this also collects the group for `act`."""
+        """Return the number of rollouts of the group. With `collects_groups`, this also collects the group for
+        `act`."""
         return group.wanted
 
     async def ended(self, task: Task, group: Group) -> None:
@@ -182,13 +184,14 @@ class Environment(ABC):
         """Score the sealed result. Raises `GraderError` when the check itself could not be run."""
 
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
-        """The environment's additions to the rollout's record."""
+        """Return the environment's additions to the rollout's record."""
         return Projection()
 
     async def figures(self) -> Mapping[str, float | str]:
-        """The environment's own metrics and texts for the run. Called during the run and after the last group."""
+        """Return the environment's own metrics and texts for the run. Called during the run and after the last
+        group."""
         return {}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """Rollouts to show next to the metrics, each as text with its score. Called after the last group."""
+        """Return rollouts to show next to the metrics, each as text with its score. Called after the last group."""
         return ()

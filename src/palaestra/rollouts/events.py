@@ -247,5 +247,5 @@ class Subscriber(Protocol):
     """An object that follows a run through its events."""
 
     def handlers(self) -> Handlers:
-        """The function to call for each class of event."""
+        """Return the function to call for each class of event."""
         ...

@@ -83,7 +83,8 @@ class Run:
         return RunReader(self.recording.path).read()
 
     def to_rows(self, *, placeholders: bool = False) -> list[dict[str, JSON]]:
-        """The exact tokens of the scored rollouts, as `palaestra export --to rows` writes them (`docs/training.md`).
+        """Return the exact tokens of the scored rollouts, as `palaestra export --to rows` writes them
+        (`docs/training.md`).
 
         Raises `ConfigError` for a run whose model server gave no tokens, unless `placeholders` are allowed.
         """
@@ -95,7 +96,8 @@ class Run:
         return [json.loads(line) for line in lines.getvalue().splitlines()]
 
     def to_records(self) -> list[dict[str, JSON]]:
-        """One plain mapping per rollout: ids, reward, outcome, error, tokens, seconds, and each metric by name."""
+        """Return one plain mapping per rollout: ids, reward, outcome, error, tokens, seconds, and each metric by
+        name."""
         return [
             {
                 "task_id": each.task_id,
@@ -116,7 +118,7 @@ class Run:
         ]
 
     def to_frame(self) -> Any:
-        """The mappings of `to_records` as a pandas DataFrame. Raises `ConfigError` without pandas."""
+        """Return the mappings of `to_records` as a pandas DataFrame. Raises `ConfigError` without pandas."""
         try:
             pandas: Any = import_module("pandas")
         except ImportError:
@@ -127,13 +129,14 @@ class Run:
 
 
 def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
-    """The run given by a folder, a journal, an id or its beginning, or `last` for the latest one below `root`. Raises
-    `ConfigError`."""
+    """Return the run given by a folder, a journal, an id or its beginning, or `last` for the latest one below `root`.
+    Raises `ConfigError`."""
     return Run(journal_of(find_run(run, root=root)).parent)
 
 
 def _last_metrics(path: Path) -> dict[str, float]:
-    """The metrics of the whole run, from the last line; its names have no prefix. Empty before the run has ended."""
+    """Return the metrics of the whole run, from the last line; its names have no prefix. Empty before the run has
+    ended."""
     try:
         lines = path.read_bytes().splitlines()
         last = msgspec.json.decode(lines[-1], type=dict[str, object]) if lines else {}

@@ -86,7 +86,7 @@ class GroupRun:
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
-        """The finished group, already in the journal. Raises only on cancellation and on bugs."""
+        """Return the finished group, already in the journal. Raises only on cancellation and on bugs."""
         run, group = self.run_context, self.group
         run.events.announce(GroupBegun(group))
         self._take_finished()
@@ -116,7 +116,7 @@ class GroupRun:
         return group
 
     def _seeded(self, *parts: object) -> Seeded:
-        """A random generator for each purpose, derived from the run's seed and the group's id alone."""
+        """Return a random generator for each purpose, derived from the run's seed and the group's id alone."""
         return Seeded(":".join(map(str, (self.run_context.settings.seed, self.group.group_id, *parts))))
 
     def _take_finished(self) -> None:
@@ -126,8 +126,8 @@ class GroupRun:
             self.run_context.events.announce(RolloutKept(trajectory))
 
     def _prompt_changed(self, task: Task) -> bool:
-        """Whether the task's prompt differs from that of the group's earlier rollouts. If so, the group gets no more
-        rollouts, because all of a group's rollouts share one prompt."""
+        """Return whether the task's prompt differs from that of the group's earlier rollouts. If so, the group gets no
+        more rollouts, because all of a group's rollouts share one prompt."""
         group, run = self.group, self.run_context
         group.asked, before = prompt_checksum(task), run.earlier.asked.get(group.group_id, "")
         changed = before not in ("", group.asked) and bool(run.earlier.rollouts.get(group.group_id))
@@ -164,7 +164,8 @@ class GroupRun:
         self.begun = True
 
     async def _prepare(self) -> Snapshot | None:
-        """The group's snapshot; None if the bare image is enough. Retried like a rollout when the backend dies."""
+        """Return the group's snapshot; None if the bare image is enough. Retried like a rollout when the backend
+        dies."""
         for _ in range(self.run_context.settings.infra_retries):
             try:
                 return await self._prepare_once()
@@ -191,7 +192,8 @@ class GroupRun:
             return taken.snapshot
 
     def _recipe(self) -> tuple[bool, Recipe | None]:
-        """Whether the group is prepared, and the recipe of its preparation; None if every run must prepare again."""
+        """Return whether the group is prepared, and the recipe of its preparation; None if every run must prepare
+        again."""
         if self.env.shared_setup(self.task) is None and not self.env.prepares(self.task):
             return False, None
         task, spec = self.task, self.env.slot_spec(self.task, Phase.PREPARE)
@@ -367,7 +369,7 @@ class GroupRun:
         return None
 
     async def _branched(self, index: int) -> RecordedTurns | None:
-        """The turns of another rollout that this one continues; None for a root."""
+        """Return the turns of another rollout that this one continues; None for a root."""
         assert self._tree is not None
         branch = await self._tree.branch(index)
         if branch is None:
@@ -378,7 +380,7 @@ class GroupRun:
         return branch.recorded(self.group.tools_hash)
 
     def _recorded(self, index: int) -> RecordedTurns | None:
-        """The turns of a rollout that an earlier part of the run began; None if it starts from its beginning."""
+        """Return the turns of a rollout that an earlier part of the run began; None if it starts from its beginning."""
         rollout_id = f"{self.group.group_id}/{index}"
         cut_off = self.run_context.earlier.cut_off.pop(rollout_id, None)
         if cut_off is None:
@@ -418,8 +420,8 @@ class GroupRun:
                 trajectory = rollout.trajectory()
 
     def _retries(self, trajectory: Trajectory, tried: int) -> bool:
-        """Whether the attempt is retried: as one of the rollout's retries, or as one of the group's replacements, of
-        which a whole group has as many as rollouts."""
+        """Return whether the attempt is retried: as one of the rollout's retries, or as one of the group's
+        replacements, of which a whole group has as many as rollouts."""
         if trajectory.scored:
             return False
         if tried < self.run_context.settings.infra_retries and trajectory.blame in RETRIED:
@@ -435,7 +437,7 @@ def _check_own(event: RolloutEnded | AttemptDiscarded) -> None:
 
 
 def prompt_checksum(task: Task) -> str:
-    """A checksum of the task's prompt, the same in every part of a run."""
+    """Return a checksum of the task's prompt, the same in every part of a run."""
     return checksum(task.messages())
 
 
@@ -469,5 +471,5 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def failed_for_the_engine(group: Group) -> bool:
-    """Whether every rollout of the group ended because the model server failed."""
+    """Return whether every rollout of the group ended because the model server failed."""
     return bool(group.trajectories) and all(rollout.blame is Blame.ENGINE for rollout in group.trajectories)

@@ -82,7 +82,7 @@ class RunLimits:
         }
 
     async def gate(self) -> bool:
-        """Whether another group may start."""
+        """Return whether another group may start."""
         self._check_cost()
         return not self.reason
 
@@ -152,6 +152,6 @@ class RunLimits:
 
 
 def _failed_by(trajectory: Trajectory) -> Blame | None:
-    """The part of the infrastructure that ended a rollout, or None. A task that cannot work is not counted."""
+    """Return the part of the infrastructure that ended a rollout, or None. A task that cannot work is not counted."""
     lost = trajectory.reward is None and trajectory.outcome is not Outcome.CANCELLED
     return trajectory.blame if lost and trajectory.blame not in (Blame.TASK, Blame.MODEL) else None

@@ -123,7 +123,7 @@ class ProgramAgent:
     def open(
         self, conversations: Conversations, tools: ToolService | None
     ) -> contextlib.AbstractContextManager[RolloutAddress]:
-        """A context manager that serves the conversations and the tools of a rollout."""
+        """Return a context manager that serves the conversations and the tools of a rollout."""
         return self._endpoint.open(conversations, tools)
 
     async def _keep(self, rollout_id: str, log: bytes, auxiliary: bytes) -> None:
@@ -284,7 +284,7 @@ class _Play:
         return Outcome.NATURAL, error, None
 
     def result(self) -> AgentResult:
-        """The result of the rollout so far."""
+        """Return the result of the rollout so far."""
         recorded = self._conversations.recorded()
         outcome, error, blame = self._end
         own = recorded.own
@@ -302,7 +302,8 @@ class _Play:
         return result
 
     def auxiliary(self) -> bytes:
-        """The conversations that are not trained on, with their tokens, and the request fields that had no effect."""
+        """Return the conversations that are not trained on, with their tokens, and the request fields that had no
+        effect."""
         recorded = self._conversations.recorded()
         ledger = recorded.auxiliary_ledger
         return msgspec.json.encode(
@@ -333,7 +334,7 @@ class _OfferedTools:
         self._places = asyncio.Semaphore(MAX_PARALLEL_CALLS)
 
     def service(self) -> ToolService | None:
-        """The service that answers the program's MCP client; None if there are no tools."""
+        """Return the service that answers the program's MCP client; None if there are no tools."""
         shown = [each for each in self._rollout.kit.definitions if each["function"]["name"] in self._names]
         return McpTools(shown, self._call) if shown else None
 
@@ -398,7 +399,7 @@ def _turn(number: int, call: AnsweredCall) -> Turn:
 
 
 def _prompt(messages: Sequence[Message]) -> str:
-    """The task as one text, because programs take one prompt and have their own system prompt."""
+    """Return the task as one text, because programs take one prompt and have their own system prompt."""
     if any(message.get("role") not in ("system", "user") for message in messages):
         raise TaskError("a program cannot start from a conversation with replies: use the agent loop for this task")
     return "\n\n".join(str(message["content"]) for message in messages)

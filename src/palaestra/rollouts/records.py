@@ -139,7 +139,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.outcome is not Outcome.NATURAL and not self.turns and not made
 
     def every_subagent(self) -> Iterator[SubagentRecord]:
-        """All sub-agents, each before the ones that it started."""
+        """Yield all sub-agents, each before the ones that it started."""
         waiting = list(reversed(self.subagents))
         while waiting:
             each = waiting.pop()
@@ -177,7 +177,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def have_same_scores(scored: Sequence[Trajectory]) -> bool:
-    """Whether the rollouts have exactly one distinct score."""
+    """Return whether the rollouts have exactly one distinct score."""
     return len({trajectory.reward for trajectory in scored}) == 1
 
 
@@ -218,7 +218,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def turns_of(result: AgentResult) -> list[TurnRecord]:
-    """The records of a conversation's turns."""
+    """Return the records of a conversation's turns."""
     return [
         TurnRecord(
             number=turn.number,
@@ -232,7 +232,7 @@ def turns_of(result: AgentResult) -> list[TurnRecord]:
 
 
 def tool_errors_of(result: AgentResult) -> list[ToolErrorRecord]:
-    """The records of a conversation's failed calls."""
+    """Return the records of a conversation's failed calls."""
     return [
         ToolErrorRecord(turn=error.turn, tool=error.tool_name, arguments=error.arguments, error=error.error)
         for error in result.tool_errors
@@ -240,14 +240,14 @@ def tool_errors_of(result: AgentResult) -> list[ToolErrorRecord]:
 
 
 def inner_calls_of(calls: Sequence[InnerCall]) -> list[InnerCallRecord]:
-    """The records of the calls that programs made."""
+    """Return the records of the calls that programs made."""
     return [
         InnerCallRecord(turn=call.turn, tool=call.tool, arguments=call.arguments, reply=call.reply) for call in calls
     ]
 
 
 def subagents_of(result: AgentResult, places: Mapping[int, int]) -> list[SubagentRecord]:
-    """The records of an agent's sub-agents. `places` are the numbers of the ledger's segments in its record."""
+    """Return the records of an agent's sub-agents. `places` are the numbers of the ledger's segments in its record."""
     return [
         SubagentRecord(
             number=each.number,

@@ -247,7 +247,7 @@ class Rollout:
         return own_score or self._foreign_result or self.projection != Projection()
 
     def trajectory(self) -> Trajectory:
-        """The rollout's record so far."""
+        """Return the rollout's record so far."""
         result = self.result or AgentResult(messages=self.opening())
         prices, ledger, spec, parent = self.settings.prices, self.ledger, self.spec, self.parent
         prompt_tokens, completion_tokens = self._own_tokens(result)
@@ -295,7 +295,8 @@ class Rollout:
         return self.recorded.cut_off.parent if self.recorded is not None and self.recorded.failed is None else None
 
     def _own_tokens(self, result: AgentResult) -> tuple[int, int]:
-        """The tokens read and written, without those of the turns that it shares with the rollout it continues."""
+        """Return the tokens read and written, without those of the turns that it shares with the rollout it
+        continues."""
         used = result.usage.prompt_tokens, result.usage.completion_tokens
         if self.parent is None:
             return used
@@ -305,7 +306,7 @@ class Rollout:
         return used[0] - read, used[1] - written
 
     def _points_taken(self, result: AgentResult) -> list[int]:
-        """The turns after which other rollouts can continue this one; never the last, as no call follows it."""
+        """Return the turns after which other rollouts can continue this one; never the last, as no call follows it."""
         taken = self._fork_points.points if self._fork_points is not None else ()
         return [turn for turn in sorted(taken) if turn < len(result.turns)]
 
@@ -353,7 +354,7 @@ class Rollout:
         return ledger if isinstance(ledger, Ledger) and ledger.turns else None
 
     def stage(self, name: str, shown: str = "") -> Stage:
-        """A context manager that times a part of the rollout and shows it as the current stage."""
+        """Return a context manager that times a part of the rollout and shows it as the current stage."""
         return self.stages.stage(name, shown)
 
     def check_start(self) -> None:
@@ -362,7 +363,7 @@ class Rollout:
             self.run_context.limits.check(begun=False)
 
     async def sandbox(self) -> Slot:
-        """The rollout's slot, a fork of the group's prepared workspace. The first call leases it."""
+        """Return the rollout's slot, a fork of the group's prepared workspace. The first call leases it."""
         async with self._leasing:
             if self._slot is None:
                 forked, self._forked = self._forked, None
@@ -389,7 +390,7 @@ class Rollout:
         return self._tools
 
     def bind_tools(self, sandbox: Callable[[], Awaitable[Slot]], user_task: str) -> ToolRuntime:
-        """The group's tools, bound to another view of the slot. They are closed when the agent has ended."""
+        """Return the group's tools, bound to another view of the slot. They are closed when the agent has ended."""
         tools = self._runtime(sandbox, user_task)
         self._bound_tools.append(tools)
         return tools
@@ -438,7 +439,8 @@ class Rollout:
         self.snapshot, self._tools = snapshot, None
 
     def opening(self) -> list[Message]:
-        """The messages from which the agent starts: the system prompt, if there is one, and the task's messages."""
+        """Return the messages from which the agent starts: the system prompt, if there is one, and the task's
+        messages."""
         messages = self.task.messages()
         if self.settings.system_prompt:
             messages.insert(0, {"role": "system", "content": self.settings.system_prompt})
@@ -478,7 +480,7 @@ class Rollout:
         return await self.run_agent(self.result.messages, tool_handler=tool_handler, after=self.result)
 
     def loop(self, *, server: object = None, tool_handler: ToolRuntime | RolloutTool | None = None) -> HermesAgentLoop:
-        """The agent loop, set up for this rollout."""
+        """Return the agent loop, set up for this rollout."""
         settings, names = self.settings, self.kit.names
         tools = tool_handler or self.tools
         if not isinstance(tools, ToolRuntime):
@@ -505,7 +507,7 @@ class Rollout:
         return loop
 
     def conversation(self, server: object = None) -> MiddlewareServer:
-        """The model server, wrapped in the middleware, for the rollout's agent."""
+        """Return the model server, wrapped in the middleware, for the rollout's agent."""
         asked = self._log.follow(self._asked if server is None else chat_server(server))
         middleware = [self._log.chat, *(make(self.rollout_id) for make in self.run_context.middleware.chat)]
         if self.settings.freeze:
@@ -615,8 +617,8 @@ def _first_user_text(messages: list[Message]) -> str:
 
 
 def _checked(score: object, doing: str) -> Score:
-    """The score with plain numbers. Metrics that are not finite are moved into the detail, because they cannot be
-    averaged.
+    """Return the score with plain numbers. Metrics that are not finite are moved into the detail, because they cannot
+    be averaged.
 
     Raises `GraderError` if the value is not a score or has no usable reward.
     """

@@ -185,7 +185,8 @@ class Runner:
             return None
 
     def _is_finished(self, number: int, task: Task) -> bool:
-        """Whether an earlier part of the run finished the task. Raises `ConfigError` if another task had its number."""
+        """Return whether an earlier part of the run finished the task. Raises `ConfigError` if another task had its
+        number."""
         was = self.run_context.earlier.tasks.get(number, task.id)
         if was != task.id:
             raise ConfigError(
@@ -205,7 +206,7 @@ class Runner:
         return True
 
     def _is_whole(self, group: Group) -> bool:
-        """Whether a finished group has enough rollouts, since groups may be larger now."""
+        """Return whether a finished group has enough rollouts, since groups may be larger now."""
         enough = len(group.trajectories) >= self.run_context.settings.group_size
         return enough or bool(group.error) or self.env.collects_groups
 

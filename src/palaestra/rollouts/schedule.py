@@ -69,7 +69,7 @@ class Places:
 
 
 async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) -> AsyncIterator[Numbered]:
-    """The first `limit` tasks with their numbers, counted from `first`."""
+    """Yield the first `limit` tasks with their numbers, counted from `first`."""
     number = first
     while limit is None or number < first + limit:
         try:
@@ -83,7 +83,7 @@ async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) ->
 async def counted(
     tasks: AsyncIterator[Numbered], found: Callable[[int], None], window: int = WINDOW, seconds: float = COUNT_S
 ) -> AsyncIterator[Numbered]:
-    """The same tasks. Those that come within `seconds`, at most `window`, are read ahead. If these are all tasks,
+    """Yield the same tasks. Those that come within `seconds`, at most `window`, are read ahead. If these are all tasks,
     `found` gets their number before the first is yielded. An error is raised at its place in the order."""
     ahead: list[Numbered] = []
     following = asyncio.ensure_future(anext(tasks))
@@ -112,7 +112,7 @@ async def counted(
 async def slowest_first(
     tasks: AsyncIterator[Numbered], seconds: Mapping[str, float], window: int = WINDOW
 ) -> AsyncIterator[Numbered]:
-    """The same tasks, ordered within each window by the `seconds` that their ids took, longest first.
+    """Yield the same tasks, ordered within each window by the `seconds` that their ids took, longest first.
 
     A task without a timing gets the median; ties keep their order. Without timings, no task is read ahead.
     """
@@ -159,7 +159,8 @@ _lines = msgspec.json.Decoder(_TimedLine)
 
 
 def read_timings(run: Path) -> dict[str, float]:
-    """Seconds by task id, from a run's folder or journal: preparation plus slowest rollout, in the slowest group.
+    """Return seconds by task id, from a run's folder or journal: preparation plus slowest rollout, in the slowest
+    group.
 
     Discarded attempts count; unreadable lines do not. Raises `ConfigError` for a missing run.
     """

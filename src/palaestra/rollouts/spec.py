@@ -37,7 +37,7 @@ class Seeded:
         self._generator: random.Random | None = None
 
     def __call__(self) -> random.Random:
-        """The generator, the same at every call."""
+        """Return the generator, the same at every call."""
         if self._generator is None:
             self._generator = random.Random(self._seed)
         return self._generator
@@ -52,7 +52,7 @@ class Phase(StrEnum):
 
 
 def network_of(task: Task, phase: Phase) -> Network | AllowList:
-    """The network that the task sets for a phase."""
+    """Return the network that the task sets for a phase."""
     policy = task.network
     return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]
 
@@ -166,7 +166,7 @@ class RecordedTools:
         self._kept: Path | None = None
 
     def opened(self) -> RunWorld:
-        """The recordings; the first call opens them. Raises `ConfigError`."""
+        """Return the recordings; the first call opens them. Raises `ConfigError`."""
         if self._world is None:
             self._world = self._open()
             if self._kept is not None:
@@ -179,7 +179,7 @@ class RecordedTools:
         return self.opened().replayed
 
     def rollout(self, rollout_id: str, repeats: Callable[[], bool] = lambda: False) -> RolloutWorld:
-        """The recorded replies for a rollout that starts now; see `RunWorld.rollout`."""
+        """Return the recorded replies for a rollout that starts now; see `RunWorld.rollout`."""
         return self.opened().rollout(rollout_id, repeats)
 
     def remember(self, path: Path) -> None:

@@ -94,7 +94,7 @@ class ForkPoints:
 
 
 async def _is_all_files(slot: Slot) -> bool:
-    """Whether a copy of the slot's files is all of its state."""
+    """Return whether a copy of the slot's files is all of its state."""
     if await slot.freeze():  # the next call resumes the slot's processes
         return False
     try:
@@ -116,7 +116,7 @@ class Branch:
     copied: bool
 
     def recorded(self, tools_hash: str) -> RecordedTurns:
-        """The shared turns, for one attempt at the branch."""
+        """Return the shared turns, for one attempt at the branch."""
         cut_off = CutOff(tools_hash, list(self.turns), parent=self.parent)
         return RecordedTurns(cut_off, forked=self.copied, snapshot=self.snapshot)
 
@@ -162,7 +162,7 @@ class RolloutTree:
                 await self._pool.forget(snapshot)
 
     async def branch(self, index: int) -> Branch | None:
-        """The point from which a branch continues, or None."""
+        """Return the point from which a branch continues, or None."""
         branch = self._chosen.get(index)
         if branch is None or branch.snapshot is None or await self._pool.holds(branch.snapshot):
             return branch
@@ -192,7 +192,8 @@ def choose(roots: Sequence[Trajectory], branches: int, branch_at: str, rng: rand
 
 
 def surprise(ledger: LedgerRecord) -> dict[int, float]:
-    """The mean negative log-probability of the sampled tokens of each turn, in nats: an estimate of the entropy."""
+    """Return the mean negative log-probability of the sampled tokens of each turn, in nats: an estimate of the
+    entropy."""
     found: dict[int, list[float]] = {}
     for segment in ledger.segments:
         logprobs = unpacked_logprobs(segment.logprobs)
@@ -203,8 +204,8 @@ def surprise(ledger: LedgerRecord) -> dict[int, float]:
 
 
 def credit(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[int, float]]]:
-    """The value of each turn of the scored rollouts that others continue: the mean reward of all rollouts that share
-    the turn.
+    """Yield the value of each turn of the scored rollouts that others continue: the mean reward of all rollouts that
+    share the turn.
 
     The result has, for each rollout index, pairs of a last turn and a value. The value is that of the turns up to the
     last turn that no earlier pair covers. Rollouts without branches are left out, since their turns have their own

@@ -54,7 +54,7 @@ class TurnLog:
         self._turns_kept = self._turns_noted = 0
 
     def follow(self, server: ChatServer) -> ChatServer:
-        """The server that the agent calls from now on, which first answers from the recorded turns."""
+        """Return the server that the agent calls from now on, which first answers from the recorded turns."""
         self._server = server
         if self.recorded is None:
             return server
@@ -81,7 +81,7 @@ class TurnLog:
         return completion
 
     def match(self, turn: Turn | None, messages: list[Message]) -> TakenTurn:
-        """The turn that was just taken (None: the opening messages), and whether it is a recorded one.
+        """Return the turn that was just taken (None: the opening messages), and whether it is a recorded one.
 
         Raises `CannotResume` if another turn is recorded in its place.
         """
@@ -152,7 +152,7 @@ class TurnLog:
             self._events.announce(TokensSpent(self._rollout_id, *tokens))
 
     def _sampled_in_turn(self) -> list[SampledTurn]:
-        """The samples since the last turn, if the server keeps a ledger."""
+        """Return the samples since the last turn, if the server keeps a ledger."""
         ledger = self._server.ledger if self._server is not None else None
         if ledger is None:
             return []
@@ -161,7 +161,7 @@ class TurnLog:
         return ledger.sampled_since(before)
 
     def _sampled_since_note(self) -> list[SampledTurn]:
-        """The samples since the last turn or reply that was written."""
+        """Return the samples since the last turn or reply that was written."""
         ledger = self._server.ledger if self._server is not None else None
         if ledger is None:
             return []

@@ -52,7 +52,7 @@ class Stages:
         self._waiting = ""
 
     def stage(self, name: str, shown: str = "") -> Stage:
-        """A context manager for this stage. `shown` is the name in the display and the limits, if different."""
+        """Return a context manager for this stage. `shown` is the name in the display and the limits, if different."""
         return Stage(self, name, shown or name)
 
     def sign_of_life(self) -> None:

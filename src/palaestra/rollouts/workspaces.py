@@ -82,7 +82,8 @@ class Workspaces:
         return folder
 
     async def shared(self, key: str, prepare: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
-        """The shared snapshot of this key, prepared now if it is missing. Raises the error of the preparation."""
+        """Return the shared snapshot of this key, prepared now if it is missing. Raises the error of the
+        preparation."""
         while True:
             known = self._shared.get(key)
             if known is None:
@@ -134,7 +135,7 @@ def _emptied(folder: Path) -> None:
 
 
 def _result(future: asyncio.Future[Snapshot] | None) -> Snapshot | None:
-    """The snapshot if its preparation has succeeded, otherwise None."""
+    """Return the snapshot if its preparation has succeeded, otherwise None."""
     if future is None or not future.done() or future.cancelled() or future.exception() is not None:
         return None
     return future.result()

@@ -38,12 +38,13 @@ class SlotLimit:
 
 
 def unchecked_slots() -> int:
-    """How many slots are leased even if memory is short: four per processor this process may use, at least four."""
+    """Return how many slots are leased even if memory is short: four per processor this process may use, at least
+    four."""
     return max(4, 4 * len(os.sched_getaffinity(0)))
 
 
 def slot_limit(wanted: int | None, *, memory: int, files: int) -> SlotLimit:
-    """The limit for a pool that asks for `wanted` slots; None asks for as many as the machine carries, up to
+    """Return the limit for a pool that asks for `wanted` slots; None asks for as many as the machine carries, up to
     `DEFAULT_SLOTS`.
 
     `memory` is the available bytes. It limits only a pool without `wanted`: a caller that sets `wanted` knows its
@@ -68,7 +69,7 @@ def open_more_files() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that new processes can use: the kernel's MemAvailable, or less in a control group with a limit.
+    """Return bytes that new processes can use: the kernel's MemAvailable, or less in a control group with a limit.
 
     Sources: proc_meminfo(5); the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
     """
@@ -78,7 +79,7 @@ def available_memory() -> int:
 
 
 def _memory_groups() -> list[Path]:
-    """The visible control groups that may limit the memory of this process: its own and those above."""
+    """Return the visible control groups that may limit the memory of this process: its own and those above."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -95,7 +96,7 @@ def _memory_groups() -> list[Path]:
 
 
 def _left_in(group: Path) -> int | None:
-    """The bytes that a control group has left, with the page cache that it can drop; None if it has no limit."""
+    """Return the bytes that a control group has left, with the page cache that it can drop; None if it has no limit."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -30,7 +30,7 @@ _MAX_LINKS = 40
 async def read(
     slot: Slot, path: str, *, encoding: str = "text", max_bytes: int | None = None, include_sha256: bool = False
 ) -> dict[str, JSON]:
-    """The beginning of a file, up to `max_bytes`. A file of more than 64 MiB is refused."""
+    """Return the beginning of a file, up to `max_bytes`. A file of more than 64 MiB is refused."""
     target, info = await _found(slot, path)
     if info.kind != "file":
         raise IsADirectoryError(errno.EISDIR, "not a regular file", path)
@@ -52,7 +52,7 @@ async def read(
 async def entries(
     slot: Slot, path: str = ".", *, recursive: bool = False, max_entries: int | None = None
 ) -> dict[str, JSON]:
-    """The entries of a directory, sorted; links are entries and are not followed."""
+    """Return the entries of a directory, sorted; links are entries and are not followed."""
     target, info = await _found(slot, path)
     if info.kind != "dir":
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
@@ -75,7 +75,7 @@ async def archive(
     max_bytes: int | None = None,
     max_entries: int | None = None,
 ) -> dict[str, JSON]:
-    """A file or directory as a tar file; names in it are relative to the directory. Links are kept as links.
+    """Return a file or directory as a tar file; names in it are relative to the directory. Links are kept as links.
 
     An archive of more than `max_bytes` or `max_entries` is refused.
     """
@@ -106,7 +106,8 @@ async def archive(
 
 
 def status_of(error: OSError | ValueError) -> int:
-    """The HTTP status of a failure: 403 outside the workspace, 404 not found, 413 too large, 400 anything else."""
+    """Return the HTTP status of a failure: 403 outside the workspace, 404 not found, 413 too large, 400 anything
+    else."""
     match error:
         case PermissionError():
             return 403
@@ -118,14 +119,14 @@ def status_of(error: OSError | ValueError) -> int:
 
 
 def message(error: OSError | ValueError) -> str:
-    """The text of an error for a response."""
+    """Return the text of an error for a response."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
-    """The target of a path of the workspace; links are followed as long as they stay in it."""
+    """Return the target of a path of the workspace; links are followed as long as they stay in it."""
     if not path or "\0" in path:
         raise ValueError("the path is empty or holds a NUL character")
     here, left, links = WORKSPACE, _parts(path, path), 0
@@ -151,8 +152,8 @@ async def _stat(slot: Slot, path: str, asked: str) -> FileInfo:
 
 
 def _parts(path: str, asked: str) -> list[str]:
-    """The names below the workspace that a path goes through. Raises PermissionError if the path leads out of the
-    workspace."""
+    """Return the names below the workspace that a path goes through. Raises PermissionError if the path leads out of
+    the workspace."""
     whole = posixpath.normpath(posixpath.join(WORKSPACE, path))
     if whole != WORKSPACE and not whole.startswith(f"{WORKSPACE}/"):
         raise PermissionError(errno.EACCES, "outside of the workspace", asked)
@@ -164,7 +165,7 @@ def _relative(path: str) -> str:
 
 
 async def _walk(slot: Slot, path: str, *, recursive: bool) -> AsyncIterator[FileInfo]:
-    """The entries below a directory, at any depth, each directory before its entries."""
+    """Yield the entries below a directory, at any depth, each directory before its entries."""
     trail = [iter(await slot.list_dir(path))]
     while trail:
         each = next(trail[-1], None)
@@ -181,7 +182,7 @@ async def _only(info: FileInfo) -> AsyncIterator[FileInfo]:
 
 
 def _member(info: FileInfo, name: str, size: int) -> tarfile.TarInfo | None:
-    """The archive's entry; None for sockets, devices and fifos, which are left out."""
+    """Return the archive's entry; None for sockets, devices and fifos, which are left out."""
     kinds = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "symlink": tarfile.SYMTYPE}
     if info.kind not in kinds:
         return None

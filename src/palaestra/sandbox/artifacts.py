@@ -93,19 +93,19 @@ ResponseT = TypeVar(
 
 
 async def read(slot: Slot | None, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:
-    """The beginning of a file, up to `max_bytes`. A file of more than 64 MiB is refused."""
+    """Return the beginning of a file, up to `max_bytes`. A file of more than 64 MiB is refused."""
     found = await artifact_files.read(_slot(slot, request), **request.model_dump(exclude={"trajectory_id"}))
     return ArtifactReadResponsePayload(**found)
 
 
 async def entries(slot: Slot | None, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
-    """The entries of a directory, sorted; links are entries and are not followed."""
+    """Return the entries of a directory, sorted; links are entries and are not followed."""
     found = await artifact_files.entries(_slot(slot, request), **request.model_dump(exclude={"trajectory_id"}))
     return ArtifactListResponsePayload(**found)
 
 
 async def archive(slot: Slot | None, request: ArtifactArchiveRequestPayload) -> ArtifactArchiveResponsePayload:
-    """A file or directory as a tar file; names in it are relative to the directory. Links are kept as links.
+    """Return a file or directory as a tar file; names in it are relative to the directory. Links are kept as links.
 
     An archive of more than `max_bytes` or `max_entries` is refused.
     """
@@ -114,7 +114,7 @@ async def archive(slot: Slot | None, request: ArtifactArchiveRequestPayload) -> 
 
 
 async def or_error(work: Awaitable[ResponseT], response: type[ResponseT]) -> ResponseT:
-    """The response of this work; if it fails, one with `error`. Raises `InfraError`."""
+    """Return the response of this work; if it fails, one with `error`. Raises `InfraError`."""
     try:
         return await work
     except InfraError:

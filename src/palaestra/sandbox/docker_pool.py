@@ -22,7 +22,7 @@ class DockerDirectBackend(SlotPool):
         self._registered[trajectory_id] = image
 
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
-        """A slot with the trajectory's image, unless `spec` or `snapshot` has another."""
+        """Return a slot with the trajectory's image, unless `spec` or `snapshot` has another."""
         if spec.image is None and snapshot is None:
             spec = replace(spec, image=self._registered.get(trajectory_id))
         return await super().make(spec, trajectory_id, snapshot)

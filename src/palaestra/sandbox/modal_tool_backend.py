@@ -28,7 +28,8 @@ class ModalToolBackend(SlotPool):
 
     @classmethod
     def with_profiles(cls, profiles: Mapping[str, ModalSandboxConfig] | None = None, default: str = "default") -> Self:
-        """Slots of several profiles, by default those of `ModalSandboxConfig.load_profiles`. Raises `ConfigError`."""
+        """Return slots of several profiles, by default those of `ModalSandboxConfig.load_profiles`. Raises
+        `ConfigError`."""
         found = ModalSandboxConfig.load_profiles() if profiles is None else dict(profiles)
         if default not in found:
             raise ConfigError(f"there is no Modal profile {default!r}; known are {', '.join(found)}")
@@ -92,6 +93,6 @@ class ModalToolBackend(SlotPool):
         await super().aclose()
 
     def get_status(self) -> Mapping[str, JSON]:
-        """The pool's status, with that of each other profile under `profiles`."""
+        """Return the pool's status, with that of each other profile under `profiles`."""
         others = {name: pool.get_status() for name, pool in self._others.items()}
         return {**super().get_status(), **({"profiles": others} if others else {})}

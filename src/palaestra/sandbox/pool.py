@@ -89,7 +89,7 @@ class SlotPoolConfig(BaseModel):
         return {**given, "max_slots": slots * containers}
 
     def backend(self) -> Backend:
-        """The backend that these settings are for: nomad if one of its fields is set, otherwise this machine."""
+        """Return the backend that these settings are for: nomad if one of its fields is set, otherwise this machine."""
         if not self._of_nomad():
             return LocalBackend()
         from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig  # few pools need this
@@ -229,7 +229,7 @@ class SlotPool:
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """A fresh slot, from a snapshot if one is given; `spec` defaults to the snapshot's.
+        """Return a fresh slot, from a snapshot if one is given; `spec` defaults to the snapshot's.
 
         Waits `timeout_s` for a free place (default: `acquire_timeout`), then calls `admitted` and makes the slot. An
         exception of `admitted` gives the place back. Raises `AcquireTimeout` if no place becomes free.
@@ -331,7 +331,8 @@ class SlotPool:
         max_bytes: int | None = None,
         include_sha256: bool = False,
     ) -> dict[str, JSON]:
-        """A file of the workspace, as the contract's response; if it cannot be read, the response has an `error`."""
+        """Return a file of the workspace, as the contract's response; if it cannot be read, the response has an
+        `error`."""
         from palaestra.sandbox import artifacts  # few runs need it
 
         request = artifacts.ArtifactReadRequestPayload(
@@ -344,7 +345,7 @@ class SlotPool:
     async def list_artifacts(
         self, slot: Slot, path: str = ".", *, recursive: bool = False, max_entries: int | None = None
     ) -> dict[str, JSON]:
-        """The entries of a directory of the workspace."""
+        """Return the entries of a directory of the workspace."""
         from palaestra.sandbox import artifacts  # few runs need it
 
         request = artifacts.ArtifactListRequestPayload(
@@ -362,7 +363,7 @@ class SlotPool:
         max_bytes: int | None = None,
         max_entries: int | None = None,
     ) -> dict[str, JSON]:
-        """A file or directory of the workspace as a compressed tar file in base64."""
+        """Return a file or directory of the workspace as a compressed tar file in base64."""
         from palaestra.sandbox import artifacts  # few runs need it
 
         request = artifacts.ArtifactArchiveRequestPayload(
@@ -373,7 +374,7 @@ class SlotPool:
         return (await artifacts.or_error(work, artifacts.ArtifactArchiveResponsePayload)).model_dump()
 
     async def _shell(self, slot: Slot) -> Shell:
-        """The stateful shell of a slot, opened once."""
+        """Return the stateful shell of a slot, opened once."""
         shell = self._shells.get(slot.epoch)
         if shell is None:
             opened = await slot.shell()
@@ -393,7 +394,7 @@ class SlotPool:
                 self._give_place()
 
     async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
-        """A slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked.
+        """Return a slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked.
 
         Slots from a `continued` snapshot have the files that changed as their own change. Raises `ConfigError` for that
         if the backend is not the local one.
@@ -409,7 +410,7 @@ class SlotPool:
         return await self._local().save(snapshot, str(folder))
 
     async def load(self, folder: Path, spec: SlotSpec) -> Snapshot:
-        """A saved snapshot, used in place. Raises FileNotFoundError if it is gone."""
+        """Return a saved snapshot, used in place. Raises FileNotFoundError if it is gone."""
         return await self._local().load(str(folder), spec)
 
     def _local(self) -> LocalBackend:
@@ -418,15 +419,15 @@ class SlotPool:
         return self.backend
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """A snapshot that shows only a part of the topmost layer's change."""
+        """Return a snapshot that shows only a part of the topmost layer's change."""
         return await self.backend.view(snapshot, view)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
-        """The changes in the topmost layer of a snapshot."""
+        """Return the changes in the topmost layer of a snapshot."""
         return await self.backend.changes(snapshot)
 
     async def holds(self, snapshot: Snapshot) -> bool:
-        """Whether the snapshot still exists: a backend that died has lost it."""
+        """Return whether the snapshot still exists: a backend that died has lost it."""
         try:
             await self.backend.changes(snapshot)
         except SandboxError:
@@ -488,7 +489,7 @@ class SlotPool:
         }
 
     def get_status(self) -> Mapping[str, JSON]:
-        """The statistics, and the holder of each slot with its time."""
+        """Return the statistics, and the holder of each slot with its time."""
         now = self._clock.monotonic()
         holders = [
             {
@@ -528,7 +529,8 @@ class SlotPool:
                 self._waiting.remove(waiter)
 
     def _has_place(self) -> bool:
-        """Whether a slot may be leased now: below the limit, and memory is not short unless few slots are in use."""
+        """Return whether a slot may be leased now: below the limit, and memory is not short unless few slots are in
+        use."""
         if self._free <= 0:  # below zero after `take_up`
             return False
         return self._places - self._free < self._unchecked or self._memory() >= admission.RESERVE_BYTES

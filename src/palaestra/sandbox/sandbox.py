@@ -179,7 +179,8 @@ class Sandbox:
     changes = _of_slot(Slot.changes)
 
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, replaces a file that cannot be read."""
+        """Return the file as UTF-8, undecodable bytes replaced. `missing`, if given, replaces a file that cannot be
+        read."""
         return await (self.slot.read_text(path) if missing is None else self.slot.read_text(path, missing=missing))
 
     @asynccontextmanager
@@ -192,7 +193,7 @@ class Sandbox:
             yield other
 
     async def snapshot(self) -> SandboxSnapshot:
-        """The present files, from which other sandboxes start; this one continues."""
+        """Return the present files, from which other sandboxes start; this one continues."""
         layers = await self._running.checkpoint(self.slot)
         return SandboxSnapshot(layers, self._running, asyncio.get_running_loop())
 
@@ -265,7 +266,7 @@ class SyncSandbox:
 
 
 def size_in_bytes(size: str | int) -> int:
-    """A size such as 512, "512MB" or "1.5 GiB" in bytes; units are powers of 1024. Raises `ConfigError`."""
+    """Return a size such as 512, "512MB" or "1.5 GiB" in bytes; units are powers of 1024. Raises `ConfigError`."""
     if isinstance(size, int):
         return size
     found = _SIZE.fullmatch(size)

@@ -233,7 +233,7 @@ class Process(Protocol):
         """Resize its terminal; the foreground processes get SIGWINCH. OSError (ENOTTY) without a terminal."""
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Its status when it has ended, or after `timeout_s`: check `running`."""
+        """Return its status when it has ended, or after `timeout_s`: check `running`."""
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
         """Kill its whole process tree: SIGTERM, after `grace_s` SIGKILL."""
@@ -312,7 +312,7 @@ class Slot(Protocol):
         """
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
-        """A stateful shell; `state` comes from `Shell.state` of another one."""
+        """Return a stateful shell; `state` comes from `Shell.state` of another one."""
 
     async def spawn(
         self,
@@ -329,7 +329,7 @@ class Slot(Protocol):
         """
 
     async def processes(self) -> Sequence[Process]:
-        """The background processes of this slot, including ended ones, oldest first."""
+        """Return the background processes of this slot, including ended ones, oldest first."""
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
 
@@ -341,8 +341,8 @@ class Slot(Protocol):
     @overload
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """The file as UTF-8, undecodable bytes replaced. `missing`, if given, replaces any file that cannot be read:
-        absent, a directory, a fifo, a circular link, too large."""
+        """Return the file as UTF-8, undecodable bytes replaced. `missing`, if given, replaces any file that cannot be
+        read: absent, a directory, a fifo, a circular link, too large."""
         try:
             return (await self.read_bytes(path)).decode(errors="replace")
         except OSError as error:
@@ -361,7 +361,7 @@ class Slot(Protocol):
     async def list_dir(self, path: str = ".") -> list[FileInfo]: ...
 
     async def stat(self, path: str) -> FileInfo | None:
-        """The entry at a path, symlinks not followed; None if nothing is there."""
+        """Return the entry at a path, symlinks not followed; None if nothing is there."""
 
     async def make_dir(self, path: str) -> None:
         """Make a directory with its parents, if it does not exist."""
@@ -379,7 +379,7 @@ class Slot(Protocol):
         """Remove a file or a whole directory, if it exists."""
 
     async def arguments(self, pid: int) -> Sequence[str] | None:
-        """The arguments of a live process by its number in the slot, from the kernel; otherwise None.
+        """Return the arguments of a live process by its number in the slot, from the kernel; otherwise None.
 
         A process that is just being started has none yet. This and `ask` use no program or file of the slot.
         """
@@ -391,7 +391,7 @@ class Slot(Protocol):
         """
 
     async def changes(self) -> list[Change]:
-        """The changes since this slot's snapshot or image. The cost grows with the change alone."""
+        """Return the changes since this slot's snapshot or image. The cost grows with the change alone."""
 
     async def freeze(self) -> int:
         """Stop every process of the slot until the next call to it; returns how many."""
@@ -449,7 +449,7 @@ class Backend(Protocol):
         """End every slot and snapshot. Idempotent."""
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """A new slot, from a snapshot of the same image if one is given."""
+        """Return a new slot, from a snapshot of the same image if one is given."""
 
     async def destroy(self, slot: Slot) -> None:
         """End the slot, its processes and files. Does nothing if it is gone already."""
@@ -458,19 +458,19 @@ class Backend(Protocol):
         """End the slot; its change, cut to `view`, becomes an immutable layer of a snapshot."""
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """The slot's present files; it continues. Raises `SandboxError` at levels without layers."""
+        """Return the slot's present files; it continues. Raises `SandboxError` at levels without layers."""
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """A second, cut snapshot of the same files."""
+        """Return a second, cut snapshot of the same files."""
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
-        """The changes in the topmost layer, sorted by path."""
+        """Return the changes in the topmost layer, sorted by path."""
 
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the topmost layer once no slot uses it. Does nothing if it is gone already."""
 
     def stats(self) -> Mapping[str, JSON]:
-        """The present counts: `backend`, `rung`, `slots`, `lost`, and `containers` if it has any."""
+        """Return the present counts: `backend`, `rung`, `slots`, `lost`, and `containers` if it has any."""
 
 
 class SlotSource(Protocol):
@@ -504,7 +504,7 @@ class SlotSource(Protocol):
 
 
 def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
-    """The settings of a slot as JSON, which a service keeps for the next client."""
+    """Return the settings of a slot as JSON, which a service keeps for the next client."""
     network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
     mounts = [[mount.source, mount.target] for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
@@ -512,7 +512,7 @@ def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
 
 
 def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
-    """The inverse of `encode_lease`."""
+    """Return the inverse of `encode_lease`."""
     network = about["network"]
     spec = SlotSpec(
         image=about["image"],

@@ -54,6 +54,6 @@ async def run_slot_tool(
 
 
 def tool_result(output: str = "", error: str = "") -> ExecutionResult:
-    """The result of a call that ran no command."""
+    """Return the result of a call that ran no command."""
     code = 1 if error else 0
     return ExecutionResult(not error, output, error, metadata={"exit_code": code, "returncode": code})

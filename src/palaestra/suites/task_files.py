@@ -30,7 +30,7 @@ class Unsupported(TaskError):
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file of a task, which must not be a link, a fifo or a device. Raises `TaskError`.
+    """Return a file of a task, which must not be a link, a fifo or a device. Raises `TaskError`.
 
     `check_links` of the task's folder makes sure that no folder on the way is a link.
     """
@@ -51,7 +51,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """A UTF-8 file of a task, with lines that end with `\\n`. Raises `TaskError`."""
+    """Return a UTF-8 file of a task, with lines that end with `\\n`. Raises `TaskError`."""
     try:
         return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8", errors=errors).read()
     except UnicodeDecodeError as error:
@@ -81,7 +81,7 @@ def _inside(link: Path, root: Path) -> bool:
 
 
 def read_toml_file(path: Path) -> JSON:
-    """The value of a TOML file. Raises `TaskError`."""
+    """Return the value of a TOML file. Raises `TaskError`."""
     try:
         return tomllib.loads(read_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -89,7 +89,7 @@ def read_toml_file(path: Path) -> JSON:
 
 
 def read_yaml_file(path: Path) -> JSON:
-    """The value of a YAML file. Raises `TaskError`."""
+    """Return the value of a YAML file. Raises `TaskError`."""
     text = read_text(path)
     try:
         return read_yaml(text)
@@ -107,27 +107,27 @@ class TypedFields:
         self._name = name
 
     def key(self, name: str) -> str:
-        """A key as error messages name it."""
+        """Return a key as error messages name it."""
         return f"{self._name}.{name}" if self._name else name
 
     def section(self, name: str) -> TypedFields:
-        """A table inside this one; empty if it is missing."""
+        """Return a table inside this one; empty if it is missing."""
         value = self.values.get(name)
         return TypedFields({} if value is None else value, self.key(name))
 
     def sections(self, name: str) -> list[TypedFields]:
-        """A list of tables inside this one."""
+        """Return a list of tables inside this one."""
         return [TypedFields(value, f"{self.key(name)}[{number}]") for number, value in enumerate(self._list(name))]
 
     def text(self, name: str) -> str | None:
-        """A string, or None."""
+        """Return a string, or None."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, str):
             raise TaskError(f"{self.key(name)} must be text, not {value!r}")
         return value
 
     def required(self, *names: str) -> str:
-        """The text of the first of these keys whose text is not blank."""
+        """Return the text of the first of these keys whose text is not blank."""
         for name in names:
             value = self.values.get(name)
             if isinstance(value, str) and value.strip():
@@ -135,19 +135,19 @@ class TypedFields:
         raise TaskError(f"{self.key(names[0])} is missing or empty")
 
     def user(self, name: str) -> str | None:
-        """A user by name or number."""
+        """Return a user by name or number."""
         value = self.values.get(name)
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.text(name)
 
     def flag(self, name: str) -> bool | None:
-        """A bool, or None."""
+        """Return a bool, or None."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise TaskError(f"{self.key(name)} must be true or false, not {value!r}")
         return value
 
     def number(self, name: str) -> float | None:
-        """A number above zero, or None."""
+        """Return a number above zero, or None."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -156,7 +156,7 @@ class TypedFields:
         return float(value)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """Return a list of strings."""
         values = self._list(name)
         if not all(isinstance(value, str) for value in values):
             raise TaskError(f"{self.key(name)} must be a list of texts")
@@ -167,7 +167,7 @@ class TypedFields:
         return {key: self._expanded(f"{name}.{key}", value) for key, value in self.section(name).values.items()}
 
     def size_bytes(self, plain: str, megabytes: str) -> int | None:
-        """A size that is either text (`2G`) under one key or a number of megabytes under the other."""
+        """Return a size that is either text (`2G`) under one key or a number of megabytes under the other."""
         text, number = self.values.get(plain), self.number(megabytes)
         if text is not None and number is not None:
             raise TaskError(f"{self.key(plain)} and {self.key(megabytes)} are the same setting; keep the second")
@@ -203,11 +203,11 @@ class RowFields(TypedFields):
         return f"column {name!r}"
 
     def optional(self, name: str) -> str:
-        """The value as text; empty if it is missing."""
+        """Return the value as text; empty if it is missing."""
         return str(self.values.get(name) or "")
 
     def decoded(self, name: str) -> JSON:
-        """The value, decoded if it is JSON text; None if it is missing or empty."""
+        """Return the value, decoded if it is JSON text; None if it is missing or empty."""
         value = self.values.get(name)
         if not isinstance(value, str):
             return value

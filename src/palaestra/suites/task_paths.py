@@ -65,7 +65,7 @@ class TaskScope:
 
 
 def scope_of(texts: Iterable[str], home: str = "/root") -> TaskScope:
-    """The paths and words that these texts of a task name."""
+    """Return the paths and words that these texts of a task name."""
     paths: set[str] = set()
     words: set[str] = set()
     administers = False

@@ -92,7 +92,7 @@ class EchoChatServer:
 
 
 def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
-    """The assistant message that follows from a conversation."""
+    """Return the assistant message that follows from a conversation."""
     asked = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     lines = _text(messages[asked].get("content") if asked >= 0 else "").splitlines()
     steps = [line for line in lines if line.startswith(("call ", "both "))]

@@ -119,7 +119,7 @@ class LoopbackServer:
 
 
 async def _in_pieces(request: web.Request, answer: FakeAnswer) -> web.StreamResponse:
-    """A stream of server-sent events, one write each."""
+    """Return a stream of server-sent events, one write each."""
     response = web.StreamResponse(status=answer.status, headers={"Content-Type": "text/event-stream", **answer.headers})
     await response.prepare(request)
     for piece in answer.body:
@@ -131,7 +131,7 @@ async def _in_pieces(request: web.Request, answer: FakeAnswer) -> web.StreamResp
 
 
 def completion(content: str | None = "hi", finish: str = "stop", **message: JSON) -> JSON:
-    """A chat completion as a server returns it."""
+    """Return a chat completion as a server returns it."""
     return {
         "id": "c1",
         "object": "chat.completion",

@@ -38,7 +38,8 @@ CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def train_bpe(texts: Iterable[str], size: int, special: Sequence[str], plain: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE with `size` ids, and single tokens for `special` marks (never text) and `plain` ones (text).
+    """Return a byte-level BPE with `size` ids, and single tokens for `special` marks (never text) and `plain` ones
+    (text).
 
     Raises `ConfigError` if the extra `tokens` is missing.
     """
@@ -66,7 +67,7 @@ def toy_tokenizer(
     chat_template: str | None = CHATML,
     plain: Sequence[str] = (),
 ) -> FastTokenizer:
-    """A tokenizer as `train_bpe` makes it; it can encode any text. `end` is the end-of-turn token."""
+    """Return a tokenizer as `train_bpe` makes it; it can encode any text. `end` is the end-of-turn token."""
     tokenizer = train_bpe(texts, size, special, plain)
     return FastTokenizer(tokenizer, chat_template=chat_template, special={"eos_token": end}, source="toy")
 
@@ -129,7 +130,7 @@ class ToyEngine:
         self._broken_off: dict[bytes, list[int]] = {}
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """The next reply, or the rest of the one that was aborted at exactly these ids."""
+        """Return the next reply, or the rest of the one that was aborted at exactly these ids."""
         self.requests += 1
         prompt = array("i", input_ids)
         rest = self._broken_off.pop(prompt.tobytes(), None)
@@ -151,7 +152,8 @@ class ToyEngine:
 
 
 def toy_logprob(number: int, place: int) -> float:
-    """The log-probability of token `number` at `place` of the whole sequence: an invented value, exact in 32 bits."""
+    """Return the log-probability of token `number` at `place` of the whole sequence: an invented value, exact in 32
+    bits."""
     made_up = -((number * 7919 + place * 104729) % 1021) / 128.0
     exact: float = struct.unpack("<f", struct.pack("<f", made_up))[0]
     return exact

@@ -491,11 +491,11 @@ class FakeSandbox:
         return limit > 0 and time.monotonic() > self._active_at + limit
 
     def tag_list(self) -> list[api_pb2.SandboxTag]:
-        """Its tags as messages."""
+        """Return its tags as messages."""
         return [api_pb2.SandboxTag(tag_name=name, tag_value=value) for name, value in self.tags.items()]
 
     def command(self, exec_id: str) -> _Command:
-        """The command with an id that the client chose."""
+        """Return the command with an id that the client chose."""
         if exec_id not in self.commands:
             raise GRPCError(Status.NOT_FOUND, f"exec {exec_id} not found")
         return self.commands[exec_id]
@@ -595,7 +595,7 @@ class _Command:
         return self.process.returncode is None
 
     def status(self) -> dict[str, int]:
-        """The fields of a reply about how the command ended; empty while it runs."""
+        """Return the fields of a reply about how the command ended; empty while it runs."""
         code = self.process.returncode
         if code is None:
             return {}
@@ -642,7 +642,7 @@ class _Output:
             self._changed.notify_all()
 
     async def read(self, offset: int) -> AsyncIterator[bytes]:
-        """The output from byte `offset` on."""
+        """Yield the output from byte `offset` on."""
         while True:
             async with self._changed:
                 while not self._ended and self._start + len(self._kept) <= offset:
@@ -695,7 +695,7 @@ def _handlers(fake: FakeModal) -> dict[str, Handler]:
 
 
 def _service(base: type[Any], fake: FakeModal) -> JSON:
-    """An instance of a service class whose methods all call the fake server."""
+    """Return an instance of a service class whose methods all call the fake server."""
 
     def method(rpc: str) -> Callable[[object, Stream[Any, Any]], Awaitable[None]]:
         async def answer(self: object, stream: Stream[Any, Any]) -> None:
@@ -707,7 +707,7 @@ def _service(base: type[Any], fake: FakeModal) -> JSON:
 
 
 def _token() -> str:
-    """A token that the client accepts: three parts, the second with its expiry time."""
+    """Return a token that the client accepts: three parts, the second with its expiry time."""
     content = json.dumps({"exp": time.time() + _TOKEN_S}).encode()
     return f"e30.{base64.urlsafe_b64encode(content).decode().rstrip('=')}.{secrets.token_hex(4)}"
 

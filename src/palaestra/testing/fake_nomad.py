@@ -134,7 +134,7 @@ class FakeNomad:
             await self._evaluate(name, "node-update")
 
     def running(self, job: str | None = None) -> list[JSON]:
-        """The allocations that run and are not being stopped."""
+        """Return the allocations that run and are not being stopped."""
         wanted = [each for each in self.allocations.values() if each["DesiredStatus"] == "run"]
         found = [each for each in wanted if each["ClientStatus"] == "running"]
         return [each for each in found if job is None or each["JobID"] == job]
@@ -189,7 +189,7 @@ class FakeNomad:
         return [each for each in live if each["ClientStatus"] in ("pending", "running")]
 
     def _why_not(self, job: JSON, group: JSON, more: int = 0) -> JSON:
-        """The AllocationMetric if the node cannot take 1 + `more` allocations of the group; None if it can."""
+        """Return the AllocationMetric if the node cannot take 1 + `more` allocations of the group; None if it can."""
         metric: JSON = {
             "NodesEvaluated": 1, "NodesFiltered": 0, "NodesInPool": 1, "NodesAvailable": {"dc1": 1},
             "ClassFiltered": None, "ConstraintFiltered": None, "NodesExhausted": 0, "ClassExhausted": None,
@@ -484,7 +484,7 @@ def _number(allocation: JSON) -> int:
 
 
 def _duration(text: str) -> float:
-    """Seconds of a Go duration with one unit."""
+    """Return seconds of a Go duration with one unit."""
     found = re.fullmatch(r"([0-9.]+)(ms|s|m)", text)
     if found is None:
         raise _Answer(400, "Invalid wait time")

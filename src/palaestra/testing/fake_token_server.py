@@ -166,7 +166,7 @@ class TokenLoopback:
 
 
 def _pieces_of(choice: Reply) -> Iterator[Reply]:
-    """A choice token by token, as vLLM streams it."""
+    """Yield a choice token by token, as vLLM streams it."""
     logprobs, last = choice["logprobs"], len(choice["logprobs"]["tokens"]) - 1
     for place in range(last + 1):
         one = {name: values[place : place + 1] for name, values in logprobs.items()}
@@ -189,7 +189,7 @@ async def _streamed(request: web.Request, events: Iterable[Reply]) -> web.Stream
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Errors in the shape of the OpenAI API: 503 if a retry may help, else 400."""
+    """Return errors in the shape of the OpenAI API: 503 if a retry may help, else 400."""
     try:
         return await handler(request)
     except (EngineError, ConfigError) as error:

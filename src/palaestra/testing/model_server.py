@@ -110,7 +110,7 @@ def _as_openai(completion: ChatCompletion, number: int) -> dict[str, JSON]:
 
 
 async def _streamed(request: web.Request, reply: Mapping[str, JSON]) -> web.StreamResponse:
-    """The reply as server-sent events: each choice in one chunk, then its end, then the usage."""
+    """Return the reply as server-sent events: each choice in one chunk, then its end, then the usage."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     shared = {

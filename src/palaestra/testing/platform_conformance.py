@@ -51,10 +51,11 @@ class PlatformConformance(ABC):
 
     @abstractmethod
     async def person_sees(self) -> list[str]:
-        """The texts of the bot that the person sees in that chat, in order, edited ones in their current form."""
+        """Return the texts of the bot that the person sees in that chat, in order, edited ones in their current
+        form."""
 
     async def person_sees_files(self) -> list[bytes]:
-        """The files of the bot that the person sees."""
+        """Return the files of the bot that the person sees."""
         pytest.skip("the platform's tests do not say how a person sees files")
 
     async def person_sends_file(self, file: Attachment, text: str) -> None:
@@ -74,11 +75,11 @@ class PlatformConformance(ABC):
         pytest.skip("the platform's tests do not say how its server limits the rate")
 
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
-        """The address of a chat that does not exist."""
+        """Return the address of a chat that does not exist."""
         pytest.skip("the platform has no chats that do not exist")
 
     async def make_refused(self) -> Platform:
-        """A platform with a wrong token."""
+        """Return a platform with a wrong token."""
         pytest.skip("the platform has no token")
 
     def run(self, body: Callable[[Platform, list[Incoming]], Awaitable[None]]) -> None:
@@ -101,7 +102,7 @@ class PlatformConformance(ABC):
         asyncio.run(main())
 
     async def chat(self, arrived: list[Incoming], text: str = "hello") -> ChatAddress:
-        """The chat that a person's message starts."""
+        """Return the chat that a person's message starts."""
         before = len(arrived)
         await self.person_sends(text)
         await _until(lambda: _true(len(arrived) > before), "the person's message is delivered")

@@ -58,7 +58,7 @@ _COMMANDS = (
 
 
 def train_tokenizer() -> Tokenizer:
-    """A new byte-level tokenizer, the same each time. Takes a fraction of a second."""
+    """Return a new byte-level tokenizer, the same each time. Takes a fraction of a second."""
     return train_bpe(training_text(), VOCABULARY, SPECIAL, TAGS)
 
 

@@ -48,7 +48,7 @@ class ArgumentSchema:
             raise ConfigError(f"a tool's parameters are not a usable JSON schema: {error}") from error
 
     def parse(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
-        """The arguments as a fresh dict. Raises `InvalidArguments`.
+        """Return the arguments as a fresh dict. Raises `InvalidArguments`.
 
         The empty string and None mean no arguments. Names that are not in the schema are refused, unless it allows
         `additionalProperties`.
@@ -118,7 +118,7 @@ class ArgumentSchema:
         raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}. {self._expected()}") from None
 
     def _hint(self, error: fastjsonschema.JsonSchemaValueException) -> str:
-        """How to fix a value of a wrong type, if that is clear."""
+        """Return how to fix a value of a wrong type, if that is clear."""
         if error.rule != "type":
             return ""
         if error.value is None and len(error.path) == 2 and error.path[1] not in self._required:
@@ -147,7 +147,7 @@ class ArgumentSchema:
 
 
 def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
-    """The compiled form of a tool's schema, from a bounded cache. Raises `ConfigError` for an invalid schema.
+    """Return the compiled form of a tool's schema, from a bounded cache. Raises `ConfigError` for an invalid schema.
 
     `schema` is an OpenAI function schema, its `function` part, the parameters alone, or a `ToolSchema`.
     """
@@ -171,7 +171,7 @@ def _parameters(schema: Mapping[str, JSON] | ToolSchema) -> Mapping[str, JSON]:
 
 
 def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The schema, changed to refuse unknown names unless it already has a rule for them."""
+    """Return the schema, changed to refuse unknown names unless it already has a rule for them."""
     closed = {"type": "object", **parameters}
     open_forms = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
     if not any(form in closed for form in open_forms):
@@ -180,7 +180,7 @@ def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _is_integer(schema: JSON) -> bool:
-    """Whether the schema accepts integers and no other numbers, so that an accepted float is an integer."""
+    """Return whether the schema accepts integers and no other numbers, so that an accepted float is an integer."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
@@ -223,7 +223,7 @@ def _show(value: JSON) -> str:
 
 
 def _is_json_of(wanted: object, text: str) -> bool:
-    """Whether a text is JSON of the wanted type that a model put in quotes by mistake."""
+    """Return whether a text is JSON of the wanted type that a model put in quotes by mistake."""
     if wanted not in _PYTHON_TYPES:
         return False
     try:

@@ -42,8 +42,8 @@ class ToolCall:
 
     @classmethod
     def parse_from_text(cls, text: str, *, cut: bool = False) -> list[ToolCall]:
-        """All `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks outside thinking, in order. A tag inside a
-        JSON string belongs to the string.
+        """Return all `<tool_call>{"name": …, "arguments": {…}}</tool_call>` blocks outside thinking, in order. A tag
+        inside a JSON string belongs to the string.
 
         A last block without its closing tag counts if its JSON is complete, since many servers strip the tag as a stop
         string. With `cut` (the reply ended at the length limit) it is malformed instead.
@@ -65,7 +65,7 @@ class ToolCall:
 
     @staticmethod
     def has_tool_call(text: str) -> bool:
-        """Whether the text has a call outside its thinking, well-formed or not."""
+        """Return whether the text has a call outside its thinking, well-formed or not."""
         return next(_blocks(text), None) is not None
 
 
@@ -80,7 +80,7 @@ class ToolResult:
     uniq_id: str | None = None
 
     def to_dict(self) -> dict[str, JSON]:
-        """All fields as a plain dict."""
+        """Return all fields as a plain dict."""
         return {
             "success": self.success,
             "output": self.output,
@@ -90,7 +90,7 @@ class ToolResult:
         }
 
     def to_xml(self) -> str:
-        """The `<tool_response>` block that goes into the next prompt; empty fields are left out."""
+        """Return the `<tool_response>` block that goes into the next prompt; empty fields are left out."""
         shown: dict[str, JSON] = {"success": self.success, "output": self.output}
         optional: dict[str, JSON] = {"uniq_id": self.uniq_id, "error": self.error, "metadata": dict(self.metadata)}
         shown.update((key, value) for key, value in optional.items() if value)
@@ -98,7 +98,7 @@ class ToolResult:
 
 
 def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> ToolResult:
-    """A tool's reply in the contract's shape: its main text as output, all other keys as metadata.
+    """Return a tool's reply in the contract's shape: its main text as output, all other keys as metadata.
 
     The error of a command that exited with status N is `Exit code: N`.
     """
@@ -116,7 +116,7 @@ def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> To
 
 
 def reply_of(result: ToolResult) -> dict[str, JSON] | str:
-    """A result in the contract's shape as a tool's reply: the reverse of `result_of`.
+    """Return a result in the contract's shape as a tool's reply: the reverse of `result_of`.
 
     Sets, dates and the like become JSON values. Raises `ValueError` for a value that JSON cannot hold.
     """
@@ -128,19 +128,20 @@ def reply_of(result: ToolResult) -> dict[str, JSON] | str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The first `most` characters of a text, with the number of those left out."""
+    """Return the first `most` characters of a text, with the number of those left out."""
     return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} more characters]"
 
 
 def plain(value: object) -> JSON:
-    """The value as JSON. Raises `ValueError` if JSON cannot hold it, such as an integer of more than 4300 digits."""
+    """Return the value as JSON. Raises `ValueError` if JSON cannot hold it, such as an integer of more than 4300
+    digits."""
     told = to_jsonable_python(value)
     json.dumps(told)
     return told
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The content of each block, and its closing tag or an empty string."""
+    """Yield the content of each block, and its closing tag or an empty string."""
     at = 0
     while (mark := _BEGINS.search(text, at)) is not None:
         if mark[0] != _OPEN:
@@ -155,7 +156,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _json_end(text: str, start: int) -> int:
-    """The end of the JSON that begins at `start`, or `start` if there is none. Reads little beyond that end."""
+    """Return the end of the JSON that begins at `start`, or `start` if there is none. Reads little beyond that end."""
     size = 256
     while True:
         window = text[start : start + size]

@@ -48,7 +48,7 @@ _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 def _documented(called: str, docstring: str | None, parameters: Collection[str]) -> tuple[str, dict[str, str]]:
-    """The descriptions of a tool and of its parameters.
+    """Return the descriptions of a tool and of its parameters.
 
     Raises `ConfigError` if the docstring is missing or describes an unknown parameter.
     """
@@ -84,7 +84,7 @@ def _entries(lines: list[str]) -> dict[str, str]:
 
 
 def _joined(lines: list[str]) -> str:
-    """The text with the lines of each paragraph joined."""
+    """Return the text with the lines of each paragraph joined."""
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip())
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
@@ -119,7 +119,7 @@ class TypedTool(Tool):
         return reason is None, reason
 
     def for_task(self, task: Task) -> TypedTool:
-        """The same tool for the rollouts of one task."""
+        """Return the same tool for the rollouts of one task."""
         return replace(self, task=task)
 
     async def execute(self, **arguments: JSON) -> ToolResult:
@@ -208,7 +208,7 @@ def declare(
 
 
 def reply_from(answer: object) -> ToolReply:
-    """The reply of a tool whose function returned `answer`."""
+    """Return the reply of a tool whose function returned `answer`."""
     if isinstance(answer, str):
         return answer
     if isinstance(answer, ToolResult):
@@ -218,14 +218,15 @@ def reply_from(answer: object) -> ToolReply:
 
 
 def _context_of(parameter: inspect.Parameter) -> str | None:
-    """The name in `CONTEXT` of a parameter; None for an argument of the model."""
+    """Return the name in `CONTEXT` of a parameter; None for an argument of the model."""
     if parameter.annotation is inspect.Parameter.empty:
         return parameter.name if parameter.name in CONTEXT else None
     return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)
 
 
 def _arguments(called: str, parameters: list[inspect.Parameter], told: Mapping[str, str]) -> type[BaseModel]:
-    """The pydantic model of the arguments. Its fields are numbered: a parameter may be called `schema` or `_x`."""
+    """Return the pydantic model of the arguments. Its fields are numbered: a parameter may be called `schema` or
+    `_x`."""
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -254,7 +255,7 @@ def _schema(called: str, summary: str, arguments: type[BaseModel]) -> ToolSchema
 
 
 def _inlined(called: str, value: JSON, definitions: Mapping[str, JSON], above: tuple[str, ...]) -> JSON:
-    """The schema with references replaced by their targets, and without titles."""
+    """Return the schema with references replaced by their targets, and without titles."""
     if isinstance(value, list):
         return [_inlined(called, each, definitions, above) for each in value]
     if not isinstance(value, dict):

@@ -8,20 +8,20 @@ from palaestra.core.types import JSON
 
 
 def text(description: str, first: Mapping[str, JSON] | None = None, **more: JSON) -> dict[str, JSON]:
-    """A string."""
+    """Return a string."""
     return {"type": "string", **(first or {}), "description": description, **more}
 
 
 def choice(description: str, options: list[str], **more: JSON) -> dict[str, JSON]:
-    """One of these strings."""
+    """Return one of these strings."""
     return text(description, {"enum": options}, **more)
 
 
 def flag(description: str) -> dict[str, JSON]:
-    """A switch that is off by default."""
+    """Return a switch that is off by default."""
     return {"type": "boolean", "description": description, "default": False}
 
 
 def integer(description: str, first: Mapping[str, JSON] | None = None, **more: JSON) -> dict[str, JSON]:
-    """An integer."""
+    """Return an integer."""
     return {"type": "integer", **(first or {}), "description": description, **more}

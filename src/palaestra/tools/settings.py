@@ -180,7 +180,7 @@ class ToolSettings(Settings):
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def lane(self) -> asyncio.Semaphore:
-        """The common limit on concurrent requests of all tools with these settings."""
+        """Return the common limit on concurrent requests of all tools with these settings."""
         if self._lane is None:
             self._lane = asyncio.Semaphore(self.web_concurrency)
         return self._lane

@@ -59,7 +59,7 @@ class ToolSchema:
         return cls(str(function["name"]), function.get("description") or "", properties, required, external, keywords)
 
     def to_dict(self) -> dict[str, JSON]:
-        """The OpenAI function schema, a fresh copy."""
+        """Return the OpenAI function schema, a fresh copy."""
         return {
             "type": "function",
             "function": {
@@ -75,7 +75,7 @@ class ToolSchema:
         }
 
     def to_prompt_description(self) -> str:
-        """One JSON line, for prompts that list tools as text."""
+        """Return one JSON line, for prompts that list tools as text."""
         return json.dumps(self.to_dict()["function"], ensure_ascii=False)
 
 
@@ -100,7 +100,7 @@ class ToolOutcome:
 
     @classmethod
     def of(cls, reply: ToolReply) -> ToolOutcome:
-        """The outcome of a reply. Raises `TypeError` or `ValueError` if it cannot be written as JSON."""
+        """Return the outcome of a reply. Raises `TypeError` or `ValueError` if it cannot be written as JSON."""
         if isinstance(reply, str):
             text = encodable(reply)
             return cls(reply, text, _error_in_text(text))
@@ -109,7 +109,7 @@ class ToolOutcome:
 
     @classmethod
     def refused(cls, error: str, **details: JSON) -> ToolOutcome:
-        """The outcome of a call that failed or was not run."""
+        """Return the outcome of a call that failed or was not run."""
         return cls.of({"error": error, **details})
 
 
@@ -121,14 +121,14 @@ class States:
         self._lent: set[type] = set()
 
     def get(self, kind: type[StateT]) -> StateT:
-        """The one object of this type, created without arguments on first use."""
+        """Return the one object of this type, created without arguments on first use."""
         found = self.find(kind)
         if found is None:
             self._held[kind] = found = kind()
         return found
 
     def find(self, kind: type[StateT]) -> StateT | None:
-        """The object of this type, or None before the first use."""
+        """Return the object of this type, or None before the first use."""
         found = self._held.get(kind)
         return found if isinstance(found, kind) else None
 
@@ -179,18 +179,19 @@ class ToolRun:
         self._states = States()
 
     async def slot(self) -> Slot:
-        """The sandbox of the task, acquired on the first call. Raises `ToolMistake` outside of a rollout."""
+        """Return the sandbox of the task, acquired on the first call. Raises `ToolMistake` outside of a rollout."""
         raise ToolMistake(
             "This tool works in a sandbox slot and there is none: call it through a rollout, a ToolExecutor or "
             "handle_function_call"
         )
 
     def state(self, kind: type[StateT]) -> StateT:
-        """The task's one object of this type, created by the first call and closed (`aclose`) with the rollout."""
+        """Return the task's one object of this type, created by the first call and closed (`aclose`) with the
+        rollout."""
         return self._states.get(kind)
 
     def found_state(self, kind: type[StateT]) -> StateT | None:
-        """The task's object of this type, or None if it was neither created nor shared."""
+        """Return the task's object of this type, or None if it was neither created nor shared."""
         return self._states.find(kind)
 
     @property
@@ -203,7 +204,7 @@ class ToolRun:
         self._states.put(thing)
 
     def schemas(self) -> Sequence[ToolSchema]:
-        """The schemas of the agent's tools that are available here."""
+        """Return the schemas of the agent's tools that are available here."""
         return ()
 
     async def call(self, name: str, arguments: Mapping[str, JSON]) -> ToolOutcome:
@@ -265,11 +266,11 @@ class Tool(ABC):
         """Run outside a slot, with arguments that the schema accepts. The model reads an exception as a failure."""
 
     def is_available(self) -> tuple[bool, str | None]:
-        """Whether the tool can be used here, and if not, the reason."""
+        """Return whether the tool can be used here, and if not, the reason."""
         return True, None
 
     def missing(self) -> str | None:
-        """The reason why the tool cannot be used here, or None."""
+        """Return the reason why the tool cannot be used here, or None."""
         try:
             told: object = self.is_available()
         except Exception as error:  # an error in the author's code
@@ -282,7 +283,8 @@ class Tool(ABC):
         return None if replayed and self.touches_world else self.missing()
 
     def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
-        """The key of a recorded call, if the tool `touches_world`: its arguments, for example with a file's hash."""
+        """Return the key of a recorded call, if the tool `touches_world`: its arguments, for example with a file's
+        hash."""
         return given_arguments(arguments, run)
 
     def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[ToolReply]:
@@ -298,7 +300,7 @@ class Tool(ABC):
 
 
 async def given_arguments(arguments: Mapping[str, JSON], run: ToolRun, /) -> JSON:
-    """The arguments: the `world_key` of most tools."""
+    """Return the arguments: the `world_key` of most tools."""
     return arguments
 
 
@@ -343,7 +345,7 @@ async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> T
 
 
 def encodable(text: str) -> str:
-    """The text with replacements for characters that UTF-8 cannot encode, such as in odd file names."""
+    """Return the text with replacements for characters that UTF-8 cannot encode, such as in odd file names."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -358,7 +360,7 @@ _REPORT = msgspec.json.Decoder(_Report)
 
 
 def _error_in_text(text: str) -> str:
-    """The error in a reply that is already JSON text."""
+    """Return the error in a reply that is already JSON text."""
     if not text.startswith("{") or '"error"' not in text:
         return ""
     try:

@@ -29,7 +29,7 @@ _SMALLEST_DEVIATION = 1e-6
 
 
 def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
-    """The rewards of one group relative to their mean; `scaled` divides by their standard deviation (GRPO,
+    """Return the rewards of one group relative to their mean; `scaled` divides by their standard deviation (GRPO,
     arXiv 2402.03300)."""
     mean = statistics.fmean(rewards)
     deviation = statistics.pstdev(rewards) if scaled else 1.0
@@ -88,7 +88,7 @@ class Batch:
 
 
 def difference(row: TrainedRow, own: Sequence[float]) -> float:
-    """The largest difference on a sampled token, in nats; infinite if a log-probability is not finite."""
+    """Return the largest difference on a sampled token, in nats; infinite if a log-probability is not finite."""
     pairs = zip(row.logprobs, own, row.row.mask, strict=True)
     found = [abs(sampled - theirs) for sampled, theirs, on in pairs if on]
     return max((each if math.isfinite(each) else math.inf for each in found), default=0.0)
@@ -97,8 +97,8 @@ def difference(row: TrainedRow, own: Sequence[float]) -> float:
 def _by_credit(
     row: ExportedRow, credit: Sequence[tuple[int, int, float]], rewards: Sequence[float], *, scaled: bool
 ) -> list[TrainedRow]:
-    """The row once for each of its values, with only the tokens of that value trained, for trainers with one advantage
-    per sequence. The values are compared to `rewards`, those of the group."""
+    """Return the row once for each of its values, with only the tokens of that value trained, for trainers with one
+    advantage per sequence. The values are compared to `rewards`, those of the group."""
     mean = statistics.fmean(rewards)
     deviation = max(statistics.pstdev(rewards), _SMALLEST_DEVIATION) if scaled else 1.0
     found = []
@@ -125,5 +125,5 @@ def _rows(trajectory: Trajectory, values: Sequence[tuple[int, float]]) -> list[E
 
 
 def _oldest(row: ExportedRow, version: int) -> int:
-    """The oldest version that sampled tokens of the row."""
+    """Return the oldest version that sampled tokens of the row."""
     return min((int(each) if each.isdecimal() else version for _, _, each in row.versions), default=version)

@@ -70,11 +70,11 @@ class TrainingFiles:
         self._logged = {str(line["kind"]): int(line["step"]) for line in read_steps(path.parent)}
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of a checkpoint."""
+        """Return the folder of a checkpoint."""
         return self._checkpoints / f"step-{step:06d}"
 
     def latest(self) -> TrainingState | None:
-        """The state of the last checkpoint. Raises `ConfigError` if it cannot be read."""
+        """Return the state of the last checkpoint. Raises `ConfigError` if it cannot be read."""
         steps = self._saved()
         if not steps:
             return None
@@ -90,7 +90,7 @@ class TrainingFiles:
         return state
 
     def begin(self, step: int) -> Path:
-        """A new, empty folder for the trainer's files. Raises `DiskError`."""
+        """Return a new, empty folder for the trainer's files. Raises `DiskError`."""
         part = self.checkpoint(step).with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
         with writing(part):
@@ -136,13 +136,13 @@ class TrainingFiles:
 
 
 def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
-    """The metrics of a training's steps (`kind` step) and evaluations (`kind` evaluation), in order; none if the run
-    trained nothing. A torn line is left out."""
+    """Return the metrics of a training's steps (`kind` step) and evaluations (`kind` evaluation), in order; none if the
+    run trained nothing. A torn line is left out."""
     return read_lines(run / FOLDER / "steps.jsonl")
 
 
 def read_settings(run: Path) -> dict[str, JSON]:
-    """The settings that `write_settings` wrote. Raises `ConfigError` if the run trained nothing."""
+    """Return the settings that `write_settings` wrote. Raises `ConfigError` if the run trained nothing."""
     path = run / FOLDER / SETTINGS
     try:
         return dict(msgspec.json.decode(path.read_bytes()))

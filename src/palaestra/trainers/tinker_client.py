@@ -52,7 +52,7 @@ _MOST_TOKENS = 4096
 
 
 async def _value(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The final value of an SDK call: 0.38 returns an awaitable, 0.25 the value or a `Future` of it."""
+    """Return the final value of an SDK call: 0.38 returns an awaitable, 0.25 the value or a `Future` of it."""
     made = await asyncio.to_thread(call, *args, **kwargs)
     if isinstance(made, Future):
         return await asyncio.wrap_future(made)
@@ -60,8 +60,8 @@ async def _value(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 async def answered(answer: Awaitable[T], url: str | None) -> T:
-    """The answer of a server; `url` None is the service, which the SDK watches. Raises `TrainerUnavailable` when no
-    connection can be made for `GONE_S`."""
+    """Return the answer of a server; `url` None is the service, which the SDK watches. Raises `TrainerUnavailable` when
+    no connection can be made for `GONE_S`."""
 
     async def wait() -> T:
         return await answer
@@ -289,12 +289,12 @@ class TinkerTrainer:
 
 
 def _shifted(row: TrainedRow, completion: Sequence[float]) -> list[float]:
-    """Values of the completion at the positions that predict it; 0.0 at earlier positions."""
+    """Return values of the completion at the positions that predict it; 0.0 at earlier positions."""
     return [*[0.0] * (len(row.row.prompt_ids) - 1), *completion]
 
 
 def _loss(row: TrainedRow, logprobs: Sequence[float]) -> float:
-    """The sum of `importance_sampling` over a row, from the server's log-probabilities, because not every server
+    """Return the sum of `importance_sampling` over a row, from the server's log-probabilities, because not every server
     reports the loss."""
     terms = zip(logprobs, row.logprobs, row.row.mask, strict=True)
     return sum(-math.exp(found - sampled) * row.advantage for found, sampled, on in terms if on)
@@ -305,7 +305,7 @@ def _completion(row: TrainedRow, found: Any) -> list[float]:
 
 
 def _tensors(row: TrainedRow, **values: Sequence[float]) -> dict[str, Any]:
-    """The inputs of a loss: targets and `values`, each with one entry per predicted token."""
+    """Return the inputs of a loss: targets and `values`, each with one entry per predicted token."""
     import numpy as np
     import tinker
 

@@ -59,7 +59,7 @@ class Trainer(Protocol):
         ...
 
     async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
-        """The trainer's own log-probabilities of each row's completion, one per token."""
+        """Return the trainer's own log-probabilities of each row's completion, one per token."""
         ...
 
     async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:

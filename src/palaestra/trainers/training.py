@@ -187,8 +187,8 @@ class Training:
         return better
 
     async def _roll_out(self, tasks: Sequence[Task], group_size: int | None = None) -> list[Group]:
-        """One group per task, in their order. Numbers are assigned before anything waits, so that a resumed training
-        assigns the same ones. Raises `RunStopped` when the run is to stop."""
+        """Return one group per task, in their order. Numbers are assigned before anything waits, so that a resumed
+        training assigns the same ones. Raises `RunStopped` when the run is to stop."""
         runner, first = self._runner, self._state.number
         self._state.number += len(tasks)
         settings = runner.run_context.settings
@@ -212,7 +212,7 @@ class Training:
         return [each.result() for each in running]
 
     def _next_task(self) -> Task:
-        """The tasks in a random order, drawn again for each pass over them."""
+        """Return the tasks in a random order, drawn again for each pass over them."""
         passed, place = divmod(self._state.drawn, len(self._train))
         self._state.drawn += 1
         order = list(range(len(self._train)))
@@ -220,7 +220,7 @@ class Training:
         return self._train[order[place]]
 
     async def _split(self) -> tuple[list[Task], list[Task]]:
-        """The tasks to train on and those held out, disjoint by id."""
+        """Return the tasks to train on and those held out, disjoint by id."""
         config, tasks = self.config, dict[str, Task]()
         source = self._runner.env.tasks()
         try:
@@ -278,14 +278,15 @@ class _Done(Exception):
 
 
 def split_tasks(tasks: Sequence[Task], held_out: int, seed: int) -> tuple[list[Task], list[Task]]:
-    """The tasks to train on, and those held out, drawn from the seed."""
+    """Return the tasks to train on, and those held out, drawn from the seed."""
     order = list(tasks)
     random.Random(f"{seed}:held-out").shuffle(order)
     return order[held_out:], order[:held_out]
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The curve of values as text, averaged to `width` bars. The scale is 0 to 1, or wider if values lie outside."""
+    """Return the curve of values as text, averaged to `width` bars. The scale is 0 to 1, or wider if values lie
+    outside."""
     if not values:
         return ""
     size = max(1, math.ceil(len(values) / width))

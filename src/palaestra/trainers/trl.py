@@ -239,7 +239,7 @@ class TrlTrainer:
                     batch.done.set_exception(TrainerError(f"TRL has failed: {failed}"))
 
     def _rollout_func(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """The rows of the next step, as many as `prompts`. TRL calls it when the previous step is complete."""
+        """Return the rows of the next step, as many as `prompts`. TRL calls it when the previous step is complete."""
         trainer.model.eval()  # it samples until the next rows come
         if self._pending is not None:
             self._pending.done.set_result(_numbers(trainer))

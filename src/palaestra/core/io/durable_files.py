@@ -32,12 +32,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def not_written(path: Path, error: OSError) -> DiskError:
-    """The error for a file that cannot be written."""
+    """Return the error for a file that cannot be written."""
     return DiskError(f"cannot write {path}: {error.strerror or error}. What was written before is kept")
 
 
 def private(path: str, flags: int) -> int:
-    """An opener for `open`: a new file is for its owner alone."""
+    """Return an opener for `open`: a new file is for its owner alone."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
@@ -81,7 +81,7 @@ class AppendedFile:
                 self._committed = covered
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines on disk after the first, with their numbers (from 2)."""
+        """Yield the lines on disk after the first, with their numbers (from 2)."""
         with self.path.open("rb") as file:
             file.readline()
             yield from enumerate(file, 2)
@@ -100,9 +100,9 @@ class AppendedFile:
 
 
 def open_lines(path: Path, schema: str, *, mode: int = 0o600, exclusive: bool = False) -> AppendedFile:
-    """The file of JSON lines at `path`, created if it is missing; its first line names the schema. A torn last line is
-    cut off. `exclusive` locks the file for this process. Raises `DiskError`, and `ConfigError` if the file is not
-    regular, has another schema or is locked."""
+    """Return the file of JSON lines at `path`, created if it is missing; its first line names the schema. A torn last
+    line is cut off. `exclusive` locks the file for this process. Raises `DiskError`, and `ConfigError` if the file is
+    not regular, has another schema or is locked."""
     with writing(path):
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
     try:
@@ -122,8 +122,8 @@ def open_lines(path: Path, schema: str, *, mode: int = 0o600, exclusive: bool = 
 
 
 def read_lines(path: Path) -> Iterator[dict[str, JSON]]:
-    """The JSON objects of a file's lines, without lines that cannot be read, such as a torn last one; none if the file
-    is missing."""
+    """Yield the JSON objects of a file's lines, without lines that cannot be read, such as a torn last one; none if the
+    file is missing."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

@@ -37,7 +37,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach a server that listens there."""
+    """Return whether only programs of this machine reach a server that listens there."""
     if host.lower() == "localhost":
         return True
     try:
@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | None:
-    """The status and the reason why the sender of these headers may not call; None if it may.
+    """Return the status and the reason why the sender of these headers may not call; None if it may.
 
     With a token, it must be sent as `Authorization: Bearer TOKEN`. Without one, programs may call but web pages may
     not: otherwise any site open in a browser on this machine could. A page is recognised by its origin, by the

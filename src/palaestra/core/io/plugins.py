@@ -25,7 +25,8 @@ _OWN = "palaestra"
 
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by name, sorted. If two packages offer one name, this package's own comes first."""
+    """Return the entry points of a group by name, sorted. If two packages offer one name, this package's own comes
+    first."""
     from importlib.metadata import entry_points  # a slow import that most command lines do not need
 
     points = sorted(entry_points(group=group), key=lambda point: (point.name, _package(point) != _OWN, _package(point)))
@@ -52,7 +53,8 @@ def load(point: EntryPoint) -> object:
 
 
 def source_file(point: EntryPoint) -> Path:
-    """The file of an entry point's module, which is not imported (its parent packages are). Raises `ConfigError`."""
+    """Return the file of an entry point's module, which is not imported (its parent packages are). Raises
+    `ConfigError`."""
     try:
         spec = importlib.util.find_spec(point.module)
     except (Exception, SystemExit) as error:
@@ -63,7 +65,7 @@ def source_file(point: EntryPoint) -> Path:
 
 
 def summary(point: EntryPoint) -> str:
-    """The first line of the docstring of the object, or of its module; nothing is run. Raises `ConfigError`."""
+    """Return the first line of the docstring of the object, or of its module; nothing is run. Raises `ConfigError`."""
     path = source_file(point)
     try:
         tree = ast.parse(path.read_bytes())

@@ -22,8 +22,8 @@ _GRACE_S = 1.0
 
 
 def supervised(*command: str) -> list[str]:
-    """The arguments that start the command as a child of this process and end it with this process. The kernel also
-    ends it when the thread that started it ends."""
+    """Return the arguments that start the command as a child of this process and end it with this process. The kernel
+    also ends it when the thread that started it ends."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
@@ -79,7 +79,7 @@ def _reaped(child: int) -> int | None:
 
 
 def _ended(child: int, deadline: float) -> int | None:
-    """The command's exit code, or None if it has not ended by the deadline."""
+    """Return the command's exit code, or None if it has not ended by the deadline."""
     status = _reaped(child)
     while status is None and (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, left)

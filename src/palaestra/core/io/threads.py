@@ -33,8 +33,8 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of 
 
 
 async def in_own_thread(function: Callable[[], T]) -> T:
-    """The result or the error of the function, called in a thread with the caller's context. Cancelling abandons the
-    thread."""
+    """Return the result or the error of the function, called in a thread with the caller's context. Cancelling abandons
+    the thread."""
     places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
     await take_turn(places)
     thread = _idle.pop() if _idle else OneThread("function")
@@ -67,7 +67,7 @@ class OneThread:
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[[], T]) -> T:
-        """The result or the error of the function, called in this thread with the caller's context, as in
+        """Return the result or the error of the function, called in this thread with the caller's context, as in
         `in_own_thread`."""
         loop, context = asyncio.get_running_loop(), copy_context()
         ended: asyncio.Future[None] = loop.create_future()

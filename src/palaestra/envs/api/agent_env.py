@@ -110,11 +110,11 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     @abstractmethod
     def build_task(self, item: Item) -> str:
-        """The agent's prompt for an item."""
+        """Return the agent's prompt for an item."""
 
     @abstractmethod
     async def score_trajectory(self, item: Item, final_response: str) -> float:
-        """The reward, from the agent's last answer."""
+        """Return the reward, from the agent's last answer."""
 
     @abstractmethod
     async def setup_agent_env(self) -> None:
@@ -132,7 +132,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         agent_result: AgentResult | None = None,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """The reward, and metadata to record; `exec_tool` runs in the sealed workspace.
+        """Return the reward, and metadata to record; `exec_tool` runs in the sealed workspace.
 
         The metadata, `verification_messages` too, is evidence and never part of the conversation. An override may leave
         out `workspace_meta`, the result of `setup_trajectory_workspace`. Also called for rollouts that ended at a
@@ -141,12 +141,12 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return await settled(self.score_trajectory(item, final_response)), {}
 
     def build_tools(self) -> ToolRegistry:
-        """The tools of every rollout. Raises `ConfigError` for unknown toolsets."""
+        """Return the tools of every rollout. Raises `ConfigError` for unknown toolsets."""
         enabled = ["default"] if self.config.enabled_toolsets is None else self.config.enabled_toolsets
         return tools_with(self.mcp, enabled, self.config, self.own_tools(), self._tool_server, self.shared)
 
     def build_agent_config(self, item: Item) -> AgentConfig:
-        """The sampling settings and limits of an item's agent."""
+        """Return the sampling settings and limits of an item's agent."""
         return AgentConfig(
             temperature=self.config.agent_temperature,
             max_tokens=self.config.agent_max_tokens,
@@ -189,7 +189,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return await self._play(Attempt(item, hooks=self._use_sandbox_backend())), []
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """All rollouts of an item, for `super()` and for `evaluate`: the scored rows, or None without any."""
+        """Return all rollouts of an item, for `super()` and for `evaluate`: the scored rows, or None without any."""
         if PLAYER.get() is not None or self._run_items is None:
             return await super().collect_trajectories(item)
         done = await self._run_items([item], self.config.group_size, plain=True)

@@ -149,7 +149,7 @@ class BaseEnv(ABC):
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        """The environment's own defaults; files, variables and flags override them."""
+        """Return the environment's own defaults; files, variables and flags override them."""
         return cls.env_config_cls(), [APIServerConfig()]
 
     @classmethod
@@ -175,22 +175,22 @@ class BaseEnv(ABC):
 
     @abstractmethod
     async def get_next_item(self) -> Item:
-        """The next item, or None at the end."""
+        """Return the next item, or None at the end."""
 
     @abstractmethod
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
         """Evaluate the model; `evaluate_log` saves the figures."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """One rollout of an item: its row, or None if there is nothing to train on, and items to draw next."""
+        """Return one rollout of an item: its row, or None if there is nothing to train on, and items to draw next."""
         raise NotImplementedError(
             f"a {BaseEnv.__name__} has no agent of its own: {type(self).__name__}.collect_trajectory must collect the "
             f"rollout itself"
         )
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """All rollouts of an item. The default calls `collect_trajectory` concurrently and raises the first error
-        after all have ended. It leaves out empty results, and failed rollouts if others came."""
+        """Return all rollouts of an item. The default calls `collect_trajectory` concurrently and raises the first
+        error after all have ended. It leaves out empty results, and failed rollouts if others came."""
         asked = [bridged(called(self.collect_trajectory, item)) for _ in range(self.config.group_size)]
         ended = await asyncio.gather(*asked, return_exceptions=True)
         came = [each for each in ended if not isinstance(each, BaseException)]
@@ -201,7 +201,7 @@ class BaseEnv(ABC):
         return grouped([row for row, _ in pairs if row is not None]), [later for _, items in pairs for later in items]
 
     async def postprocess_histories(self, trajectories: JSON) -> JSON:
-        """The form in which the group of `collect_trajectories` is recorded. The default leaves it unchanged."""
+        """Return the form in which the group of `collect_trajectories` is recorded. The default leaves it unchanged."""
         return trajectories
 
     async def process_manager(self) -> None:
@@ -220,7 +220,7 @@ class BaseEnv(ABC):
     # Optional methods
 
     def item_id(self, item: Item, number: int) -> str:
-        """A readable id for item `number`: the item's own if it has one."""
+        """Return a readable id for item `number`: the item's own if it has one."""
         if isinstance(item, Mapping):
             for key in ("instance_id", "task_id", "task_name", "id"):
                 if item.get(key) not in (None, ""):  # 0 is an id
@@ -307,7 +307,7 @@ class BaseEnv(ABC):
         del self.rollouts_for_wandb[: -config.num_rollouts_to_keep]
 
     def _shown(self, scored_data: Mapping[str, JSON], index: int) -> str:
-        """One rollout as text: its messages, else its tokens."""
+        """Return one rollout as text: its messages, else its tokens."""
         messages = scored_data.get("messages") or []
         if index < len(messages):
             return self._format_trajectory_for_display(messages[index])
@@ -316,7 +316,7 @@ class BaseEnv(ABC):
 
     @staticmethod
     def _format_trajectory_for_display(messages: Sequence[Message]) -> str:
-        """A conversation as text for the rollouts that trackers show."""
+        """Return a conversation as text for the rollouts that trackers show."""
         return format_trajectory(messages)
 
     def save_checkpoint(self, step: int, data: Mapping[str, JSON] | None = None) -> None:
@@ -373,15 +373,15 @@ class BaseEnv(ABC):
 
 
 def adapted(inner: BaseEnv, adapter: str) -> EvaluatedEnvironment:
-    """An instance for the runner. The adapter is found by name when a run needs it: it loads the agent and the sandbox,
-    which a command that only checks flags does not need."""
+    """Return an instance for the runner. The adapter is found by name when a run needs it: it loads the agent and the
+    sandbox, which a command that only checks flags does not need."""
     module, _, name = adapter.partition(".")
     environment: EvaluatedEnvironment = getattr(import_module(f"palaestra.envs.api.{module}"), name)(inner)
     return environment
 
 
 def scored_item(trajectory: Trajectory) -> ScoredDataItem:
-    """The latest row of a scored rollout; a rollout with a rewritten history or sub-agents has several."""
+    """Return the latest row of a scored rollout; a rollout with a rewritten history or sub-agents has several."""
     row = trajectory.latest_row
     assert row is not None
     return ScoredDataItem(
@@ -395,7 +395,7 @@ def scored_item(trajectory: Trajectory) -> ScoredDataItem:
 
 
 def collects(cls: type[BaseEnv]) -> bool:
-    """Whether a class has its own way of collecting rollouts, which the runner then calls."""
+    """Return whether a class has its own way of collecting rollouts, which the runner then calls."""
     return collects_groups(cls) or not COLLECTING.isdisjoint(own_names(cls))
 
 
@@ -404,7 +404,8 @@ def collects_groups(cls: type[BaseEnv]) -> bool:
 
 
 def own_names(cls: type[BaseEnv]) -> set[str]:
-    """The names that a user's class, or one it inherits from, defines; this package's own classes do not count."""
+    """Return the names that a user's class, or one it inherits from, defines; this package's own classes do not
+    count."""
     return {name for each in cls.__mro__ if not each.__module__.startswith("palaestra.") for name in vars(each)}
 
 
@@ -429,8 +430,8 @@ class ClassForm:
         return self.cls.env_config_cls
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """The result of `config_init`: a configuration, and a list of servers, one server, or settings shared by all
-        servers."""
+        """Return the result of `config_init`: a configuration, and a list of servers, one server, or settings shared by
+        all servers."""
         name, wanted = self.cls.__name__, self.cls.env_config_cls
         with _asking(f"{name}.config_init"):
             given: JSON = self.cls.config_init()
@@ -470,7 +471,7 @@ def _asking(doing: str) -> Iterator[None]:
 
 
 def script_reference(script: Mapping[str, object], environment: object) -> str:
-    """A reference to an environment among the globals of its script; empty if it has none."""
+    """Return a reference to an environment among the globals of its script; empty if it has none."""
     path = script.get("__file__")
     name = next((name for name, value in script.items() if value is environment), "")
     return f"{Path(str(path)).resolve()}:{name}" if path and name else ""

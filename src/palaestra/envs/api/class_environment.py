@@ -164,11 +164,11 @@ class ClassEnvironment(EvaluatedEnvironment):
             number += 1
 
     async def next_item(self) -> Item:
-        """The next item, or None at the end."""
+        """Return the next item, or None at the end."""
         return await settled(self.inner.get_next_item())
 
     def _task(self, item: Item, number: int) -> Task:
-        """The task of an item; for an unusable item, one that `resolve` refuses with the reason."""
+        """Return the task of an item; for an unusable item, one that `resolve` refuses with the reason."""
         try:
             task = self.task(item, number)
             if not isinstance(task.prompt, str | Sequence):
@@ -202,15 +202,15 @@ class ClassEnvironment(EvaluatedEnvironment):
         return self.inner._evaluation
 
     def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
-        """The same environment over these items, numbered from `first`, instead of its data set. `plain` skips the
-        class's own way of collecting."""
+        """Return the same environment over these items, numbered from `first`, instead of its data set. `plain` skips
+        the class's own way of collecting."""
         other = copy(self)
         other._items, other._first = items, first
         return other
 
     @abstractmethod
     def task(self, item: Item, number: int) -> Task:
-        """The task of an item. An item that is drawn again is a separate task with its own number."""
+        """Return the task of an item. An item that is drawn again is a separate task with its own number."""
 
     async def ended(self, task: Task, group: Group) -> None:
         if self._managed and self._items is not None:  # an evaluation during the run
@@ -232,7 +232,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """The kept rollouts that consist of a text and a score; a subclass may keep other data."""
+        """Return the kept rollouts that consist of a text and a score; a subclass may keep other data."""
         kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
         pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
         return [
@@ -401,7 +401,7 @@ class CollectedEnvironment(ClassEnvironment):
         self._backlog.extend(wanted)
 
     async def _asked(self, collecting: Coroutine[object, object, JSON], method: str, task: Task) -> JSON:
-        """The collected rows or row. Raises `TaskError` for errors of the class."""
+        """Return the collected rows or row. Raises `TaskError` for errors of the class."""
         name = f"{type(self.inner).__name__}.{method}"
 
         async def unpacked() -> JSON:
@@ -415,8 +415,8 @@ class CollectedEnvironment(ClassEnvironment):
 
 
 def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
-    """The result of a collected rollout. Its outcome is that of the agent loop with the same messages, or of the only
-    loop; without such a loop, it ended naturally."""
+    """Return the result of a collected rollout. Its outcome is that of the agent loop with the same messages, or of the
+    only loop; without such a loop, it ended naturally."""
     messages = list(row.get("messages") or ())
     loops = [each for each in ended if each.messages == messages] or (ended if len(ended) == 1 else [])
     if not loops:
@@ -432,7 +432,7 @@ def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
 
 
 def own_row(item: Mapping[str, JSON], result: AgentResult | None) -> TokenRow | None:
-    """The environment's own row; None if it is a row of the ledger. Only rows of the ledger count as exact."""
+    """Return the environment's own row; None if it is a row of the ledger. Only rows of the ledger count as exact."""
     state = (result.managed_state if result is not None else None) or {}
     row = TokenRow(
         tokens=list(item["tokens"]),

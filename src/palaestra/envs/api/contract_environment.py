@@ -126,7 +126,8 @@ class ContractEnvironment(CollectedEnvironment):
         return self.inner.config.share_setup or overrides(self.inner, "prepare_group")
 
     def recipe(self, task: Task) -> JSON:
-        """The recipe that the class declares for the item, with the item, the class's own settings and its code."""
+        """Return the recipe that the class declares for the item, with the item, the class's own settings and its
+        code."""
         inner = self.inner
         declared = inner.group_recipe(task.data)
         if declared is None:
@@ -173,7 +174,7 @@ class ContractEnvironment(CollectedEnvironment):
         return own and self._hooks(rollout)
 
     def _hooks(self, rollout: Rollout) -> bool:
-        """Whether the workspace hooks are called for the rollout."""
+        """Return whether the workspace hooks are called for the rollout."""
         hooks = rollout.meta.get("hooks")
         return bool(self.inner._use_sandbox_backend() if hooks is None else hooks)
 
@@ -283,7 +284,7 @@ class ContractEnvironment(CollectedEnvironment):
         return await (super().grade(rollout) if collected else self._scored_with_row(rollout))
 
     async def _scored_with_row(self, rollout: Rollout) -> Score:
-        """The score of the class's hooks, with the reward of the row that the class builds from it."""
+        """Return the score of the class's hooks, with the reward of the row that the class builds from it."""
         score = await Environment.grade(self, rollout)
         doing = f"{self.name}._build_scored_item on {rollout.rollout_id}"
         row = rollout.meta["row"] = call_hook(TaskError, lambda: self._row(rollout, score), doing)
@@ -298,7 +299,7 @@ class ContractEnvironment(CollectedEnvironment):
 
 
 def takes_rollout(hook: Callable[..., object]) -> bool:
-    """Whether a `_run_agent_loop` has the form `(rollout, messages)`."""
+    """Return whether a `_run_agent_loop` has the form `(rollout, messages)`."""
     parameters = [
         each
         for each in inspect.signature(hook).parameters.values()
@@ -308,7 +309,7 @@ def takes_rollout(hook: Callable[..., object]) -> bool:
 
 
 def accepts(hook: Callable[..., object], name: str) -> bool:
-    """Whether a hook has a parameter of this name, or takes any keyword."""
+    """Return whether a hook has a parameter of this name, or takes any keyword."""
     parameters = inspect.signature(hook).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 

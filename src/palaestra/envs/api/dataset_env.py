@@ -54,14 +54,14 @@ class ListedEnv(HermesAgentBaseEnv):
 
     @abstractmethod
     async def load(self) -> Iterable[Item | TaskError]:
-        """The chosen items in order, and an error in place of each that cannot be used. Raises `ConfigError`."""
+        """Return the chosen items in order, and an error in place of each that cannot be used. Raises `ConfigError`."""
 
     @abstractmethod
     def item_id(self, item: Item, number: int) -> str:
-        """The id of an item: the same one each time it is drawn."""
+        """Return the id of an item: the same one each time it is drawn."""
 
     def labels(self, item: Item) -> Collection[str]:
-        """Labels that group an evaluation's metrics, such as `category/NAME`."""
+        """Return labels that group an evaluation's metrics, such as `category/NAME`."""
         return ()
 
     async def sort_out(self) -> None:
@@ -91,7 +91,8 @@ class ListedEnv(HermesAgentBaseEnv):
         return self.config.dataset_name or str(self.name)
 
     def chosen(self, *, evaluating: bool) -> list[Item]:
-        """The items for `evaluate`, or those for the other commands. Raises `ConfigError` if the list is empty."""
+        """Return the items for `evaluate`, or those for the other commands. Raises `ConfigError` if the list is
+        empty."""
         items = [item for item in self.items if self.config.serves(self.item_id(item, 0), evaluating=evaluating)]
         if not items:
             raise ConfigError(
@@ -101,7 +102,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return items
 
     async def get_next_item(self) -> Item:
-        """The next item: in order, repeatedly, or only once each if `total_steps` is -1."""
+        """Return the next item: in order, repeatedly, or only once each if `total_steps` is -1."""
         if not self._given:
             self._training = self.chosen(evaluating=False)
         if self._given >= len(self._training) and self.config.total_steps < 0:

@@ -127,7 +127,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
             await _call(self.form.preparation, {"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
 
     def recipe(self, task: Task) -> JSON:
-        """The task's declaration and, with a prepare hook, the arguments and the code of the hook."""
+        """Return the task's declaration and, with a prepare hook, the arguments and the code of the hook."""
         hook = self.form.preparation
         if task.recipe is None or hook is None:
             return task.recipe
@@ -160,8 +160,8 @@ class FunctionEnvironment(EvaluatedEnvironment):
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
-    """The tasks of a function. A synchronous one runs in a thread of its own, so that rollouts do not wait while it
-    reads or computes."""
+    """Yield the tasks of a function. A synchronous one runs in a thread of its own, so that rollouts do not wait while
+    it reads or computes."""
     if inspect.isasyncgenfunction(source):
         async for task in source(**settings):
             yield task

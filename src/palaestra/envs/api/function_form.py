@@ -113,8 +113,8 @@ class FunctionForm:
         self.__doc__ = source.__doc__
 
     def __call__(self, *args: JSON, **named: JSON) -> FunctionForm:
-        """The environment with arguments for its function, as in `count_lines(n=3)`; both have the same hooks. Raises
-        `ConfigError` if they do not fit."""
+        """Return the environment with arguments for its function, as in `count_lines(n=3)`; both have the same hooks.
+        Raises `ConfigError` if they do not fit."""
         try:
             bound = inspect.signature(self.source).bind(*args, **named)
         except TypeError as error:
@@ -225,7 +225,7 @@ class FunctionForm:
     def build(
         self, config: BaseEnvConfig, servers: Sequence[APIServerConfig] = (), server: ChatServer | None = None
     ) -> EvaluatedEnvironment:
-        """The environment of one run. Raises `ConfigError` if it has no score."""
+        """Return the environment of one run. Raises `ConfigError` if it has no score."""
         assert isinstance(config, FunctionEnvConfig)
         if not self.scores:
             raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
@@ -256,8 +256,8 @@ def environment(
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:
-    """The type of a setting. A parameter whose default is a text and that has no annotation is a text, so `3.10` is not
-    read as a number."""
+    """Return the type of a setting. A parameter whose default is a text and that has no annotation is a text, so `3.10`
+    is not read as a number."""
     if parameter.annotation is not inspect.Parameter.empty:
         return parameter.annotation
     return str if isinstance(parameter.default, str) else Any

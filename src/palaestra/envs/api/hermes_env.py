@@ -75,7 +75,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     @abstractmethod
     def format_prompt(self, item: Item) -> str:
-        """The user's message for an item."""
+        """Return the user's message for an item."""
 
     @abstractmethod
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
@@ -87,8 +87,8 @@ class HermesAgentBaseEnv(BaseEnv):
         """Prepare the workspace once per group; every rollout starts from a fork of it."""
 
     def group_recipe(self, item: Item) -> str | None:
-        """A version text if the result of `prepare_group` (with `share_setup`, of `setup_trajectory_workspace` too)
-        depends only on the item, the class's settings and file, and this text; else None. See `Task.recipe`."""
+        """Return a version text if the result of `prepare_group` (with `share_setup`, of `setup_trajectory_workspace`
+        too) depends only on the item, the class's settings and file, and this text; else None. See `Task.recipe`."""
         return None
 
     async def setup_trajectory_workspace(
@@ -120,11 +120,12 @@ class HermesAgentBaseEnv(BaseEnv):
         return adapted(self, "contract_environment.ContractEnvironment")
 
     def reference_solution(self, item: Item) -> JSON:
-        """The solution of an item for the scripted `oracle` policy (see `Task.solution`), or None."""
+        """Return the solution of an item for the scripted `oracle` policy (see `Task.solution`), or None."""
         return item.get("solution") if isinstance(item, Mapping) else None
 
     def _resolve_tools_for_group(self) -> Tools:
-        """The tools of one group: definitions and names. Called once per group; an override can choose others."""
+        """Return the tools of one group: definitions and names. Called once per group; an override can choose
+        others."""
         registry = self.tool_kit(DRAW.get() or random.Random(self.config.seed)).registry
         return registry.definitions(), set(registry.list_tools())
 
@@ -144,7 +145,7 @@ class HermesAgentBaseEnv(BaseEnv):
         GROUP_TOOLS.set(tools)
 
     def tool_kit(self, rng: random.Random) -> Kit:
-        """The tools of one group. `rng` is the group's own."""
+        """Return the tools of one group. `rng` is the group's own."""
         from palaestra.envs.config.build import kit
 
         return kit(self.config, None, rng, self.own_tools(), self.mcp, self.shared)
@@ -167,19 +168,19 @@ class HermesAgentBaseEnv(BaseEnv):
             await pool.aclose()
 
     def own_tools(self) -> Sequence[Tool]:
-        """The environment's own tools, such as functions with `@tool`. Its agents always have them."""
+        """Return the environment's own tools, such as functions with `@tool`. Its agents always have them."""
         return ()
 
     def _use_managed_server(self) -> bool:
-        """Whether rollouts are token-exact; by default, if the servers give tokens (sglang, vllm, transformers).
+        """Return whether rollouts are token-exact; by default, if the servers give tokens (sglang, vllm, transformers).
         Override it to chat without tokens; rows are then placeholders, with `token_source: placeholder`."""
         from palaestra.inference.server_group import ServerGroup
 
         return isinstance(self._server, ServerGroup) and self._server.token_exact
 
     def _use_sandbox_backend(self) -> bool:
-        """Whether set-up and verification hooks are called. False: `compute_reward` scores, without a set-up. Either
-        way the agent works in a slot."""
+        """Return whether set-up and verification hooks are called. False: `compute_reward` scores, without a set-up.
+        Either way the agent works in a slot."""
         return True
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
@@ -204,13 +205,13 @@ class HermesAgentBaseEnv(BaseEnv):
     async def _collect_trajectory_local(
         self, item: Item, task_id: str, tools: list[dict[str, JSON]], valid_names: set[str], messages: list[Message]
     ) -> tuple[ScoredDataItem | None, list[Item]]:
-        """The path of `collect_trajectory` without the workspace hooks."""
+        """Return the path of `collect_trajectory` without the workspace hooks."""
         return await self._play(Attempt(item, messages, (tools, valid_names), hooks=False)), []
 
     async def _collect_trajectory_sandbox(
         self, item: Item, task_id: str, tools: list[dict[str, JSON]], valid_names: set[str], messages: list[Message]
     ) -> tuple[ScoredDataItem | None, list[Item]]:
-        """The path of `collect_trajectory` with the workspace hooks."""
+        """Return the path of `collect_trajectory` with the workspace hooks."""
         return await self._play(Attempt(item, messages, (tools, valid_names))), []
 
     async def _run_agent_loop(
@@ -232,8 +233,8 @@ class HermesAgentBaseEnv(BaseEnv):
         )
 
     def _build_scored_item(self, item: Item, result: AgentResult, reward: float) -> ScoredDataItem:
-        """The training row of one rollout: `tokens`, `masks`, `scores`, `messages`. It also unpacks into `(row, [])`,
-        and an override may return either; its `scores` is the reward.
+        """Return the training row of one rollout: `tokens`, `masks`, `scores`, `messages`. It also unpacks into `(row,
+        [])`, and an override may return either; its `scores` is the reward.
 
         With a token-exact server it is the last row of the ledger, with `inference_logprobs`; if an override leaves it
         unchanged, all rows of the ledger are trained. A chat server gives no token ids: the tokens are placeholders

@@ -56,12 +56,13 @@ class OwnSlots(SlotPool):
 
 
 def tools_of(kit: Kit) -> Tools:
-    """A group's tools as the contract passes them, which the class may change."""
+    """Return a group's tools as the contract passes them, which the class may change."""
     return deepcopy(list(kit.definitions)), set(kit.names)
 
 
 def offered_kit(kit: Kit, definitions: Sequence[dict[str, JSON]], names: Collection[str]) -> Kit:
-    """The kit with these tools instead of its own: any tool of the package, and definitions of the class's own."""
+    """Return the kit with these tools instead of its own: any tool of the package, and definitions of the class's
+    own."""
     shown = [each for each in definitions if each.get("function", each).get("name") in names]
     if shown == kit.definitions and set(names) == set(kit.names):
         return kit
@@ -79,7 +80,8 @@ async def run_agent_loop(
     messages: list[Message] | None,
     tool_handler: RolloutTool | None,
 ) -> AgentResult:
-    """The default of `_run_agent_loop`: the agent of the rollout, or outside of rollouts a loop that asks `server`."""
+    """Return the default of `_run_agent_loop`: the agent of the rollout, or outside of rollouts a loop that asks
+    `server`."""
     if isinstance(task_id, Rollout):
         return await task_id.run_agent(tools if messages is None else messages)
     messages, names = messages if messages is not None else [], valid_names or set()

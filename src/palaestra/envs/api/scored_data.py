@@ -57,7 +57,7 @@ PLACEHOLDER = "placeholder"
 
 
 def placeholder_tokens(messages: Sequence[Message]) -> list[int]:
-    """Tokens for a rollout whose server gave none, so that its row is complete."""
+    """Return tokens for a rollout whose server gave none, so that its row is complete."""
     length = sum(len(str(message.get("content") or "")) for message in messages)
     return list(range(min(length // 4, 128)))
 
@@ -70,7 +70,7 @@ class ScoredRow(dict[str, JSON]):
 
 
 def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
-    """One group of these rows, None without rows. A key that some rows lack gets an empty list."""
+    """Return one group of these rows, None without rows. A key that some rows lack gets an empty list."""
     names = [name for name in ScoredDataItem.__annotations__ if name in ScoredDataGroup.__annotations__]
     lists = {name: [row.get(name) for row in rows] for name in names}
     group: JSON = {name: [] if any(value is None for value in values) else values for name, values in lists.items()}
@@ -78,7 +78,7 @@ def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
 
 
 def checked_row(row: object, task_id: str) -> Row:
-    """A row that can be recorded. Raises `TaskError` with the problem."""
+    """Return a row that can be recorded. Raises `TaskError` with the problem."""
     if not isinstance(row, Mapping):
         raise TaskError(f"{task_id}: a row is {type(row).__name__}, not a ScoredDataItem")
     for key in ("tokens", "masks", "scores"):
@@ -94,7 +94,7 @@ def checked_row(row: object, task_id: str) -> Row:
 
 
 def rows_of(group: object, task_id: str) -> list[Row]:
-    """The rows of a group, or of a list of rows. Raises `TaskError` for anything else."""
+    """Return the rows of a group, or of a list of rows. Raises `TaskError` for anything else."""
     if isinstance(group, Sequence) and not isinstance(group, (str, bytes)):
         given = [each for each in group if each is not None]
         if given and all(isinstance(each, Mapping) and isinstance(each.get("scores"), list) for each in given):
@@ -117,7 +117,7 @@ MOST_RESULT = 500
 
 
 def format_trajectory(messages: Sequence[Message]) -> str:
-    """A conversation as a person reads it: who said what, the calls and the beginnings of their results."""
+    """Return a conversation as a person reads it: who said what, the calls and the beginnings of their results."""
     parts = []
     for said in chat_messages(messages):
         if said.role == "tool":
@@ -130,7 +130,7 @@ def format_trajectory(messages: Sequence[Message]) -> str:
 
 
 def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
-    """The row and the backlog that a `collect_` method returned. Raises `TaskError` for anything but a pair."""
+    """Return the row and the backlog that a `collect_` method returned. Raises `TaskError` for anything but a pair."""
     if isinstance(answer, ScoredRow):
         return answer, []
     if not isinstance(answer, tuple | list) or len(answer) != 2:
@@ -139,5 +139,5 @@ def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
 
 
 def is_of(row: Row, given: Row) -> bool:
-    """Whether a row of a group holds the tokens or the messages of a given row, even if the rest changed."""
+    """Return whether a row of a group holds the tokens or the messages of a given row, even if the rest changed."""
     return any(row.get(key) is given.get(key) for key in ("tokens", "messages") if given.get(key))

@@ -191,7 +191,7 @@ class EnvironmentProof:
         return Proof(self.environment.name, names, lines, solved, skipped, self._classes(), warnings)
 
     async def _resolved(self, task: Task) -> Task | None:
-        """The task as it is played; None for an unusable one, whose groups report why."""
+        """Return the task as it is played; None for an unusable one, whose groups report why."""
         try:
             return await self.environment.resolve(task)
         except (TaskError, InfraError):
@@ -209,7 +209,7 @@ class EnvironmentProof:
         return found
 
     def _warnings(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Warnings to the author about what the scores of these tasks depend on."""
+        """Yield warnings to the author about what the scores of these tasks depend on."""
         for task in tasks:
             if task.grading == LIVE:
                 yield f"{task.id}: it is graded live, so its score uses programs that the agent may have changed"
@@ -243,7 +243,7 @@ class EnvironmentProof:
 
 
 async def first_tasks(environment: Environment, count: int) -> list[Task]:
-    """The first tasks of an open environment. Raises `ConfigError` without tasks or for an invalid floor."""
+    """Return the first tasks of an open environment. Raises `ConfigError` without tasks or for an invalid floor."""
     tasks: list[Task] = []
     async for task in environment.tasks():
         if number(task.floor) is None:
@@ -302,7 +302,7 @@ def parse_settings(
 
 
 def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
-    """The cheats of these names, or all cheats if none is named. Raises `ConfigError` for an unknown name."""
+    """Return the cheats of these names, or all cheats if none is named. Raises `ConfigError` for an unknown name."""
     known = {cheat.name: cheat for cheat in BANK}
     for name in only:
         if name not in known:

@@ -47,7 +47,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
 
 
 def command_timeout_s(config: HermesAgentEnvConfig) -> float:
-    """The time limit of a command whose call sets none, in seconds."""
+    """Return the time limit of a command whose call sets none, in seconds."""
     if config.slot_backend == "modal" and "modal_execution_timeout" in config.model_fields_set:
         return config.modal_execution_timeout
     return float(config.terminal_timeout)
@@ -58,13 +58,13 @@ Before you answer or call a tool, think step by step inside <think> and </think>
 
 
 def system_prompt(config: HermesAgentEnvConfig) -> str | None:
-    """The agent's system message, preceded by the text that asks for thinking, if there is one."""
+    """Return the agent's system message, preceded by the text that asks for thinking, if there is one."""
     thinking = config.custom_thinking_prompt or (THINKING_PROMPT if config.thinking_mode else None)
     return "\n\n".join(filter(None, (thinking, config.system_prompt))) or None
 
 
 def extra_body(config: HermesAgentEnvConfig) -> dict[str, JSON] | None:
-    """Further fields of every model request: those of the reasoning settings, and the configured ones."""
+    """Return further fields of every model request: those of the reasoning settings, and the configured ones."""
     body: dict[str, JSON] = {}
     if config.reasoning_effort is not None:
         body["reasoning_effort"] = config.reasoning_effort
@@ -74,7 +74,7 @@ def extra_body(config: HermesAgentEnvConfig) -> dict[str, JSON] | None:
 
 
 def budget(config: HermesAgentEnvConfig) -> Budget:
-    """The limits of one rollout. Its turns are limited by `max_agent_turns`, with an outcome of its own."""
+    """Return the limits of one rollout. Its turns are limited by `max_agent_turns`, with an outcome of its own."""
     return Budget(
         tokens=config.max_rollout_tokens,
         completion_tokens=config.max_rollout_completion_tokens,
@@ -86,15 +86,15 @@ def budget(config: HermesAgentEnvConfig) -> Budget:
 
 
 def prices(config: BaseEnvConfig) -> Prices | None:
-    """The prices of the model's tokens; None if they are not set."""
+    """Return the prices of the model's tokens; None if they are not set."""
     if config.prompt_price is None or config.completion_price is None:
         return None
     return Prices(config.prompt_price, config.completion_price)
 
 
 def mcp_servers(config: BaseEnvConfig) -> MCPServers | None:
-    """The enabled MCP servers of a run, not yet open; None without any. A replay takes servers and tools from the
-    recorded run's journal. Raises `ConfigError`."""
+    """Return the enabled MCP servers of a run, not yet open; None without any. A replay takes servers and tools from
+    the recorded run's journal. Raises `ConfigError`."""
     if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
         return None
     without = config.disabled_toolsets or ()
@@ -113,9 +113,9 @@ def kit(
     servers: MCPServers | None = None,
     shared: States | None = None,
 ) -> Kit:
-    """The tools of one group: a draw from the configuration's distribution, its toolsets, or else those given. `rng` is
-    the group's own; `extra` are the environment's own tools; `shared` holds the objects that the tools of all groups
-    share."""
+    """Return the tools of one group: a draw from the configuration's distribution, its toolsets, or else those given.
+    `rng` is the group's own; `extra` are the environment's own tools; `shared` holds the objects that the tools of all
+    groups share."""
     if config.distribution is not None:
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
@@ -132,7 +132,7 @@ def tools_with(
     tool_server: ToolServerLink | None = None,
     shared: States | None = None,
 ) -> ToolRegistry:
-    """The tools of the enabled toolsets and of the run's MCP servers, without the disabled ones."""
+    """Return the tools of the enabled toolsets and of the run's MCP servers, without the disabled ones."""
     offered = servers.installed() if servers is not None else ()
     own = {toolset_of(name) for name in config.mcp_servers}
     disabled = [name for name in config.disabled_toolsets or () if name not in own]
@@ -154,7 +154,7 @@ def tools_with(
 
 
 def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
-    """The servers, with the environment's tokenizer and parser if they do not set their own."""
+    """Return the servers, with the environment's tokenizer and parser if they do not set their own."""
     told: dict[str, str] = {}
     if config.tokenizer_name != "none":
         told["tokenizer_name"] = config.tokenizer_name
@@ -167,13 +167,13 @@ def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -
 
 
 def network_policy(allowed: bool) -> NetworkPolicy:
-    """The network of a run: the same for preparation and agent, none for grading unless the task sets one."""
+    """Return the network of a run: the same for preparation and agent, none for grading unless the task sets one."""
     network = Network.ON if allowed else Network.OFF
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
 
 
 def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
-    """The recorded replies of a run's tools. Raises `ConfigError` for a recording that cannot be read."""
+    """Return the recorded replies of a run's tools. Raises `ConfigError` for a recording that cannot be read."""
     reads = config.world in ("replay", "fill")
     recording = config.world_file if reads else None  # else the run's folder has it
     recorded_tools = RecordedTools(lambda: open_world(config.world, recording, strict=config.world_miss == "fail"))
@@ -183,7 +183,7 @@ def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
 
 
 def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
-    """The prepared workspaces of this machine; None if the settings do not keep any.
+    """Return the prepared workspaces of this machine; None if the settings do not keep any.
 
     Raises `ConfigError` for a `workspace_store` that cannot be used.
     """
@@ -196,7 +196,7 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
 
 
 def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
-    """The contract's name for `make_pool`: the slots of a run with this configuration, not yet started.
+    """Return the contract's name for `make_pool`: the slots of a run with this configuration, not yet started.
 
     Raises `ConfigError` if no run can start with it.
     """
@@ -205,8 +205,8 @@ def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
 
 
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
-    """The slots of a run; with `local` on this machine, whatever the settings name. Raises `ConfigError` for an unknown
-    backend or settings that it refuses."""
+    """Return the slots of a run; with `local` on this machine, whatever the settings name. Raises `ConfigError` for an
+    unknown backend or settings that it refuses."""
     name = config.slot_backend if isinstance(config, HermesAgentEnvConfig) and not local else "local"
     slots = config.slots
     if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:

@@ -219,7 +219,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     def _merge(
         self, command: str, given: _Given, environ: Mapping[str, str] | None, dotenv: Mapping[str, str] | None
     ) -> tuple[Merged[EnvT_co], list[Merged[ServerT_co]], list[str]]:
-        """The settings of the environment and of the servers, and notices of values that were replaced."""
+        """Return the settings of the environment and of the servers, and notices of values that were replaced."""
         variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
         servers = [merge(self.server_type, layers) for layers in self._server_layers(given, variables)]
@@ -228,7 +228,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return env, servers, replaced
 
     def _split(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
-        """The command, and each flag as written with the words that follow it."""
+        """Return the command, and each flag as written with the words that follow it."""
         rest = list(argv)
         command = self.command
         if rest and not _is_flag(rest[0]):
@@ -285,7 +285,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         given.add(group, key, value, written, annotation)
 
     def _setting(self, written: str) -> tuple[str, str, str | None, Annotation]:
-        """The group, name and type of the setting of a flag, and the key that the flag names in a mapping."""
+        """Return the group, name and type of the setting of a flag, and the key that the flag names in a mapping."""
         group, _, key = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
         name, dot, rest = key.partition(".")
         model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
@@ -311,12 +311,12 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield from (f"--openai.{name}" for name in self.server_type.model_fields)
 
     def about_flag(self, written: str) -> str:
-        """The description of the setting that a flag sets; empty for other flags."""
+        """Return the description of the setting that a flag sets; empty for other flags."""
         found = self._field(written)
         return found.description or "" if found is not None else ""
 
     def choices(self, written: str) -> list[str]:
-        """The allowed values of a flag whose setting takes one of a list; empty for other flags."""
+        """Return the allowed values of a flag whose setting takes one of a list; empty for other flags."""
         found = self._field(written)
         return [each for each in choices(found.annotation) if each not in _not_offered(found)] if found else []
 
@@ -336,7 +336,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield ConfigLayer(given.source, given.values["env"], given.spelled["env"])
 
     def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
-        """The layers of each server. A policy or an address in variables or flags keeps only the first one."""
+        """Return the layers of each server. A policy or an address in variables or flags keeps only the first one."""
         lowest = [read_openai_variables(values, self.server_type, where) for where, values in variables]
         servers = [[*lowest, ConfigLayer("config_init", values)] for values in self.server_values] or [lowest]
         for file in given.files:
@@ -413,8 +413,8 @@ class _Given:
 
 
 def said_settings(recorded: Mapping[str, JSON], group: str, unsaid: Sequence[str] = UNSAID) -> dict[str, JSON]:
-    """The recorded settings of `env`, or of the one server (`openai`), whose source is not `unsaid`, without secrets,
-    which are not recorded."""
+    """Return the recorded settings of `env`, or of the one server (`openai`), whose source is not `unsaid`, without
+    secrets, which are not recorded."""
     sources, values = recorded.get("sources") or {}, recorded.get(group) or {}
     if isinstance(values, list):
         values = values[0] if len(values) == 1 else {}
@@ -426,12 +426,12 @@ def said_settings(recorded: Mapping[str, JSON], group: str, unsaid: Sequence[str
 
 
 def set_fields(config: BaseModel) -> dict[str, JSON]:
-    """The fields that were set when `config` was made, for `env_values` and `server_values`."""
+    """Return the fields that were set when `config` was made, for `env_values` and `server_values`."""
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
 def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
-    """A sentence for each source that turned on settings without effect."""
+    """Yield a sentence for each source that turned on settings without effect."""
     model_type, idle = type(config.value), dict[str, list[str]]()
     for name, source in config.sources.items():
         value, field_default = getattr(config.value, name), model_type.model_fields[name].get_default()
@@ -461,7 +461,7 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
 
 
 def _with_run(policy: str) -> str:
-    """The policy; the id of a run to replay, or `last`, is replaced by the path of its journal."""
+    """Return the policy; the id of a run to replay, or `last`, is replaced by the path of its journal."""
     name, _, run = policy.partition(":")
     if name == "replay" and run and not Path(run).exists():
         from palaestra.rollouts.journal.reader import journal_of  # here, because most policies replay nothing
@@ -472,8 +472,9 @@ def _with_run(policy: str) -> str:
 
 
 def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
-    """The first word that is neither a flag nor the value of one, and the other words after it: settings may also come
-    before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a word."""
+    """Return the first word that is neither a flag nor the value of one, and the other words after it: settings may
+    also come before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a
+    word."""
     place = 0
     while place < len(words) and words[place].startswith("-"):
         place += 1 if "=" in words[place] or words[place] in SWITCHES else 2
@@ -495,7 +496,8 @@ def check_general_flags(argv: Sequence[str]) -> None:
 
 
 def _nearest_flag(written: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown flag: our flag for the name that other programs use, or the nearest one."""
+    """Return the end of a message about an unknown flag: our flag for the name that other programs use, or the nearest
+    one."""
     meant = _OTHER_WORDS.get(written)
     return f" Did you mean {meant}?" if meant is not None else nearest(written, known)
 
@@ -515,7 +517,7 @@ def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
 
 
 def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
-    """The help text: examples first, then the environment's own fields, then the common ones (or all)."""
+    """Return the help text: examples first, then the environment's own fields, then the common ones (or all)."""
     run = line.prog if line.command else f"{line.prog} process"
     parts = [
         f"usage: {line.prog} {'[process|evaluate|serve]' if line.command else 'process|evaluate|serve'} "
@@ -544,7 +546,7 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
 
 
 def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
-    """Every value with its source, one per line: `env.group_size = 4   # command line`."""
+    """Return every value with its source, one per line: `env.group_size = 4   # command line`."""
     rows = list(_rows("env", env))
     for index, server in enumerate(servers):
         rows += _rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
@@ -586,7 +588,7 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
 
 
 def _not_offered(info: FieldInfo) -> Sequence[JSON]:
-    """The values that existing scripts may name, but that do not work in this version."""
+    """Return the values that existing scripts may name, but that do not work in this version."""
     values = info.json_schema_extra.get("not_offered") if isinstance(info.json_schema_extra, dict) else None
     return values if isinstance(values, list) else []
 

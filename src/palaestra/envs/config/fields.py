@@ -216,7 +216,7 @@ class BaseEnvConfig(Settings):
     @field_validator("idle_limits")
     @classmethod
     def _limits_of_stages(cls, limits: dict[str, float]) -> dict[str, float]:
-        """A stage that is not set keeps its default."""
+        """Return a stage that is not set keeps its default."""
         for stage, seconds in limits.items():
             if stage not in IDLE_LIMITS:
                 raise ConfigError(f"unknown stage {stage!r}; known are {', '.join(IDLE_LIMITS)}")
@@ -477,7 +477,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         )
 
     def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
-        """The settings that flags or arguments change. Files and variables may hold those of several backends."""
+        """Return the settings that flags or arguments change. Files and variables may hold those of several
+        backends."""
         fields = type(self).model_fields
         said = (name for name in fields if sources.get(f"env.{name}") in (COMMAND_LINE, ARGUMENT))
         return [name for name in said if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
@@ -495,10 +496,10 @@ class HeldOutConfig(HermesAgentEnvConfig):
     )
 
     def is_held_out(self, task_id: str) -> bool:
-        """Whether the task is kept for `evaluate`."""
+        """Return whether the task is kept for `evaluate`."""
         digest = hashlib.sha256(f"{self.seed}:{task_id}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < self.held_out * 2**64
 
     def serves(self, task_id: str, *, evaluating: bool) -> bool:
-        """Whether `evaluate`, or else the other commands, take the task."""
+        """Return whether `evaluate`, or else the other commands, take the task."""
         return self.held_out == 0 or self.is_held_out(task_id) == evaluating

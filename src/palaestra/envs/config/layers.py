@@ -135,7 +135,7 @@ def read_file(path: Path) -> FileSettings:
 
 
 def read_dotenv(folder: Path) -> dict[str, str]:
-    """The variables of the folder's `.env`; none without that file. Raises `ConfigError` naming the line.
+    """Return the variables of the folder's `.env`; none without that file. Raises `ConfigError` naming the line.
 
     A line is `NAME=value`, optionally after `export`. A value may be in single quotes (literal) or double quotes (with
     `\\n`, `\\"`, `\\\\`); outside of quotes ` #` begins a comment. Nothing is expanded.
@@ -180,12 +180,12 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def shell_variables(dotenv: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the process without those that it got from a `.env` file."""
+    """Return the variables of the process without those that it got from a `.env` file."""
     return {name: value for name, value in os.environ.items() if dotenv.get(name) != value}
 
 
 def read_openai_variables(environ: Mapping[str, str], model_type: type[BaseModel], where: str) -> ConfigLayer:
-    """The layer of the variables that OpenAI's own client reads."""
+    """Return the layer of the variables that OpenAI's own client reads."""
     named = {
         name: variable for variable, name in _known(_OPENAI_VARIABLES, model_type).items() if environ.get(variable)
     }
@@ -203,7 +203,7 @@ def _value(match: re.Match[str]) -> str:
 def read_environ(
     environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
 ) -> ConfigLayer:
-    """The layer of `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's; `env` also has the keys of web
+    """Return the layer of `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's; `env` also has the keys of web
     providers. `where` names the source. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
@@ -250,7 +250,7 @@ def _load(path: Path) -> dict[str, JSON]:
 
 
 def _twice(text: str) -> tuple[str, int] | None:
-    """The first duplicate key of a YAML document, and its line."""
+    """Return the first duplicate key of a YAML document, and its line."""
     import yaml  # here, because most runs have no file
 
     nodes, known = [yaml.compose(text, yaml.SafeLoader)], set()
@@ -300,7 +300,7 @@ def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
 
 
 def members(annotation: Annotation) -> list[Annotation]:
-    """The types of a union, or the one type, inside `Annotated` and PEP 695 aliases too."""
+    """Return the types of a union, or the one type, inside `Annotated` and PEP 695 aliases too."""
     origin = _origin(annotation)
     if origin is Annotated:
         return members(get_args(annotation)[0])
@@ -310,17 +310,17 @@ def members(annotation: Annotation) -> list[Annotation]:
 
 
 def takes_sequence(annotation: Annotation) -> bool:
-    """Whether several words after a flag of this type are one list."""
+    """Return whether several words after a flag of this type are one list."""
     return any((_origin(kind) or kind) in _SEQUENCES for kind in members(annotation))
 
 
 def takes_mapping(annotation: Annotation) -> bool:
-    """Whether `k=v` words and dotted flags make a mapping for a field of this type."""
+    """Return whether `k=v` words and dotted flags make a mapping for a field of this type."""
     return any((_origin(kind) or kind) in _MAPPINGS for kind in members(annotation))
 
 
 def holds_texts(annotation: Annotation) -> bool:
-    """Whether the values of a mapping of this type are texts."""
+    """Return whether the values of a mapping of this type are texts."""
     return any((_origin(kind) or kind) in _MAPPINGS and get_args(kind)[1:] == (str,) for kind in members(annotation))
 
 
@@ -344,7 +344,7 @@ def describe(annotation: Annotation) -> str:
 
 
 def choices(annotation: Annotation) -> list[str]:
-    """The words that a field of this type allows, if it takes one of a list."""
+    """Return the words that a field of this type allows, if it takes one of a list."""
     found: list[str] = []
     for kind in members(annotation):
         if _origin(kind) is Literal:
@@ -357,7 +357,7 @@ def choices(annotation: Annotation) -> list[str]:
 
 
 def read_json(word: str) -> JSON:
-    """The word as JSON if it is JSON (Python's None, True, False too), else the word itself."""
+    """Return the word as JSON if it is JSON (Python's None, True, False too), else the word itself."""
     if word in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[word]
     try:
@@ -393,7 +393,7 @@ def _read_scalar(kinds: Sequence[Annotation], word: str) -> JSON:
 
 
 def _choice(kind: Annotation, word: str) -> JSON:
-    """The member of an enum or Literal that `word` names, by value or by name in any case; None without one."""
+    """Return the member of an enum or Literal that `word` names, by value or by name in any case; None without one."""
     if _origin(kind) is Literal:
         return next((choice for choice in get_args(kind) if str(choice) == word), None)
     if isinstance(kind, type) and issubclass(kind, Enum):

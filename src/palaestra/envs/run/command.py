@@ -71,8 +71,8 @@ def command_line(
     servers: Sequence[ServerBaseline] = (),
     argv: Sequence[str] | None = None,
 ) -> CommandLine[BaseEnvConfig, APIServerConfig]:
-    """The settings of an environment, with its own defaults. `servers` replace its own servers. Unknown flags of `argv`
-    are refused before the environment is asked for its defaults."""
+    """Return the settings of an environment, with its own defaults. `servers` replace its own servers. Unknown flags of
+    `argv` are refused before the environment is asked for its defaults."""
     line = CommandLine(
         prog=prog,
         env_type=form.config_type(),

@@ -56,7 +56,7 @@ class RunPlan:
 
 
 async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
-    """The plan of a run. The environment is set up, so that its tasks can be counted. Raises `ConfigError`."""
+    """Return the plan of a run. The environment is set up, so that its tasks can be counted. Raises `ConfigError`."""
     config = parsed.env_config
     config.check_runnable(parsed.sources)
     servers = server_settings(config, parsed.server_configs)
@@ -87,7 +87,7 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
 
 
 def _tasks(parsed: RunLine, environment: EvaluatedEnvironment, limit: int | None) -> AsyncIterator[str] | None:
-    """The ids of the tasks; None where they are not known before the run."""
+    """Return the ids of the tasks; None where they are not known before the run."""
     found = environment.evaluated_tasks() if parsed.command == "evaluate" else environment.tasks()
     if found is None or (parsed.command == "serve" and limit is None):
         return None

@@ -40,7 +40,7 @@ class EvaluatedEnvironment(Environment):
     """Whether only the environment knows how many tasks it evaluates."""
 
     def has_evaluation(self, config: BaseEnvConfig) -> bool:
-        """Whether it can be evaluated while it trains: on tasks that training does not use."""
+        """Return whether it can be evaluated while it trains: on tasks that training does not use."""
         return bool(getattr(config, "held_out", self.chooses_evaluation))
 
     def trainer_takes(self, most_tokens: int | None) -> None:
@@ -51,7 +51,7 @@ class EvaluatedEnvironment(Environment):
         return await roll_out()
 
     def evaluated_tasks(self) -> AsyncIterator[Task] | None:
-        """The tasks of an evaluation; None if only the environment's own `evaluate` knows them."""
+        """Return the tasks of an evaluation; None if only the environment's own `evaluate` knows them."""
         return None
 
     def write_files(self, folder: Path) -> Sequence[str]:
@@ -128,7 +128,7 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
-    """The pass@k metrics in one line with their coverage; for an evaluation without pass@k, its own figures."""
+    """Return the pass@k metrics in one line with their coverage; for an evaluation without pass@k, its own figures."""
     metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:

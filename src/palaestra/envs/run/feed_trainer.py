@@ -39,7 +39,7 @@ def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
 
 
 async def trainers_tracking(url: str, token: str | None = None) -> dict[str, str]:
-    """The `project` and `group` under which the trainer at `url` tracks its run, if it reports them."""
+    """Return the `project` and `group` under which the trainer at `url` tracks its run, if it reports them."""
     client = TrajectoryClient(url, token=token, timeout_s=ASK_S)
     try:
         answer = await client.ask("GET", "/wandb_info")
@@ -91,7 +91,7 @@ class Serving:
             deliveries.close()
 
     def step(self) -> int:
-        """The step that the trainer last reported; 0 before its first report."""
+        """Return the step that the trainer last reported; 0 before its first report."""
         standing = self._connection.current if self._connection is not None else None
         return 0 if standing is None else standing.step
 
@@ -99,7 +99,8 @@ class Serving:
         return f"{self._output.folder.run_id}/{group.group_id}"
 
     def _line(self, group: Group, most_tokens: int | None) -> dict[str, JSON] | None:
-        """The line to send; None if equal scores are not to be sent, or every rollout is too long for the trainer."""
+        """Return the line to send; None if equal scores are not to be sent, or every rollout is too long for the
+        trainer."""
         sent = fitting(group, most_tokens)
         if self._config.ensure_scores_are_not_same and (group.same_scores or sent.same_scores):
             self._leave(EQUAL, f"group {group.group_id} is not sent: its scores are equal (ensure_scores_are_not_same)")

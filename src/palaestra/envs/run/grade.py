@@ -125,14 +125,14 @@ class _Grader:
 
 
 def _below(snapshot: Snapshot | None) -> Snapshot | None:
-    """The prepared workspace under an agent's change; None if that is the bare image."""
+    """Return the prepared workspace under an agent's change; None if that is the bare image."""
     if snapshot is None or len(snapshot.layers) < 2:
         return None
     return replace(snapshot, snapshot_id=f"{snapshot.snapshot_id}-below", layers=snapshot.layers[1:])
 
 
 def _result(trajectory: Trajectory) -> AgentResult:
-    """The recorded conversation, as a score hook reads it."""
+    """Return the recorded conversation, as a score hook reads it."""
     turns = [
         Turn(each.number, each.finish_reason, each.prompt_tokens, each.completion_tokens, 0.0, 0.0, each.tools)
         for each in trajectory.turns

@@ -167,7 +167,7 @@ class _FinishedGroups:
 
 
 def environment_form(env: object) -> Form:
-    """The form of an environment that a Python caller names. Raises `ConfigError`."""
+    """Return the form of an environment that a Python caller names. Raises `ConfigError`."""
     if isinstance(env, str | Path):
         return load_environment(str(env), Path.cwd())
     form = form_of(env)
@@ -176,8 +176,8 @@ def environment_form(env: object) -> Form:
 
 
 def _reference(env: object) -> str:
-    """Where a replay or a resumed run finds an environment of a Python program; empty for one without a file or a name
-    of its own."""
+    """Return where a replay or a resumed run finds an environment of a Python program; empty for one without a file or
+    a name of its own."""
     source = getattr(env, "source", env)
     name, path = getattr(source, "__name__", ""), None
     with contextlib.suppress(OSError, TypeError):  # a class defined in a notebook
@@ -197,7 +197,7 @@ def assembled(
     progress: bool = False,
     **arguments: JSON,
 ) -> partial[Coroutine[Any, Any, RunReport]]:
-    """The call that runs an environment with these settings, not yet made. The variables of `.env` are exported
+    """Return the call that runs an environment with these settings, not yet made. The variables of `.env` are exported
     already. Raises `ConfigError`."""
     form = environment_form(env)
     servers = [server] if isinstance(server, ServerBaseline | ServerEngine) else list(server or ())

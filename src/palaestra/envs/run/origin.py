@@ -36,7 +36,7 @@ def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
 
 
 def is_ours(recording: Recording) -> bool:
-    """Whether this user recorded the run here, in this folder, with the settings that its journal has now."""
+    """Return whether this user recorded the run here, in this folder, with the settings that its journal has now."""
     folder = recording.path.parent
     try:
         marks = (folder / MARKS).read_text().split()
@@ -52,7 +52,7 @@ def _mark(folder: Path, config: Mapping[str, JSON], key: bytes) -> str:
 
 
 def _key(*, make: bool = False) -> bytes:
-    """The key of this user. Raises OSError if it is missing or damaged."""
+    """Return the key of this user. Raises OSError if it is missing or damaged."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     path = Path(state, "palaestra", "run.key")
     if make and not path.exists():

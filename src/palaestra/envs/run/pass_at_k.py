@@ -14,9 +14,9 @@ from palaestra.rollouts.records import Trajectory
 def figures(
     done: Sequence[Trajectory], attempts: int, *, tasks: int, labels: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, JSON]:
-    """The metrics of an evaluation with `attempts` at each of `tasks` tasks: `planned` rollouts, of which `attempts`
-    were run and `scored` have a reward. pass@k is over the tasks with k scored rollouts, `pass@k/tasks`. `labels` are
-    those of each task, by its id; metrics of the tasks with a label are below `LABEL/`."""
+    """Return the metrics of an evaluation with `attempts` at each of `tasks` tasks: `planned` rollouts, of which
+    `attempts` were run and `scored` have a reward. pass@k is over the tasks with k scored rollouts, `pass@k/tasks`.
+    `labels` are those of each task, by its id; metrics of the tasks with a label are below `LABEL/`."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in done:
         by_task[trajectory.task_id].append(trajectory)

@@ -16,8 +16,8 @@ _GIT_S = 5.0
 
 
 def provenance(reference: str) -> dict[str, JSON]:
-    """The facts for the environment of this reference; unavailable ones are left out. `git_changed` is whether the
-    environment's file differs from its commit."""
+    """Return the facts for the environment of this reference; unavailable ones are left out. `git_changed` is whether
+    the environment's file differs from its commit."""
     facts: dict[str, JSON] = {
         "palaestra": version("palaestra"),
         "python": platform.python_version(),
@@ -37,7 +37,7 @@ def provenance(reference: str) -> dict[str, JSON]:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """The output of a git command in the folder; empty if there is no git or no repository."""
+    """Return the output of a git command in the folder; empty if there is no git or no repository."""
     try:
         done = subprocess.run(
             ["git", "-C", folder, *words], capture_output=True, text=True, timeout=_GIT_S, check=False

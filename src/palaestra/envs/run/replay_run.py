@@ -92,7 +92,7 @@ class ReplaySettings:
 
 
 def replayable_form(recording: Recording, environment: str | None) -> Form:
-    """The environment to replay. Raises `ConfigError` if that is impossible."""
+    """Return the environment to replay. Raises `ConfigError` if that is impossible."""
     if recording.last < 0:
         raise ConfigError(f"{recording.path} has no finished group, so there is nothing to play")
     return recorded_form(recording, environment)
@@ -105,7 +105,7 @@ async def replay(recording: Recording, form: Form, settings: ReplaySettings, con
 
 
 def differing(recording: Recording, form: Form, settings: ReplaySettings) -> list[str]:
-    """The recorded settings that a replay does not use, as text for the user."""
+    """Return the recorded settings that a replay does not use, as text for the user."""
     recorded = recording.meta.config
     taken = {"isolation": settings.isolation}
     lines = [
@@ -224,12 +224,13 @@ async def reopened(
 
 
 def _counts(recording: Recording, form: Form, name: str, value: JSON) -> bool:
-    """Whether a recorded setting counts for a replay. No MCP server is started: its tools answer from the recording."""
+    """Return whether a recorded setting counts for a replay. No MCP server is started: its tools answer from the
+    recording."""
     return name == "mcp_servers" or decides(recording, form, name, value)
 
 
 def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
-    """Whether a recorded setting counts for a run that is resumed.
+    """Return whether a recorded setting counts for a run that is resumed.
 
     A run of this user decides all but `HOST_SETTINGS`; any other run decides only `PORTABLE_SETTINGS`, and numbers that
     the user's own environment class declares.
@@ -251,8 +252,8 @@ class OfflinePool(SlotPool):
 
 
 def recorded_form(recording: Recording, given: str | None) -> Form:
-    """The environment that the caller names, else the recorded one. Raises `ConfigError` for a file that only the
-    record names, unless this user recorded it here."""
+    """Return the environment that the caller names, else the recorded one. Raises `ConfigError` for a file that only
+    the record names, unless this user recorded it here."""
     recorded = str(recording.meta.config.get("environment") or "")
     if given is None and not recorded:
         raise ConfigError(

@@ -146,7 +146,7 @@ class Reporting:
             await self._clock.sleep(EVERY_S)
 
     async def own(self, environment: Environment) -> Mapping[str, float | str]:
-        """The environment's own metrics and texts as of now; none if computing them fails."""
+        """Return the environment's own metrics and texts as of now; none if computing them fails."""
         try:
             found = await environment.figures()
         except Exception as error:
@@ -179,7 +179,7 @@ class Reporting:
 
 
 def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
-    """The services that the user asked for: `use_wandb` counts only if it was set."""
+    """Return the services that the user asked for: `use_wandb` counts only if it was set."""
     wandb = config.use_wandb and sources.get("env.use_wandb", DEFAULT) != DEFAULT
     return ["wandb"] * wandb + ["trackio"] * config.use_trackio
 
@@ -187,8 +187,8 @@ def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
 async def make_reporting(
     parsed: Parsed[BaseEnvConfig, APIServerConfig], output: RunOutput, note: Callable[[str], None]
 ) -> Reporting:
-    """The run's trackers: `metrics.jsonl` and the services that were asked for. `note` gets a line for each missing
-    one."""
+    """Return the run's trackers: `metrics.jsonl` and the services that were asked for. `note` gets a line for each
+    missing one."""
     config, folder = parsed.env_config, output.folder
     reporting = Reporting(
         [MetricsFile(folder.metrics)],

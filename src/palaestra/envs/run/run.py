@@ -79,7 +79,7 @@ class RunReport:
     """`done`, or why the run stopped."""
 
     def to_json(self) -> dict[str, JSON]:
-        """The result for `--json`: how the run ended, its files, and its metrics."""
+        """Return the result for `--json`: how the run ended, its files, and its metrics."""
         from palaestra.rollouts.finished_run import Run  # here, because most runs print their path alone
 
         metrics = Run(self.folder).metrics
@@ -209,7 +209,7 @@ async def run(
 
 
 def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
-    """The agent of a run that is a program in the slot."""
+    """Return the agent of a run that is a program in the slot."""
     from palaestra.agent.programs import program_named  # most runs have the agent loop
     from palaestra.rollouts.program_agent import ProgramAgent
 
@@ -229,7 +229,7 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
 
 
 def _offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, JSON]]:
-    """The tools of a task that asks for none of its own; empty if they cannot be chosen without a task."""
+    """Return the tools of a task that asks for none of its own; empty if they cannot be chosen without a task."""
     try:
         return environment.kit(Task(id="", prompt=""), random.Random(seed)).definitions
     except Exception:  # the user's code may expect a real task
@@ -237,7 +237,7 @@ def _offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str,
 
 
 def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
-    """The limits of a run. The cost of its earlier parts counts; the outcomes of their rollouts do not."""
+    """Return the limits of a run. The cost of its earlier parts counts; the outcomes of their rollouts do not."""
     spent, counted = 0.0, set()
     if output.resumes:
         output.status.read()
@@ -254,13 +254,14 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
 
 
 def serve_limit(total_steps: int, source: str) -> int | None:
-    """The maximum number of groups to serve, or None. Only a number that the user set counts: an environment's own
-    limit applies to `process`."""
+    """Return the maximum number of groups to serve, or None. Only a number that the user set counts: an environment's
+    own limit applies to `process`."""
     return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
 
 
 def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
-    """The most tasks of a command; None if the environment or the trainer decides. Raises `ConfigError` for 0."""
+    """Return the most tasks of a command; None if the environment or the trainer decides. Raises `ConfigError` for
+    0."""
     total_steps = parsed.env_config.total_steps
     if total_steps == 0:
         raise ConfigError("tasks is 0, so there is nothing to run (total_steps)")
@@ -272,7 +273,8 @@ def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None
 
 
 def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
-    """The number of groups in flight: the setting, in total or per model server, or enough for this machine's cores."""
+    """Return the number of groups in flight: the setting, in total or per model server, or enough for this machine's
+    cores."""
     if config.max_num_workers > 0:
         return config.max_num_workers
     if "max_num_workers_per_node" in config.model_fields_set:
@@ -281,7 +283,7 @@ def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
 
 
 def eval_workers(config: BaseEnvConfig, workers: int) -> int:
-    """Groups of an evaluation in flight: as many as in the run, fewer if `max_eval_workers` is set."""
+    """Return groups of an evaluation in flight: as many as in the run, fewer if `max_eval_workers` is set."""
     return min(workers, config.max_eval_workers) if "max_eval_workers" in config.model_fields_set else workers
 
 
@@ -453,7 +455,7 @@ class CommandRun:
             await context.workspaces.aclose()
 
     def _slot_usage(self) -> dict[str, float]:
-        """The metrics of the slots' containers and sandboxes; none for slots on this machine."""
+        """Return the metrics of the slots' containers and sandboxes; none for slots on this machine."""
         pool, config = self.context.workspaces.pool, self.parsed.env_config
         if not isinstance(pool, SlotPool) or pool.backend.name == "local":
             return {}
@@ -483,8 +485,8 @@ class CommandRun:
         return await (runner.run() if self.drive is None else self.drive(runner))
 
     def _make_evaluations(self, serving: Serving | None) -> PeriodicEvaluation | None:
-        """The evaluations during the run, None without any: `serve` has them as its settings say, `process` only if a
-        user set `steps_per_eval`."""
+        """Return the evaluations during the run, None without any: `serve` has them as its settings say, `process` only
+        if a user set `steps_per_eval`."""
         config, user_set = self.parsed.env_config, self.parsed.sources.get("env.steps_per_eval", DEFAULT) not in UNSAID
         if config.steps_per_eval == 0 or (serving is None and not user_set):
             return None
@@ -528,7 +530,7 @@ class CommandRun:
         return totals
 
     def _timings(self) -> Mapping[str, float]:
-        """How long tasks took in the named run, else in the earlier parts of this one."""
+        """Return how long tasks took in the named run, else in the earlier parts of this one."""
         named = self.parsed.env_config.timings_from
         if named is not None:
             return read_timings(Path(named))
@@ -595,7 +597,7 @@ def _print_verdict(
 
 
 def _mean_reward(figures: dict[str, float], scored: int, planned: int) -> str:
-    """The mean reward of a run and its coverage."""
+    """Return the mean reward of a run and its coverage."""
     mean, covered = figures.get("reward/mean"), f"{scored} of {plural(planned, 'rollout')} scored"
     if mean is None:
         return f"no reward, {covered}"
@@ -605,7 +607,7 @@ def _mean_reward(figures: dict[str, float], scored: int, planned: int) -> str:
 
 
 def _slots(figures: dict[str, float]) -> Iterator[str]:
-    """The resource usage of the slots, for each backend with containers."""
+    """Yield the resource usage of the slots, for each backend with containers."""
     for backend in [name.split("/")[1] for name in figures if name.startswith("slots/") and name.endswith("/hours")]:
         hours, begun = figures[f"slots/{backend}/hours"], int(figures[f"slots/{backend}/begun"])
         cost = figures.get(f"slots/{backend}/cost")
@@ -618,7 +620,7 @@ def _hours(hours: float) -> str:
 
 
 def _files(output: RunOutput) -> list[str]:
-    """The files of a run, one a line."""
+    """Return the files of a run, one a line."""
     places = {"groups": output.groups.path, "report": output.folder.report}
     if output.copy is not None:
         places["copy"] = output.copy.path
@@ -627,8 +629,8 @@ def _files(output: RunOutput) -> list[str]:
 
 
 def _suspects(totals: Totals) -> Iterator[str]:
-    """Name the rollouts whose work interfered with its check, those that may need live grading, and the tasks whose
-    tests have no control."""
+    """Yield name the rollouts whose work interfered with its check, those that may need live grading, and the tasks
+    whose tests have no control."""
     for what, names in (
         ("rollouts tampered with their check, scored 0", totals.tampered),
         (

@@ -116,7 +116,7 @@ def claim_folder(root: Path, env: str, model: str) -> RunFolder:
 
 
 def run_place(root: Path, env: str, model: str) -> Path:
-    """The folder of the runs of an environment with a model."""
+    """Return the folder of the runs of an environment with a model."""
     return root / f"{_plain(env)}--{_plain(model)}"
 
 
@@ -137,7 +137,7 @@ def _plain(name: str) -> str:
 
 
 def resumed_folder(run: Path) -> RunFolder:
-    """The folder of a run to resume, named as in `find_run`. Raises `ConfigError` if it is not one."""
+    """Return the folder of a run to resume, named as in `find_run`. Raises `ConfigError` if it is not one."""
     path = find_run(run)
     folder = RunFolder(path, path.name)
     if not folder.journal.is_file():
@@ -267,7 +267,7 @@ class RunOutput:
 
 
 def _charts(path: Path) -> list[Chart]:
-    """The curves of a training; none for other runs."""
+    """Return the curves of a training; none for other runs."""
     if not (path / "training").is_dir():
         return []
     from palaestra.trainers.charts import training_charts  # here, because most runs train nothing
@@ -279,8 +279,8 @@ RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
 
 def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str, *, named: bool = False) -> RunOutput:
-    """The output of a new run, or of the one to resume. `reference` names the environment for a later replay. `root` is
-    the folder of all runs, or, if `named`, of this one."""
+    """Return the output of a new run, or of the one to resume. `reference` names the environment for a later replay.
+    `root` is the folder of all runs, or, if `named`, of this one."""
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
     settings["provenance"] = provenance(reference)
     if parsed.resume is not None:
@@ -320,7 +320,7 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
 
 
 def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> RunOutput:
-    """The output of an earlier run, to resume it. Raises `ConfigError` if it was a run of something else."""
+    """Return the output of an earlier run, to resume it. Raises `ConfigError` if it was a run of something else."""
     folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
     journal = Journal(folder.journal)  # before anything is read: whoever holds the journal owns the run
     try:
@@ -359,7 +359,7 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
 
 
 def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path) -> Path | None:
-    """The copy of the groups that the earlier part of a run made at the wanted path, perhaps with a number; None
+    """Return the copy of the groups that the earlier part of a run made at the wanted path, perhaps with a number; None
     without one. It is written again.
 
     The recording alone must not choose a file on this machine.
@@ -373,13 +373,13 @@ def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path)
 
 
 def _is_numbered(name: str, wanted: str) -> bool:
-    """Whether a path has the wanted name, perhaps with the number that a new file gets."""
+    """Return whether a path has the wanted name, perhaps with the number that a new file gets."""
     stem, suffix = Path(wanted).stem, Path(wanted).suffix
     return re.fullmatch(rf"{re.escape(stem)}([._-]\d+)?{re.escape(suffix)}", name) is not None
 
 
 def _differing(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
-    """How the settings of a resumed run differ from the recorded ones."""
+    """Return how the settings of a resumed run differ from the recorded ones."""
     old, new = recorded.get("env") or {}, now.get("env") or {}
     short = {name: written for written, name in ARGUMENTS.items()}
     lines = [

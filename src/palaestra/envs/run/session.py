@@ -113,7 +113,7 @@ class Session:
         return self._path
 
     async def tasks(self, limit: int | None = None) -> list[Task]:
-        """The first `limit` tasks of the environment, or all. Not all environments end."""
+        """Return the first `limit` tasks of the environment, or all. Not all environments end."""
         async with self._drawing:
             while limit is None or len(self._drawn) < limit:
                 if await self._draw() is None:
@@ -135,7 +135,7 @@ class Session:
             )
 
     async def tools(self, task: str | Task) -> list[JSON]:
-        """The definitions of the tools that an agent has for a task."""
+        """Return the definitions of the tools that an agent has for a task."""
         found = await self._find(task) if isinstance(task, str) else task
         return self._runner.env.kit(found, random.Random(0)).definitions
 
@@ -157,7 +157,7 @@ class Session:
         return play
 
     async def _one_attempt(self, task: Task) -> Group:
-        """A group of one rollout without retries: the caller's work cannot be repeated."""
+        """Return a group of one rollout without retries: the caller's work cannot be repeated."""
         settings = replace(self._runner.run_context.settings, group_size=1, infra_retries=0, whole_groups=False)
         return await self._runner.roll_out(next(self._numbers), task, settings)
 

@@ -119,7 +119,7 @@ async def train_line(
 def make_trainer(
     name: TrainerName, parsed: RunLine, config: TrainingConfig, tinker_url: str | None, root: Path
 ) -> Trainer:
-    """The trainer of this name, for the settings of a run. Nothing is loaded yet. Raises `ConfigError`."""
+    """Return the trainer of this name, for the settings of a run. Nothing is loaded yet. Raises `ConfigError`."""
     env, servers = parsed.env_config, parsed.server_configs
     if len(servers) != 1 or servers[0].model_name in ("", "default"):
         raise ConfigError("name the model to train: --model FOLDER, or the OWNER/NAME of a model of the hub")

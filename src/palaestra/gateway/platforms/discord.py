@@ -281,7 +281,7 @@ class Discord:
         self._kept[name] = value
 
     async def _incoming(self, message: discord.Message) -> Incoming | None:
-        """The message; None if it is not for the bot or not from a person."""
+        """Return the message; None if it is not for the bot or not from a person."""
         me = self._running().user
         person = not message.author.bot and message.webhook_id is None
         spoken = message.type in (discord.MessageType.default, discord.MessageType.reply)

@@ -114,7 +114,7 @@ class Email:
             await _closed(open_client)
 
     async def _mailbox(self) -> aioimaplib.IMAP4:
-        """A connection with the inbox selected."""
+        """Return a connection with the inbox selected."""
         kind = aioimaplib.IMAP4 if self._security == "none" else aioimaplib.IMAP4_SSL
         host, port = self._imap
         client = kind(host=host, port=port, timeout=_TIMEOUT_S)
@@ -156,7 +156,7 @@ class Email:
                 raise PlatformUnavailable(f"{self.name}: message {number} cannot be marked: {_said(stored)}")
 
     def _incoming(self, content: bytes, uid: str) -> Incoming | None:
-        """The message of an e-mail; None for one that is not from a person."""
+        """Return the message of an e-mail; None for one that is not from a person."""
         mail = message_from_bytes(content, policy=policy.default)
         name, user_id = _sender(mail)
         automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
@@ -182,7 +182,7 @@ class Email:
         return Incoming(address, message_id, user_id, _text(mail), files, name)
 
     def _is_checked(self, mail: EmailMessage, user_id: str) -> bool:
-        """Whether the first `Authentication-Results`, which our server wrote, confirms the sender.
+        """Return whether the first `Authentication-Results`, which our server wrote, confirms the sender.
 
         Senders choose parts of that header, such as the envelope's address: quoted text and comments do not count, and
         a second result of DMARC makes it invalid.
@@ -278,7 +278,7 @@ class Email:
 
 
 def _sender(mail: EmailMessage) -> tuple[str, str]:
-    """Name and address of the sender; empty for a mail whose sender two programs may read differently."""
+    """Return name and address of the sender; empty for a mail whose sender two programs may read differently."""
     heads = mail.get_all("From") or []
     addresses = [address for head in heads for address in head.addresses]
     if len(addresses) != 1 or any(isinstance(each, InvalidHeaderDefect) for each in heads[0].defects):
@@ -287,7 +287,7 @@ def _sender(mail: EmailMessage) -> tuple[str, str]:
 
 
 def _text(mail: EmailMessage) -> str:
-    """The text that the sender wrote, without what they quote at the end."""
+    """Return the text that the sender wrote, without what they quote at the end."""
     part = mail.get_body(("plain", "html"))
     if part is None:
         return ""

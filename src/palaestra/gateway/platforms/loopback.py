@@ -75,7 +75,7 @@ class Loopback:
         return number
 
     async def receive(self, chat_id: str = "me", timeout_s: float = 30.0) -> Received:
-        """The next message of the gateway to a chat. Raises `TimeoutError`."""
+        """Return the next message of the gateway to a chat. Raises `TimeoutError`."""
         async with asyncio.timeout(timeout_s):
             return await self._queue(chat_id).get()
 

@@ -172,7 +172,7 @@ class Matrix:
         return found
 
     async def _incoming(self, client: AsyncClient, room: MatrixRoom, event: Event) -> Incoming | None:
-        """The message of an event; None if it is not a message from a person."""
+        """Return the message of an event; None if it is not a message from a person."""
         if event.sender == client.user_id or isinstance(event, RoomMessageNotice):
             return None
         relation = event.source.get("content", {}).get("m.relates_to") or {}
@@ -196,7 +196,7 @@ class Matrix:
         return None
 
     async def _download(self, event: RoomMessageMedia) -> tuple[Attachment | None, str]:
-        """The file of a message, or the problem with it."""
+        """Return the file of a message, or the problem with it."""
         content = event.source["content"]
         info = content.get("info") or {}
         name = str(content.get("filename") or event.body or "file")

@@ -222,7 +222,7 @@ class OpenAIServer:
 
 
 def _header(request: web.Request, name: str) -> str:
-    """The header, empty without one. Raises `ConfigError` for bytes that are not text."""
+    """Return the header, empty without one. Raises `ConfigError` for bytes that are not text."""
     value = request.headers.get(name, "").strip()
     if not value.isprintable():
         raise ConfigError(f"the header {name} must be text in UTF-8 without control characters")
@@ -230,7 +230,8 @@ def _header(request: web.Request, name: str) -> str:
 
 
 def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
-    """The messages before the last, as role and text, and the last one's text and images. Raises `ConfigError`."""
+    """Return the messages before the last, as role and text, and the last one's text and images. Raises
+    `ConfigError`."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise ConfigError("messages must be a list of messages, the last one the user's")
@@ -242,7 +243,7 @@ def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
 
 
 def _text(content: JSON, files: list[Attachment]) -> str:
-    """The text of a message's content; its images are added to `files`."""
+    """Return the text of a message's content; its images are added to `files`."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

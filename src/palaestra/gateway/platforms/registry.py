@@ -25,7 +25,7 @@ PLATFORMS: Mapping[str, str] = {
 
 
 def make_platform(name: str, config: PlatformConfig) -> Platform:
-    """The platform with this name in the configuration: `KIND` or `KIND-WORD`, such as `webhook-2`.
+    """Return the platform with this name in the configuration: `KIND` or `KIND-WORD`, such as `webhook-2`.
 
     Raises `ConfigError` for an unknown one, for unusable settings and if the extra `gateway` is not installed.
     """

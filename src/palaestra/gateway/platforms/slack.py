@@ -89,7 +89,7 @@ class Slack:
             await asyncio.sleep(0)
 
     async def _incoming(self, event: dict[str, Any]) -> Incoming | None:
-        """The message of an event; None if it is not for the bot or not from a person."""
+        """Return the message of an event; None if it is not for the bot or not from a person."""
         direct = event.get("channel_type") in ("im", "mpim")
         wanted = event.get("type") == "app_mention" or (event.get("type") == "message" and direct)
         if not wanted or event.get("bot_id") or event.get("subtype") not in (None, "file_share", "thread_broadcast"):
@@ -110,7 +110,7 @@ class Slack:
         return Incoming(address, ts, user, text, tuple(files), user, problem)
 
     def _is_slack(self, url: str) -> bool:
-        """Whether an address may get the bot's token: people choose the addresses of files outside of Slack."""
+        """Return whether an address may get the bot's token: people choose the addresses of files outside of Slack."""
         asked, api = URL(url), URL(self._url)
         host = asked.host or ""
         own = asked.origin() == api.origin() if asked.absolute else False
@@ -175,5 +175,5 @@ class Slack:
 
 
 def _escaped(text: str) -> str:
-    """Escaped as https://docs.slack.dev/messaging/formatting-message-text#escaping requires."""
+    """Return escaped as https://docs.slack.dev/messaging/formatting-message-text#escaping requires."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -110,7 +110,7 @@ class Telegram:
                 wait_s = min(60.0, wait_s * 2)
 
     async def _incoming(self, bot: Bot, message: Message) -> Incoming | None:
-        """The message; None if no person wrote it."""
+        """Return the message; None if no person wrote it."""
         if message.from_user is None or message.from_user.is_bot:
             return None
         thread = str(message.message_thread_id) if message.is_topic_message else ""

@@ -198,7 +198,7 @@ class OpenAIEngine(ServerEngine):
 
 
 async def _all(asked: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """All replies; the first failure cancels the other requests and is raised."""
+    """Return all replies; the first failure cancels the other requests and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in asked]
@@ -225,8 +225,8 @@ def _call_as(hook: DeltaHook, index: int, delta: Delta) -> None:
 
 
 def parse_base_url(base_url: str | None) -> URL:
-    """The base URL of the API: a bare host gets `/v1`, another path is kept, and the ending `/chat/completions` is
-    removed. Raises `ConfigError`."""
+    """Return the base URL of the API: a bare host gets `/v1`, another path is kept, and the ending `/chat/completions`
+    is removed. Raises `ConfigError`."""
     if not base_url:
         raise ConfigError(
             "No model server is configured. Set --openai.base_url, for example http://127.0.0.1:8000/v1. Without a "

@@ -70,11 +70,11 @@ class Policy(ABC):
 
     @abstractmethod
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        """The next turn, computed only from the rollout's context and the conversation so far."""
+        """Return the next turn, computed only from the rollout's context and the conversation so far."""
 
 
 def turns_taken(context: SessionContext, messages: Sequence[Message]) -> int:
-    """The number of the assistant's turns in this rollout, not counting examples in the prompt."""
+    """Return the number of the assistant's turns in this rollout, not counting examples in the prompt."""
     prompt = context.task.prompt if context.task is not None else ""
     examples = 0 if isinstance(prompt, str) else _assistant_messages(prompt)
     return max(0, _assistant_messages(messages) - examples)
@@ -104,7 +104,7 @@ class OraclePolicy(Policy):
     """Plays `task.solution`, one step per turn, then reports that it is done."""
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        """The next step. Raises `TaskError` for a task without a solution."""
+        """Return the next step. Raises `TaskError` for a task without a solution."""
         task = _task(context, "oracle")
         if task.solution is None:
             raise TaskError(
@@ -122,7 +122,7 @@ class OraclePolicy(Policy):
 
 
 def _steps(task: Task) -> Sequence[ToolStep | Say | str]:
-    """The steps of the solution. Raises `TaskError` for other values, which a data set's column may hold."""
+    """Return the steps of the solution. Raises `TaskError` for other values, which a data set's column may hold."""
     steps: JSON = [task.solution] if isinstance(task.solution, str) else task.solution
     fine = isinstance(steps, Sequence) and all(isinstance(step, str | ToolStep | Say) for step in steps)
     if not fine:
@@ -174,7 +174,7 @@ class ReplayPolicy(Policy):
         self._turns = await asyncio.to_thread(_read_recording, self._path)
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        """The next recorded message. Raises `TaskError` without a recording of this task and index, and
+        """Return the next recorded message. Raises `TaskError` without a recording of this task and index, and
         `EngineUnavailable` if it ends before the conversation, as when the recorded run lost its server."""
         task = _task(context, "replay")
         turns = self._turns.get((task.id, context.index))
@@ -226,7 +226,7 @@ _MESSAGE = msgspec.json.Decoder(AssistantMessage)
 
 
 def _read_recording(path: Path) -> dict[tuple[str, int], list[RecordedReply]]:
-    """The assistant's messages of every trajectory, by task id and index. Raises `ConfigError`."""
+    """Return the assistant's messages of every trajectory, by task id and index. Raises `ConfigError`."""
     found = {(one.task_id, one.index): _assistant_side(one, path) for one in _trajectories(path)}
     if not found:
         raise ConfigError(f"{path} holds no recorded trajectory: a line needs task_id, index and messages.")
@@ -268,7 +268,8 @@ def _assistant_side(trajectory: _Trajectory, path: Path) -> list[RecordedReply]:
 
 
 def recorded_turns(said: Sequence[AssistantMessage], turns: Sequence[JSON]) -> list[RecordedReply]:
-    """The assistant's messages with the finish reasons and token counts of `turns`; those of the prompt have none."""
+    """Return the assistant's messages with the finish reasons and token counts of `turns`; those of the prompt have
+    none."""
     examples = len(said) - len(turns)
     known = [_Turn()] * examples + list(turns) if examples >= 0 else [_Turn()] * len(said)
     return [
@@ -299,7 +300,7 @@ class ScriptedEngine(ServerEngine):
         return ScriptedSession(self.name, self._policy, context)
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
-        """One reply outside any rollout: policies that need a task raise `TaskError`."""
+        """Return one reply outside any rollout: policies that need a task raise `TaskError`."""
         return await self.session(SessionContext()).chat_completion(messages=messages, **request)
 
 
@@ -325,7 +326,7 @@ class ScriptedSession(ChatServer):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """The policy's next turn. Sampling settings have no effect."""
+        """Return the policy's next turn. Sampling settings have no effect."""
         act = self._policy.act(self._context, messages)
         if isinstance(self._policy, OraclePolicy):
             self._check(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])

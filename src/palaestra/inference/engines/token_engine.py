@@ -123,7 +123,7 @@ class TokenChat(ServerEngine):
         return self.config.model_name if named in ("", "none") else named
 
     def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
-        """The format of a tokenizer, made once: callers pass the same one for every rollout."""
+        """Return the format of a tokenizer, made once: callers pass the same one for every rollout."""
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         for known in self._formats:
             if known.tokenizer is tokenizer:
@@ -192,7 +192,7 @@ class TokenServer(TokenChat):
             )
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        """The server's tokens for the text; None if it does not answer `/tokenize`."""
+        """Return the server's tokens for the text; None if it does not answer `/tokenize`."""
         body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
         try:
             response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)
@@ -203,7 +203,8 @@ class TokenServer(TokenChat):
     async def _continued(
         self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str, read: Reader | None = None
     ) -> Response:
-        """The answer to a POST of the JSON object `rest`, with the ids (most of its bytes) added under `name`."""
+        """Return the answer to a POST of the JSON object `rest`, with the ids (most of its bytes) added under
+        `name`."""
         return await self.transport.request(
             "POST",
             url,
@@ -213,7 +214,7 @@ class TokenServer(TokenChat):
         )
 
     def _reader(self, url: URL, events: str, on_ids: JSON) -> Reader | None:
-        """A reader for a stream of `events`, which names a class of `token_stream.py`; None without `on_ids`."""
+        """Return a reader for a stream of `events`, which names a class of `token_stream.py`; None without `on_ids`."""
         if on_ids is None:
             return None
         from palaestra.inference.http import token_stream  # imported here: only chats stream
@@ -413,7 +414,7 @@ def _spelled_ids(tokens: Sequence[str]) -> list[int] | None:
 
 
 def _is_about_the_request(raw: bytes) -> bool:
-    """Whether a 404 comes from vLLM (unknown model) and not from its web server (unknown path)."""
+    """Return whether a 404 comes from vLLM (unknown model) and not from its web server (unknown path)."""
     try:
         said = msgspec.json.decode(raw)
     except NOT_JSON:
@@ -422,7 +423,8 @@ def _is_about_the_request(raw: bytes) -> bool:
 
 
 def _are(said: msgspec.Raw, ids: Sequence[int]) -> bool:
-    """Whether the server reports receiving these ids, or reports none. Nearly always the JSON text is identical."""
+    """Return whether the server reports receiving these ids, or reports none. Nearly always the JSON text is
+    identical."""
     text = bytes(said)
     return text in (_NOT_SAID, ids_json(ids)) or msgspec.json.decode(text) == list(ids)
 

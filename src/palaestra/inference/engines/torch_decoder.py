@@ -26,8 +26,8 @@ _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """The model of a folder, or of a name, ready to sample. Blocks. `device` None takes the first GPU, if any. Raises
-    `ConfigError` without the extra, without such a model, or for layers that cannot be batched here."""
+    """Return the model of a folder, or of a name, ready to sample. Blocks. `device` None takes the first GPU, if any.
+    Raises `ConfigError` without the extra, without such a model, or for layers that cannot be batched here."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -200,7 +200,7 @@ def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
 def _beside(
     old: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer's keys and values `[B, H, T, D]`, old and new concatenated, the shorter padded on the left."""
+    """Return one layer's keys and values `[B, H, T, D]`, old and new concatenated, the shorter padded on the left."""
     import torch
     from torch.nn.functional import pad
 

@@ -24,7 +24,7 @@ _SHOWN_BYTES = 200
 
 
 def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
-    """The reply as records. `turn` (from 1) is part of the ids of calls without one; `source` names the server.
+    """Return the reply as records. `turn` (from 1) is part of the ids of calls without one; `source` names the server.
 
     Raises `EngineReplyError`.
     """
@@ -105,7 +105,7 @@ def _content(content: JSON) -> str | None:
 
 
 def _tool_calls(calls: JSON) -> list[JSON] | None:
-    """Calls with name and arguments as text. An entry that is not a call becomes a call without a name, which is
+    """Return calls with name and arguments as text. An entry that is not a call becomes a call without a name, which is
     malformed."""
     if isinstance(calls, dict):
         calls = [calls]
@@ -143,7 +143,7 @@ def _dumped(value: JSON) -> str:
 
 
 def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
-    """The history without the parts that a strict server refused, or None if nothing can be removed.
+    """Return the history without the parts that a strict server refused, or None if nothing can be removed.
 
     Some chat templates parse every call's arguments, so one malformed call would end its rollout as a server failure:
     such text is wrapped in a JSON object. Our own fields that the server's error names are removed.
@@ -171,7 +171,7 @@ def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:
 
 
 def _arguments(call: Mapping[str, JSON]) -> JSON:
-    """The arguments of a call; an empty object for anything else, which the server may refuse."""
+    """Return the arguments of a call; an empty object for anything else, which the server may refuse."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return function.get("arguments", "") if isinstance(function, Mapping) else {}
 
@@ -199,8 +199,8 @@ class _ModelList(msgspec.Struct):
 
 
 def listed_models(body: bytes) -> list[ListedModel]:
-    """The models in the body of `GET /v1/models`; none if it is not such a list. Wire source: OpenAI's list of models;
-    vLLM and SGLang add their names and the window."""
+    """Return the models in the body of `GET /v1/models`; none if it is not such a list. Wire source: OpenAI's list of
+    models; vLLM and SGLang add their names and the window."""
     try:
         return msgspec.json.decode(body, type=_ModelList).data
     except NOT_JSON:
@@ -208,7 +208,8 @@ def listed_models(body: bytes) -> list[ListedModel]:
 
 
 def server_kind(models: Sequence[ListedModel]) -> ServerKind:
-    """The protocol in which the server of these models gives exact tokens. Our own model server speaks vLLM's."""
+    """Return the protocol in which the server of these models gives exact tokens. Our own model server speaks
+    vLLM's."""
     for model in models:
         if model.owned_by in ("vllm", "palaestra"):
             return "vllm"

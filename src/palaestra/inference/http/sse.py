@@ -48,9 +48,9 @@ class EventStreamReader:
         self._tries = 0
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
-        """The reply as one JSON body, streamed or not. Raises `aiohttp.ClientPayloadError` for an incomplete stream,
-        `FailedWithin` for an error with a status inside it, and `EngineReplyError` for an error without one or an
-        invalid event."""
+        """Return the reply as one JSON body, streamed or not. Raises `aiohttp.ClientPayloadError` for an incomplete
+        stream, `FailedWithin` for an error with a status inside it, and `EngineReplyError` for an error without one or
+        an invalid event."""
         if reply.content_type != "text/event-stream" or reply.status != 200:
             body = await reply.read()
             if reply.status == 200:
@@ -84,7 +84,7 @@ class EventStreamReader:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, in order. An event without a blank line after it is dropped."""
+    """Yield the data of each server-sent event, in order. An event without a blank line after it is dropped."""
     lines: list[bytes] = []
     rest = b""
     async for chunk in chunks:
@@ -152,8 +152,8 @@ class _ChoiceParts:
         return Delta(index, content, reasoning) if content or reasoning else None
 
     def _call_of(self, call: dict[str, JSON]) -> _Call:
-        """The call of a delta, by index. Without an index, a new id begins a call; other deltas continue the last. Some
-        servers give every call the same index: another id, with a name, begins a call too."""
+        """Return the call of a delta, by index. Without an index, a new id begins a call; other deltas continue the
+        last. Some servers give every call the same index: another id, with a name, begins a call too."""
         key, id_ = call.get("index"), _text(call.get("id"))
         if not isinstance(key, int):
             key = id_ or (list(self.latest)[-1] if self.latest else 0)

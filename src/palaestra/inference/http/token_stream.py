@@ -33,7 +33,7 @@ class TokenEvents(Protocol):
         ...
 
     def whole(self) -> JSON:
-        """The unstreamed reply."""
+        """Return the unstreamed reply."""
         ...
 
 
@@ -99,7 +99,7 @@ class TokenStreamReader:
         self._tries = 0
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
-        """The reply as one JSON body, streamed or not. Raises as `EventStreamReader.read`."""
+        """Return the reply as one JSON body, streamed or not. Raises as `EventStreamReader.read`."""
         if reply.content_type != "text/event-stream" or reply.status != 200:
             return await reply.read()
         self._tries += 1

@@ -44,7 +44,7 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode_json(payload: JSON) -> bytes:
-    """JSON as UTF-8. Lone surrogates, which tool output can hold, become question marks."""
+    """Return JSON as UTF-8. Lone surrogates, which tool output can hold, become question marks."""
     try:
         return msgspec.json.encode(payload)
     except UnicodeEncodeError:
@@ -106,7 +106,7 @@ class Transport:
         retry: RetryPolicy | None = None,
         rng: random.Random | None = None,
     ) -> Transport:
-        """The pool for a configured server, with the lanes `train` and `eval`. Raises `ConfigError`."""
+        """Return the pool for a configured server, with the lanes `train` and `eval`. Raises `ConfigError`."""
         return cls(
             model=config.model_name,
             headers=_authorization(config),
@@ -124,8 +124,8 @@ class Transport:
             await session.close()
 
     async def post_json(self, url: URL, payload: JSON, *, lane: str = "train", read: Reader | None = None) -> bytes:
-        """The body of a successful reply to a POST, as `read` returns it. Raises `EngineUnavailable` after the last
-        retry, and `EngineRefused` or `ContextExceeded` without a retry."""
+        """Return the body of a successful reply to a POST, as `read` returns it. Raises `EngineUnavailable` after the
+        last retry, and `EngineRefused` or `ContextExceeded` without a retry."""
         body = encode_json(payload)
         response = await self.request("POST", url, lambda: body, lane=lane, read=read)
         if not 200 <= response.status < 300:
@@ -133,7 +133,7 @@ class Transport:
         return response.body
 
     def refusal(self, url: URL, status: int, body: bytes) -> EngineRefused:
-        """The error for a status that a retry cannot change, counted as a failure."""
+        """Return the error for a status that a retry cannot change, counted as a failure."""
         self.failures += 1
         return refused(url, status, body, self.model)
 
@@ -230,7 +230,7 @@ class Transport:
             self.in_flight -= 1
 
     def _without_key(self, body: bytes) -> bytes:
-        """An error body without the key, which some servers repeat."""
+        """Return an error body without the key, which some servers repeat."""
         secrets = [self._headers.get("Authorization", "").partition(" ")[2], *(self._query or {}).values()]
         for secret in (each.encode() for each in secrets if len(each) > 7):
             body = body.replace(secret, HIDDEN.encode())
@@ -328,7 +328,8 @@ def shown(url: URL) -> str:
 
 
 def server_says(body: bytes) -> str:
-    """The server's own message from an error body (OpenAI's, FastAPI's and plain-text shapes), as one short line."""
+    """Return the server's own message from an error body (OpenAI's, FastAPI's and plain-text shapes), as one short
+    line."""
     try:
         found = _message(msgspec.json.decode(body))
     except NOT_JSON:

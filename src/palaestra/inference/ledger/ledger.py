@@ -53,7 +53,7 @@ class Piece:
 
 
 def pieces_of(turn: SampledTurn) -> list[Piece]:
-    """A recorded model call as the engine's answers. All but the last were aborted."""
+    """Return a recorded model call as the engine's answers. All but the last were aborted."""
     ends = ["abort"] * (len(turn.pieces) - 1) + [turn.finish_reason]
     return [
         Piece(Sampled(unpacked_ids(piece.ids), unpacked_logprobs(piece.logprobs), end, piece.version), piece.sent)
@@ -102,7 +102,7 @@ class _Segment:
         )
 
     def record(self, spans: Sequence[TokenSpan]) -> SegmentRecord:
-        """The first spans of the segment, as they are on disk."""
+        """Return the first spans of the segment, as they are on disk."""
         mask, logprobs, taken = bytearray(), array("f"), 0
         for span in spans:
             length = span.stop - span.start
@@ -119,8 +119,8 @@ class _Segment:
         )
 
     def continued(self, shared: int) -> _Segment:
-        """The same tokens, with everything up to the end of turn `shared` as part of the first later prompt. The later
-        turns are numbered from 1. It is empty if there is no later turn."""
+        """Return the same tokens, with everything up to the end of turn `shared` as part of the first later prompt. The
+        later turns are numbered from 1. It is empty if there is no later turn."""
         found = _Segment(self.reason, self.branch, finish_reason=self.finish_reason)
         prompt: array[int] | None = None
         taken = 0
@@ -140,7 +140,7 @@ class _Segment:
         return found
 
     def row(self, number: int, spans: int | None = None) -> TokenRow:
-        """The training row of the first `spans` spans, or of all."""
+        """Return the training row of the first `spans` spans, or of all."""
         return token_row(self.record(self.spans[:spans]), number, self.finish_reason)
 
 
@@ -179,7 +179,7 @@ class Prompt(Sequence[int]):
         self.checksum = sent_checksum(ids, self.checksum)
 
     def json(self) -> bytes:
-        """The ids as a JSON list. The JSON of a long segment is kept and extended."""
+        """Return the ids as a JSON list. The JSON of a long segment is kept and extended."""
         segment, kept = self._segment, self._kept
         if kept < LONG_PROMPT or segment.json_count > kept:  # the latter: a prompt made before the segment grew
             return msgspec.json.encode((segment.tokens[:kept] + self._rest).tolist())
@@ -190,7 +190,7 @@ class Prompt(Sequence[int]):
 
 
 def sent_checksum(ids: array[int], before: int = 0) -> int:
-    """The CRC-32 of the ids that an engine is given; `before` is that of the preceding ids."""
+    """Return the CRC-32 of the ids that an engine is given; `before` is that of the preceding ids."""
     return zlib.crc32(packed(ids), before)
 
 
@@ -225,7 +225,7 @@ class Ledger:
         return len(self._segments) - 1
 
     def prompt(self, segment: int | None, delta: Sequence[int]) -> Prompt:
-        """The ids for the engine: the segment so far (None: not open yet), followed by `delta`."""
+        """Return the ids for the engine: the segment so far (None: not open yet), followed by `delta`."""
         known = _Segment(SegmentReason.START) if segment is None else self._segments[segment]
         return Prompt(known, array("i", delta))
 
@@ -260,18 +260,18 @@ class Ledger:
         return number
 
     def rows(self) -> list[TokenRow]:
-        """The training rows, one per segment with a turn, in the order they began."""
+        """Return the training rows, one per segment with a turn, in the order they began."""
         return [segment.row(number) for number, segment in enumerate(self._segments) if segment.tokens]
 
     def nodes(self, tokenizer: Tokenizer) -> list[SequenceNode]:
-        """All rows with a sampled span as the contract's nodes, in the order they began. Other conversations come
-        first, so the last node is the latest of the rollout's own."""
+        """Return all rows with a sampled span as the contract's nodes, in the order they began. Other conversations
+        come first, so the last node is the latest of the rollout's own."""
         order = sorted(enumerate(self._segments), key=lambda numbered: numbered[1].branch == 0)
         nodes = [SequenceNode(segment, number, tokenizer) for number, segment in order]
         return [node for node in nodes if node.metadata["versions"]]
 
     def sampled_since(self, turns: int) -> list[SampledTurn]:
-        """The samples of the turns after the first `turns`, in order."""
+        """Return the samples of the turns after the first `turns`, in order."""
         return [SampledTurn(turn.finish_reason, self._pieces(turn)) for turn in self.turns[turns:]]
 
     def _pieces(self, turn: LedgerTurn) -> list[SampledPiece]:
@@ -288,7 +288,7 @@ class Ledger:
         return pieces[::-1]
 
     def record(self) -> LedgerRecord:
-        """The ledger on disk, which does not depend on the timing of concurrent conversations (D2)."""
+        """Return the ledger on disk, which does not depend on the timing of concurrent conversations (D2)."""
         turns = self._in_order()
         numbers, places = {turn.number: number for number, turn in enumerate(turns, 1)}, _places(turns)
         renumbered = msgspec.structs.replace
@@ -302,8 +302,8 @@ class Ledger:
         )
 
     def arranged(self, branches: Mapping[int, int]) -> Ledger:
-        """The conversations that `branches` names, with new numbers, as a finished ledger; the others are left out. Its
-        segments keep their order. The first in the record has reason `START`, as in any ledger."""
+        """Return the conversations that `branches` names, with new numbers, as a finished ledger; the others are left
+        out. Its segments keep their order. The first in the record has reason `START`, as in any ledger."""
         kept = [number for number, segment in enumerate(self._segments) if segment.branch in branches]
         places = {number: place for place, number in enumerate(kept)}
         found = Ledger(self.stop_ids)
@@ -322,8 +322,8 @@ class Ledger:
         return found
 
     def forked(self, shared: int) -> Ledger:
-        """The ledger of a rollout that continues another one after its first `shared` turns, as a finished ledger. The
-        other ledger trains their tokens, so they are part of a prompt here. Segments keep their numbers."""
+        """Return the ledger of a rollout that continues another one after its first `shared` turns, as a finished
+        ledger. The other ledger trains their tokens, so they are part of a prompt here. Segments keep their numbers."""
         found = Ledger(self.stop_ids)
         found._segments = [segment.continued(shared) for segment in self._segments]
         found.turns = [
@@ -332,11 +332,12 @@ class Ledger:
         return found
 
     def places(self) -> dict[int, int]:
-        """The number in the record for each segment's own number."""
+        """Return the number in the record for each segment's own number."""
         return _places(self._in_order())
 
     def _in_order(self) -> list[LedgerTurn]:
-        """The turns in the record's order: between two of the rollout's own, the other conversations one by one."""
+        """Return the turns in the record's order: between two of the rollout's own, the other conversations one by
+        one."""
         own, keys = 0, {}
         for turn in self.turns:
             branch = self._segments[turn.segment].branch

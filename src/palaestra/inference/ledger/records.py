@@ -148,7 +148,7 @@ class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def packed(values: array[int] | array[float]) -> bytes:
-    """An array of 4-byte items as little-endian bytes."""
+    """Return an array of 4-byte items as little-endian bytes."""
     if sys.byteorder == "big":
         values = values[:]
         values.byteswap()
@@ -156,12 +156,13 @@ def packed(values: array[int] | array[float]) -> bytes:
 
 
 def unpacked_ids(raw: bytes) -> array[int]:
-    """The inverse of `packed` for token ids. Raises `ValueError` if the bytes do not divide into items."""
+    """Return the inverse of `packed` for token ids. Raises `ValueError` if the bytes do not divide into items."""
     return _unpacked(array("i"), raw)
 
 
 def unpacked_logprobs(raw: bytes) -> array[float]:
-    """The inverse of `packed` for log-probabilities. Raises `ValueError` if the bytes do not divide into items."""
+    """Return the inverse of `packed` for log-probabilities. Raises `ValueError` if the bytes do not divide into
+    items."""
     return _unpacked(array("f"), raw)
 
 
@@ -177,8 +178,8 @@ def feed_digest(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes,
 
 
 def sequence_spans(spans: Sequence[TokenSpan], rollout_id: str) -> list[SequenceSpan]:
-    """Where the tokens of a segment come from; spans without tokens are left out. The prompt of a turn belongs to the
-    turn's first sequence."""
+    """Return where the tokens of a segment come from; spans without tokens are left out. The prompt of a turn belongs
+    to the turn's first sequence."""
     found, piece = [], 0
     for span in spans:
         piece = piece + 1 if span.reason else 0
@@ -189,7 +190,7 @@ def sequence_spans(spans: Sequence[TokenSpan], rollout_id: str) -> list[Sequence
 
 
 def token_row(segment: SegmentRecord, number: int, finish_reason: str, rollout_id: str = "") -> TokenRow:
-    """The training row of a segment. Raises `ValueError` if the stored bytes are not arrays of one length."""
+    """Return the training row of a segment. Raises `ValueError` if the stored bytes are not arrays of one length."""
     tokens, logprobs = unpacked_ids(segment.tokens).tolist(), unpacked_logprobs(segment.logprobs).tolist()
     if len(tokens) != len(logprobs):
         raise ValueError(f"segment {number} has {len(tokens)} tokens and {len(logprobs)} log-probabilities")
@@ -207,15 +208,15 @@ def token_row(segment: SegmentRecord, number: int, finish_reason: str, rollout_i
 
 
 def record_rows(record: LedgerRecord, rollout_id: str = "") -> list[TokenRow]:
-    """The training rows: one for each segment with a sampled span, in the order they began. `rollout_id` begins the ids
-    of their sequences. Raises `ValueError`."""
+    """Return the training rows: one for each segment with a sampled span, in the order they began. `rollout_id` begins
+    the ids of their sequences. Raises `ValueError`."""
     finished = {turn.segment: turn.finish_reason for turn in record.turns}
     numbers = _row_segments(record)
     return [token_row(record.segments[number], number, finished.get(number, ""), rollout_id) for number in numbers]
 
 
 def row_sizes(record: LedgerRecord) -> list[tuple[int, int]]:
-    """The token count and the trained-token count of each of `record_rows`, without making the rows."""
+    """Return the token count and the trained-token count of each of `record_rows`, without making the rows."""
     rows = (record.segments[number] for number in _row_segments(record))
     return [(len(row.tokens) // ITEM_BYTES, len(row.mask) - row.mask.count(0)) for row in rows]
 

@@ -66,7 +66,7 @@ class ParsedCall:
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, JSON], call_id: str = "") -> ParsedCall:
-        """A call to render, with no place in an output."""
+        """Return a call to render, with no place in an output."""
         return cls(call_id, name, arguments, json.dumps(arguments, ensure_ascii=False), 0, 0)
 
     def message(self) -> ToolCallMessage:
@@ -86,7 +86,8 @@ class BrokenCall:
     end: int
 
     def message(self) -> ToolCallMessage:
-        """The call for a loop that answers malformed arguments with an error: its arguments are never an object."""
+        """Return the call for a loop that answers malformed arguments with an error: its arguments are never an
+        object."""
         arguments = self.text
         try:
             if isinstance(json.loads(arguments), dict):
@@ -133,7 +134,7 @@ class ParsedOutput:
         return (joined if len(self.pieces) == len(self.texts) else joined.strip()) or None
 
     def written(self, text: str) -> str:
-        """The output `text` without the thinking but with its calls: the content if nothing counts as a call."""
+        """Return the output `text` without the thinking but with its calls: the content if nothing counts as a call."""
         kinds = groupby(self.pieces, lambda piece: isinstance(piece, ReasoningPiece))
         runs = [list(run) for thinks, run in kinds if not thinks]
         joined = "".join(text[run[0].start : run[-1].end] for run in runs)
@@ -186,7 +187,7 @@ def named_object(call: ParsedCall, key: str = "arguments") -> str:
 
 
 def bare(value: JSON) -> str:
-    """A string as it is, any other value as JSON. Lone surrogates stay escaped in JSON."""
+    """Return a string as it is, any other value as JSON. Lone surrogates stay escaped in JSON."""
     if isinstance(value, str):
         return value
     text = json.dumps(value, ensure_ascii=False)

@@ -72,7 +72,7 @@ class GrammarParser:
     def parse(
         self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None, turn: int = 0
     ) -> ParsedOutput:
-        """The pieces of `text`. It never raises, and its time is linear in the length of the text.
+        """Return the pieces of `text`. It never raises, and its time is linear in the length of the text.
 
         `cut`: the output ran out of room, so a call without its end is broken. `thinking`: whether the output begins
         inside the thinking, None if unknown. `turn` (from 1) is the number of the reply in its conversation, for unique
@@ -176,7 +176,7 @@ class OutputReader:
         return found.end
 
     def leave_section(self, mark: Mark) -> int | None:
-        """Where text continues after the end tag of a section; None if none is open."""
+        """Return where text continues after the end tag of a section; None if none is open."""
         was_open, self.in_section = self.in_section, False
         return mark.end if was_open else None
 
@@ -201,8 +201,8 @@ class OutputReader:
         self._calls += 1
 
     def _id(self, given: str, name: str, content: str) -> str:
-        """The model's own id if it is valid, else one from the content and its place, so that equal outputs have equal
-        ids."""
+        """Return the model's own id if it is valid, else one from the content and its place, so that equal outputs have
+        equal ids."""
         if given and given not in self._ids and (not self._grammar.short_ids or _SHORT_ID.fullmatch(given)):
             self._ids.add(given)
             return given
@@ -280,7 +280,7 @@ class OutputReader:
         return BrokenCall(piece.id, piece.name, reason, detail, text, piece.start, piece.end)
 
     def _line_continues(self, position: int) -> bool:
-        """Whether text follows on the same line that is neither a call nor a thinking tag."""
+        """Return whether text follows on the same line that is neither a call nor a thinking tag."""
         after = skip(self.text, position, _BLANKS)
         if after >= self.end or self.text[after] in "\r\n":
             return False

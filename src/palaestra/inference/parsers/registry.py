@@ -47,7 +47,7 @@ class UnknownParser(ConfigError, KeyError):
 
 
 def get_parser(name: str) -> GrammarParser:
-    """The parser of a format. Raises `UnknownParser`. A registered parser may have only the contract's
+    """Return the parser of a format. Raises `UnknownParser`. A registered parser may have only the contract's
     `parse(text)`."""
     if name in _registered:
         return cast("GrammarParser", _registered[name]())
@@ -62,12 +62,12 @@ def get_parser(name: str) -> GrammarParser:
 
 
 def list_parsers() -> list[str]:
-    """The names of all parsers, sorted, with aliases and registered ones."""
+    """Return the names of all parsers, sorted, with aliases and registered ones."""
     return sorted({*_GRAMMARS, *_ALIASES, *_registered})
 
 
 def register_parser(name: str) -> Callable[[Registered], Registered]:
-    """Class decorator: from now on `get_parser(name)` makes an instance, even if the name had another parser."""
+    """Return class decorator: from now on `get_parser(name)` makes an instance, even if the name had another parser."""
 
     def register(made_by: Registered) -> Registered:
         _registered[name] = made_by

@@ -37,7 +37,7 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def find(text: str, start: int, *tags: str, before: int | None = None) -> Mark | None:
-    """The first of `tags` that begins at or after `start` and before position `before`."""
+    """Return the first of `tags` that begins at or after `start` and before position `before`."""
     stop = len(text) if before is None else before + max(map(len, tags)) - 1
     found = _any_of(tags).search(text, start, stop)
     if found is None or (before is not None and found.start() >= before):
@@ -46,13 +46,13 @@ def find(text: str, start: int, *tags: str, before: int | None = None) -> Mark |
 
 
 def skip(text: str, start: int, run: re.Pattern[str] = _SPACE) -> int:
-    """The end of a run of white space, or of another pattern, that begins at `start`."""
+    """Return the end of a run of white space, or of another pattern, that begins at `start`."""
     found = run.match(text, start)
     return found.end() if found else start
 
 
 def breaks_off(text: str, position: int, *tags: str) -> bool:
-    """Whether the text ends inside one of these tags, or right before it."""
+    """Return whether the text ends inside one of these tags, or right before it."""
     return len(text) - position < max(map(len, tags)) and any(tag.startswith(text[position:]) for tag in tags)
 
 
@@ -64,7 +64,7 @@ class Closing(NamedTuple):
 
 
 def closing(text: str, position: int, *tags: str) -> Closing:
-    """Whether these end tags follow, with white space between them. A partial tag at the end does not count."""
+    """Return whether these end tags follow, with white space between them. A partial tag at the end does not count."""
     for tag in tags:
         begin = skip(text, position)
         if text.startswith(tag, begin):
@@ -90,7 +90,7 @@ class Scan(NamedTuple):
 
 
 def scan_value(text: str, start: int) -> Scan:
-    """Where the object or array that begins at `start` ends, judged by its strings and brackets alone."""
+    """Return where the object or array that begins at `start` ends, judged by its strings and brackets alone."""
     depth, at = 0, start
     while (token := _TOKEN.search(text, at)) is not None:
         at = token.end()
@@ -113,7 +113,8 @@ def scan_value(text: str, start: int) -> Scan:
 
 
 def scan_brackets(text: str, start: int) -> int:
-    """Where the brackets that open at `start` are balanced, ignoring quotes; the end of the text if they never are."""
+    """Return where the brackets that open at `start` are balanced, ignoring quotes; the end of the text if they never
+    are."""
     depth = 0
     for found in _BRACKET.finditer(text, start):
         depth += 1 if found[0] in "{[(" else -1
@@ -145,7 +146,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, p
 
 
 def decode(text: str) -> JSON:
-    """The JSON value of `text`, with white space allowed around it. Raises `Malformed`."""
+    """Return the JSON value of `text`, with white space allowed around it. Raises `Malformed`."""
     value, end = _decode_at(text, skip(text, 0))
     if skip(text, end) < len(text):
         raise Malformed(BrokenReason.MALFORMED_JSON, f"something follows the JSON at character {end}", end)
@@ -167,7 +168,7 @@ class Member(NamedTuple):
 
 
 def decode_members(text: str) -> dict[str, Member]:
-    """The members of the JSON object of `text`, each with its text. Raises `Malformed`."""
+    """Return the members of the JSON object of `text`, each with its text. Raises `Malformed`."""
     members: dict[str, Member] = {}
     at = _expect(text, skip(text, 0), "{")
     if text.startswith("}", at):
@@ -281,7 +282,7 @@ def _parameters(tools: Tools) -> Iterator[tuple[str, Mapping[str, JSON]]]:
 
 
 def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
-    """The types that a schema allows, through its unions, references, enumerations and constants."""
+    """Yield the types that a schema allows, through its unions, references, enumerations and constants."""
     if not isinstance(schema, Mapping) or depth == 0:
         return
     declared = schema.get("type")

@@ -259,7 +259,7 @@ class Conversations:
             self.refusal = str(refusal)
 
     async def answer(self, request: ModelRequest, reply_id: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
-        """The reply to one request. Raises `Refusal`."""
+        """Return the reply to one request. Raises `Refusal`."""
         for name in (each[:NAME_CHARS] for each in request.ignored):
             if name in self.ignored or len(self.ignored) < MOST_IGNORED:
                 self.ignored[name] += 1
@@ -347,7 +347,8 @@ class Conversations:
             raise invalid("tools", f"the tools are longer than {MOST_TOOL_BYTES} bytes")
 
     def _threaded(self, request: ModelRequest) -> dict[str, JSON]:
-        """The thread in which a token-exact engine renders and encodes a request that would stop the event loop."""
+        """Return the thread in which a token-exact engine renders and encodes a request that would stop the event
+        loop."""
         is_long = request.size >= LONG_BYTES and self.server.ledger is not None
         return {"in_thread": self.in_thread} if is_long else {}
 
@@ -364,7 +365,7 @@ class Conversations:
         return completion
 
     async def _replies_to(self, line: RecordedConversation, asked: Mapping[str, JSON], n: int) -> ChatCompletion:
-        """Several replies, each recorded as a call of its own."""
+        """Return several replies, each recorded as a call of its own."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._reply(line, asked)) for _ in range(n)]
@@ -398,7 +399,7 @@ class Conversations:
         return completion
 
     def _line(self, messages: Sequence[Message], tools: list[dict[str, JSON]]) -> RecordedConversation:
-        """The conversation of a request; a new one if none is known."""
+        """Return the conversation of a request; a new one if none is known."""
         system = str(messages[0]["content"]) if messages and messages[0]["role"] == "system" else ""
         key = system, bool(tools)
         if (known := self._lines.get(key)) is None:
@@ -413,7 +414,7 @@ class Conversations:
         return [dict(message) for message in self._reply_of(request.continues)[0]]
 
     def _reply_of(self, response_id: str) -> tuple[list[Message], int]:
-        """The conversation up to an earlier reply, and its size. Raises `Refusal`."""
+        """Return the conversation up to an earlier reply, and its size. Raises `Refusal`."""
         known = self._replies.get(response_id.removeprefix("resp_"))
         if known is None:
             raise Refusal(
@@ -432,7 +433,7 @@ class Conversations:
             self._kept_bytes -= dropped
 
     async def prompt_tokens(self, request: ModelRequest) -> int:
-        """The tokens of a prompt: as the engine counts them if it is token-exact, otherwise an estimate."""
+        """Return the tokens of a prompt: as the engine counts them if it is token-exact, otherwise an estimate."""
         count = getattr(self.server, "prompt_tokens", None)
         self._check_size(request)
         messages = one_system_message(request.messages)
@@ -447,7 +448,7 @@ class Conversations:
         return -(-len(msgspec.json.encode([messages, request.tools])) // 4)
 
     def recorded(self) -> RecordedCalls:
-        """All calls so far, classified by the rule of training."""
+        """Return all calls so far, classified by the rule of training."""
         lines = [line for line in self._lines.values() if line.calls]
         trained = [line for line in lines if line.tools]
         if not trained and lines:

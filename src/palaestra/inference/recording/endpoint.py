@@ -69,7 +69,7 @@ class ToolService(Protocol):
     """Answers the messages of an MCP client (`tools.serving.mcp_endpoint.McpTools`)."""
 
     async def answer(self, body: bytes) -> tuple[int, JSON]:
-        """The status and the JSON of the reply, None for an empty one."""
+        """Return the status and the JSON of the reply, None for an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class RolloutAddress:
         return "" if self.tools is None else f"{self.url}/{TOOLS_PATH}"
 
     def at(self, origin: str) -> RolloutAddress:
-        """The address for programs that reach this server at another origin, such as `http://127.0.0.1:8000`."""
+        """Return the address for programs that reach this server at another origin, such as `http://127.0.0.1:8000`."""
         path = self.url.split("/", 3)[3]
         return replace(self, url=f"{origin}/{path}")
 
@@ -170,7 +170,7 @@ class RecordingEndpoint:
             return answer
 
     def _address(self, root: str, name: str, headers: Mapping[str, str]) -> RolloutAddress:
-        """The rollout of a path, if the caller has its key. Raises `Refusal`."""
+        """Return the rollout of a path, if the caller has its key. Raises `Refusal`."""
         scheme, _, token = headers.get("Authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         address = self._rollouts.get(name) if root == "rollouts" else None
@@ -196,7 +196,7 @@ class _Call:
         self._id, self._created = reply_id, int(time.time())
 
     async def answer(self) -> web.StreamResponse:
-        """The response. Raises `Refusal` unless a part of a stream was already sent."""
+        """Return the response. Raises `Refusal` unless a part of a stream was already sent."""
         headers = {"x-request-id": f"req_{self._id}"}
         if self._asked.ignored:
             headers["x-ignored-fields"] = ",".join(_UNSAFE.sub("_", name) for name in self._asked.ignored)[:4000]
@@ -284,7 +284,7 @@ def _written(writer: ReplyStream, pieces: list[JSON]) -> bytes:
 
 
 async def _answer_tools(request: web.Request, tools: ToolService, conversations: Conversations) -> web.Response:
-    """The reply to an MCP client. Raises `Refusal`."""
+    """Return the reply to an MCP client. Raises `Refusal`."""
     if request.method != "POST":
         raise Refusal(405, f"/{TOOLS_PATH} takes POST.")
     with conversations.call(of_model=False):
@@ -313,7 +313,7 @@ async def _raw(request: web.Request, most_bytes: int) -> bytes:
 
 
 async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
-    """The request, within its bounds. Raises `Refusal`."""
+    """Return the request, within its bounds. Raises `Refusal`."""
     features = conversations.features
     most_bytes = MAX_BODY_BYTES if "images" in features else min(conversations.limits.text_bytes, MAX_BODY_BYTES)
     raw = await _raw(request, most_bytes)
@@ -327,7 +327,7 @@ async def _read(request: web.Request, dialect: Dialect, conversations: Conversat
 
 
 def _body(raw: bytes) -> dict[str, JSON]:
-    """The body as a JSON object. Raises `Refusal`."""
+    """Return the body as a JSON object. Raises `Refusal`."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

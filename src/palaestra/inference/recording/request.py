@@ -71,7 +71,7 @@ class ReplyStream(Protocol):
     def end(self, completion: ChatCompletion) -> bytes: ...
 
     def ping(self) -> bytes:
-        """An event without meaning, which keeps the connection alive."""
+        """Return an event without meaning, which keeps the connection alive."""
 
     def failure(self, refusal: Refusal) -> bytes: ...
 
@@ -111,7 +111,7 @@ _COUNTS: Mapping[str, int] = {"max_tokens": 1, "min_tokens": 0, "top_k": -1}
 
 
 def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The sampling settings that an agent may choose. Raises `Refusal` for invalid values of these and of other
+    """Return the sampling settings that an agent may choose. Raises `Refusal` for invalid values of these and of other
     sampling settings."""
     settings = {name: body[name] for name in _SAMPLING & body.keys() if body[name] is not None}
     for name, value in settings.items():
@@ -138,18 +138,18 @@ def _is_text_or_texts(value: JSON) -> bool:
 
 
 def invalid(param: str, message: str) -> Refusal:
-    """The refusal of a field's value."""
+    """Return the refusal of a field's value."""
     return Refusal(400, message, param=param, code="invalid_value")
 
 
 def unsupported(param: str, what: str = "") -> Refusal:
-    """The refusal of a field that cannot be honoured here."""
+    """Return the refusal of a field that cannot be honoured here."""
     reason = what or f"{param} is not supported by the model behind this endpoint"
     return Refusal(400, reason, param=param, code="unsupported_parameter")
 
 
 def required(body: Mapping[str, JSON], name: str, kind: type | tuple[type, ...]) -> JSON:
-    """A field that a request must have. Raises `Refusal`."""
+    """Return a field that a request must have. Raises `Refusal`."""
     value = body.get(name)
     if value is None:
         raise Refusal(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
@@ -159,7 +159,7 @@ def required(body: Mapping[str, JSON], name: str, kind: type | tuple[type, ...])
 
 
 def flag(body: Mapping[str, JSON], name: str) -> bool:
-    """A field that is true or false, false if it is missing. Raises `Refusal`."""
+    """Return a field that is true or false, false if it is missing. Raises `Refusal`."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise invalid(name, f"{name} must be true or false")
@@ -174,7 +174,7 @@ def refuse_fields(body: Mapping[str, JSON], names: Collection[str]) -> None:
 
 
 def choice_count(body: Mapping[str, JSON]) -> int:
-    """How many choices OpenAI's field `n` asks for. Raises `Refusal`."""
+    """Return how many choices OpenAI's field `n` asks for. Raises `Refusal`."""
     n = body.get("n") or 1
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_CHOICES:
         raise invalid("n", f"n must be a whole number from 1 to {MOST_CHOICES}")
@@ -182,13 +182,13 @@ def choice_count(body: Mapping[str, JSON]) -> int:
 
 
 def wants_usage(body: Mapping[str, JSON]) -> bool:
-    """Whether OpenAI's field `stream_options` asks for a last chunk with the usage."""
+    """Return whether OpenAI's field `stream_options` asks for a last chunk with the usage."""
     options = body.get("stream_options")
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def ignored_fields(body: Mapping[str, JSON], known: Collection[str]) -> list[str]:
-    """The names of the fields that have a value and no effect."""
+    """Return the names of the fields that have a value and no effect."""
     return sorted(name for name, value in body.items() if name not in known and value is not None)
 
 
@@ -202,7 +202,7 @@ def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
 
 
 def text_field(item: Mapping[str, JSON], name: str, param: str) -> str:
-    """A text field of an object. Raises `Refusal` if it is missing."""
+    """Return a text field of an object. Raises `Refusal` if it is missing."""
     value = item.get(name)
     if not isinstance(value, str):
         raise invalid(f"{param}.{name}", f"{param}.{name} must be a text")
@@ -210,7 +210,7 @@ def text_field(item: Mapping[str, JSON], name: str, param: str) -> str:
 
 
 def function_tool(name: JSON, description: JSON, parameters: JSON, param: str) -> dict[str, JSON]:
-    """A tool in the shape of chat completions. Raises `Refusal`."""
+    """Return a tool in the shape of chat completions. Raises `Refusal`."""
     if not isinstance(name, str) or not name:
         raise invalid(param, f"{param} has no name")
     if parameters is not None and not isinstance(parameters, dict):
@@ -225,9 +225,9 @@ def function_tool(name: JSON, description: JSON, parameters: JSON, param: str) -
 def content_parts(
     content: JSON, param: str, features: Collection[str], part: Callable[[Mapping[str, JSON], str], JSON]
 ) -> JSON:
-    """Content in the shape of chat completions: text, or a list of parts if there are images. `part` translates a part
-    that is not text to an image part; it raises `Refusal` for other kinds. Without the feature `images`, images are
-    refused."""
+    """Return content in the shape of chat completions: text, or a list of parts if there are images. `part` translates
+    a part that is not text to an image part; it raises `Refusal` for other kinds. Without the feature `images`, images
+    are refused."""
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[JSON] = []
@@ -269,7 +269,8 @@ def choose_tools(request: ModelRequest, choice: JSON, features: Collection[str])
 
 
 def as_object(arguments: str) -> dict[str, JSON]:
-    """The arguments of a call as an object, for dialects that have no other form; malformed ones stay readable."""
+    """Return the arguments of a call as an object, for dialects that have no other form; malformed ones stay
+    readable."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -278,12 +279,12 @@ def as_object(arguments: str) -> dict[str, JSON]:
 
 
 def freeform_text(call: ToolCallMessage) -> str:
-    """The text of a call of a free-form tool: its `input`, or the arguments as they are if they have none."""
+    """Return the text of a call of a free-form tool: its `input`, or the arguments as they are if they have none."""
     value = as_object(call.function.arguments).get("input")
     return value if isinstance(value, str) else call.function.arguments
 
 
 def event(data: JSON, name: str = "") -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return b"".join((head, b"data: ", msgspec.json.encode(data), b"\n\n"))

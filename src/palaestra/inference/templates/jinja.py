@@ -58,7 +58,7 @@ class ChatTemplate:
             raise ConfigError(f"The chat template cannot be read: {error}.") from None
 
     def compiled_in(self, environment: Sandbox) -> ChatTemplate:
-        """The same template, loaded at the same time, in another environment."""
+        """Return the same template, loaded at the same time, in another environment."""
         other = copy.copy(self)
         other._template = self._compiled(environment)
         return other
@@ -71,7 +71,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: JSON,
     ) -> str:
-        """The conversation as text. Raises `ConfigError` with the template's own message if it refuses."""
+        """Return the conversation as text. Raises `ConfigError` with the template's own message if it refuses."""
         values = {**self._special, **variables}
         try:
             return self._template.render(
@@ -82,7 +82,7 @@ class ChatTemplate:
 
 
 def template_of(tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-    """The template `source`, or the tokenizer's own. Raises `ConfigError` if there is neither."""
+    """Return the template `source`, or the tokenizer's own. Raises `ConfigError` if there is neither."""
     source = source or getattr(tokenizer, "chat_template", None)
     if not isinstance(source, str):
         raise ConfigError("The tokenizer has no chat template: pass chat_template=, or save one next to the tokenizer.")
@@ -114,7 +114,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON, unlike jinja's own filter, which escapes for HTML."""
+    """Return plain JSON, unlike jinja's own filter, which escapes for HTML."""
     if isinstance(value, WrittenOnce) and not (ensure_ascii or indent or separators or sort_keys):
         return value.text
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -145,7 +145,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def getattr(self, obj: object, attribute: str) -> JSON:
-        """The attribute or entry that jinja would find: names that are not attributes of a mapping are entries."""
+        """Return the attribute or entry that jinja would find: names that are not attributes of a mapping are
+        entries."""
         if type(obj) is dict and attribute in obj and not hasattr(obj, attribute):
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -197,7 +198,8 @@ def assistant_message(message: Message, reasoning_field: str | None) -> Message:
 
 
 def content_of(message: Mapping[str, JSON]) -> str:
-    """The text of a message: empty for None, the joined parts of a list. Raises `ConfigError` for anything but text."""
+    """Return the text of a message: empty for None, the joined parts of a list. Raises `ConfigError` for anything but
+    text."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -217,7 +219,7 @@ def _text_of(part: JSON) -> str | None:
 
 
 def reasoning_of(message: Mapping[str, JSON]) -> str:
-    """The thinking of a message, under any of its names."""
+    """Return the thinking of a message, under any of its names."""
     for name in REASONING_FIELDS:
         value = message.get(name)
         if isinstance(value, str) and value:
@@ -234,7 +236,8 @@ def _template_call(call: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _arguments(arguments: JSON) -> JSON:
-    """The object that the text encodes. Other text is wrapped in one, because templates iterate over its keys."""
+    """Return the object that the text encodes. Other text is wrapped in one, because templates iterate over its
+    keys."""
     if not isinstance(arguments, str):
         return arguments or {}
     if not arguments.strip():

@@ -63,8 +63,8 @@ class Outlines:
         self._opaque: set[Hashable] = set()
 
     def measured(self, case: Hashable, head: Sequence[Message], ready: Sequence[Message], look: Look) -> Measured:
-        """The result of `look` in the rendering of `head` and `ready`: a reply and the messages after it. `head` and
-        the reply's marks must be the same whenever `case` is. Raises `ConfigError`."""
+        """Return the result of `look` in the rendering of `head` and `ready`: a reply and the messages after it. `head`
+        and the reply's marks must be the same whenever `case` is. Raises `ConfigError`."""
         form = _form(ready)
         if form is None or (case, form) in self._opaque:
             return look(self._render([*head, *ready]))
@@ -91,7 +91,7 @@ class Outlines:
         return None if tail is None or rewrites else recording.outline(tail)
 
     def _holds(self, outline: Outline, head: Sequence[Message], ready: Sequence[Message], look: Look) -> bool:
-        """Whether the outline also reproduces the rendering of adversarial texts, or does not fit them."""
+        """Return whether the outline also reproduces the rendering of adversarial texts, or does not fit them."""
         for content in (None, *_ADVERSARIAL):
             other = [ready[0], *({**m, "content": m["content"] if content is None else content} for m in ready[1:])]
             filled = outline.filled(list(_texts(other)))
@@ -104,7 +104,7 @@ class Outlines:
 
 
 def _form(ready: Sequence[Message]) -> Hashable | None:
-    """A key that is equal for messages that differ only in their texts; None if they contain more than texts."""
+    """Return a key that is equal for messages that differ only in their texts; None if they contain more than texts."""
     reply, *after = ready
     calls = len(reply.get("tool_calls", ()))
     if 2 * calls + sum(map(len, after)) > _MOST_TEXTS:
@@ -119,7 +119,7 @@ def _form(ready: Sequence[Message]) -> Hashable | None:
 
 
 def _texts(ready: Sequence[Message]) -> Iterator[str]:
-    """Ids and names of the reply's calls, and the texts after it."""
+    """Yield ids and names of the reply's calls, and the texts after it."""
     reply, *after = ready
     for call in reply.get("tool_calls", ()):
         yield call["id"]
@@ -131,7 +131,7 @@ def _texts(ready: Sequence[Message]) -> Iterator[str]:
 
 
 def _written(ready: Sequence[Message], texts: Iterable[str]) -> list[Message]:
-    """The messages with other texts, in the order of `_texts`."""
+    """Return the messages with other texts, in the order of `_texts`."""
     reply, *after = ready
     left = iter(texts)
     if "tool_calls" in reply:
@@ -187,7 +187,7 @@ class Outline:
     parts: tuple[Part, ...]
 
     def filled(self, texts: Sequence[str]) -> str | None:
-        """The rendering for these texts; None if the template might render them differently."""
+        """Return the rendering for these texts; None if the template might render them differently."""
         values = dict(enumerate(texts))
         for made in self.made:
             if made.function is None:
@@ -226,7 +226,7 @@ class BlankRecording:
         return blank
 
     def applied(self, function: Callable[..., JSON], blank: Blank, arguments: tuple[JSON, ...]) -> JSON:
-        """The answer of `function` for the text: a text becomes a blank, anything else is recorded as asked."""
+        """Return the answer of `function` for the text: a text becomes a blank, anything else is recorded as asked."""
         if not all(map(_plain, arguments)):
             raise Opaque("a text meets another")
         try:
@@ -243,7 +243,7 @@ class BlankRecording:
         return answer
 
     def spelled(self, rendered: str) -> str:
-        """A rendering as plain text, with a mark for every value that is not constant."""
+        """Return a rendering as plain text, with a mark for every value that is not constant."""
         return self._spelled(rendered.number) if isinstance(rendered, Blank) else rendered
 
     def _spelled(self, number: int) -> str:
@@ -253,7 +253,7 @@ class BlankRecording:
         return "".join([part if isinstance(part, str) else self._spelled(part) for part in parts])
 
     def outline(self, spelled: str) -> Outline:
-        """The outline of a part of `spelled`'s result."""
+        """Return the outline of a part of `spelled`'s result."""
         parts = tuple(_number(piece) if _MARK.fullmatch(piece) else piece for piece in _MARK.split(spelled) if piece)
         asked = tuple(dict.fromkeys(self._asked))
         needed = {part for part in parts if isinstance(part, int)} | {question.of for question in asked}
@@ -300,7 +300,7 @@ def _recorded(name: str) -> Callable[..., JSON]:
 
 
 def _compared(name: str) -> Callable[..., JSON]:
-    """A comparison; with anything but text the answer is always the same."""
+    """Return a comparison; with anything but text the answer is always the same."""
     recorded = _recorded(name)
     return lambda self, other: recorded(self, other) if isinstance(other, str) else NotImplemented
 
@@ -321,7 +321,7 @@ for _name in {name for name in vars(str) if callable(getattr(str, name))} - _ITS
 
 
 def _plain(value: JSON) -> bool:
-    """Whether a value is immutable: None, text, a number, or a tuple of such values."""
+    """Return whether a value is immutable: None, text, a number, or a tuple of such values."""
     if isinstance(value, tuple):
         return all(map(_plain, value))
     return value is None or type(value) in (str, int, bool)
@@ -380,7 +380,7 @@ class _Tracing(Sandbox):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Texts joined; also the result of a template, a macro or a block."""
+        """Return texts joined; also the result of a template, a macro or a block."""
         found = list(parts)
         blank = next((part for part in found if isinstance(part, Blank)), None)
         return "".join(found) if blank is None else blank.recording.joined(found)
@@ -391,7 +391,7 @@ class _Tracing(Sandbox):
         return member in container
 
     def call(self, context: Context, function: Callable[..., JSON], *given: JSON, **named: JSON) -> JSON:
-        """A call in the template. Only its own macros, and `namespace`, can handle a blank."""
+        """Return a call in the template. Only its own macros, and `namespace`, can handle a blank."""
         taken = isinstance(function, Macro) or function is self.globals["namespace"]
         if not taken and any(isinstance(value, Blank) for value in (*given, *named.values())):
             raise Opaque("a call with a text")
@@ -408,7 +408,7 @@ def traced(template: ChatTemplate) -> ChatTemplate:
 
 
 def _watched(name: str, function: Callable[..., JSON]) -> Callable[..., JSON]:
-    """A filter that raises `Opaque` for a blank, or if it would join texts."""
+    """Return a filter that raises `Opaque` for a blank, or if it would join texts."""
     if name in _PASSING:
         return function
 

@@ -48,7 +48,7 @@ class Shape:
         return self.content, self.reasoning, min(len(self.calls), 2)
 
     def marks(self) -> list[str]:
-        """The marks that a faithful rendering of `message()` shows, in any order."""
+        """Return the marks that a faithful rendering of `message()` shows, in any order."""
         marks = [_mark("a", number) for number in range(len(self.calls))]
         if self.content or not self.calls:
             marks.append(CONTENT)
@@ -82,12 +82,12 @@ def shape_of(message: Message) -> Shape:
 
 
 def step_kind(reply: Message, after: Sequence[Message]) -> StepKind:
-    """The kind of a step. Of many messages after a reply, only the first few count."""
+    """Return the kind of a step. Of many messages after a reply, only the first few count."""
     return shape_of(reply).kind, tuple(str(message.get("role")) for message in after[:_MOST_AFTER])
 
 
 def step_kinds(messages: Sequence[Message]) -> tuple[StepKind, ...]:
-    """The kinds of steps in a conversation, each once, the latest last."""
+    """Return the kinds of steps in a conversation, each once, the latest last."""
     kinds: tuple[StepKind, ...] = ()
     replies = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
     for number, following in pairwise([*replies, len(messages)]):
@@ -96,7 +96,7 @@ def step_kinds(messages: Sequence[Message]) -> tuple[StepKind, ...]:
 
 
 def with_latest(kinds: tuple[StepKind, ...], latest: StepKind) -> tuple[StepKind, ...]:
-    """The kinds with one more step: the latest last, the others in an order that does not depend on when they
+    """Return the kinds with one more step: the latest last, the others in an order that does not depend on when they
     occurred."""
     if kinds and kinds[-1] == latest:
         return kinds
@@ -104,7 +104,7 @@ def with_latest(kinds: tuple[StepKind, ...], latest: StepKind) -> tuple[StepKind
 
 
 def stand_ins(kind: StepKind, tool: str) -> list[Message]:
-    """A short step of this kind: a reply and the messages after it. Its calls use `tool`."""
+    """Return a short step of this kind: a reply and the messages after it. Its calls use `tool`."""
     (content, reasoning, calls), roles = kind
     ids = [f"{CALL_ID[:-1]}{number}" for number in range(calls)]
     shape = Shape(content, reasoning, [(call_id, tool) for call_id in ids])
@@ -118,7 +118,7 @@ def stand_ins(kind: StepKind, tool: str) -> list[Message]:
 
 
 def last_stand_in(text: str) -> int:
-    """Where the last part of a stand-in's reply begins; -1 if there is none."""
+    """Return where the last part of a stand-in's reply begins; -1 if there is none."""
     return max(text.rfind(_mark(part, stand=_EARLIER)) for part in "acr")
 
 
@@ -185,7 +185,7 @@ def _properties(tool: Mapping[str, JSON]) -> Mapping[str, JSON]:
 
 
 def _marked(tool: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The tool under unique names: a template can contain any plain word by accident."""
+    """Return the tool under unique names: a template can contain any plain word by accident."""
     function = dict(_function(tool))
     function["name"] = f"{function.get('name', '')}{NONCE}"
     if parameters := function.get("parameters"):
@@ -223,7 +223,7 @@ def _shows(text: str, word: str) -> bool:
 
 
 def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) -> str | None:
-    """The first field whose thinking the template shows in at least one conversation."""
+    """Return the first field whose thinking the template shows in at least one conversation."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "."}
     plain: Message = {"role": "assistant", "content": "."}
     calling = for_template([_call(tools).message()], None)[0]
@@ -238,7 +238,7 @@ def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]
 
 
 def _refuses_both(render: RenderTemplate, field_name: str | None, tools: Sequence[Mapping[str, JSON]]) -> bool:
-    """Whether a call may come with thinking, but not with thinking and content."""
+    """Return whether a call may come with thinking, but not with thinking and content."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "content": "."}
     shapes = [Shape(content=content, reasoning=True, calls=_call(tools).calls) for content in (False, True)]
     alone, both = (for_template([_USER, shape.message(), result], field_name) for shape in shapes)
@@ -280,7 +280,7 @@ def _ends(render: RenderTemplate, tokenizer: Tokenizer, tools: Sequence[Mapping[
 
 
 def _probed_shapes(tools: Sequence[Mapping[str, JSON]]) -> Iterator[tuple[Shape, Message]]:
-    """A reply, and a message that may follow it."""
+    """Yield a reply, and a message that may follow it."""
     yield Shape(content=True, reasoning=False), _USER
     if tools:
         call = _call(tools)
@@ -288,8 +288,8 @@ def _probed_shapes(tools: Sequence[Mapping[str, JSON]]) -> Iterator[tuple[Shape,
 
 
 def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape) -> list[int]:
-    """The special token that closes a reply at the end of a conversation: right after text, or at the very end of
-    calls."""
+    """Return the special token that closes a reply at the end of a conversation: right after text, or at the very end
+    of calls."""
     special = _special_ids(tokenizer)
     if not shape.calls:
         return [number for number in alone[0] if number in special][:1]
@@ -298,7 +298,7 @@ def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape)
 
 
 def _encoded(tokenizer: Tokenizer, render: RenderTemplate, messages: Sequence[Message], shape: Shape) -> list[int]:
-    """The text after the first mark of `shape`, as tokens; empty if the template refuses."""
+    """Return the text after the first mark of `shape`, as tokens; empty if the template refuses."""
     for text in _tried(render, for_template([_USER, *messages], None)):
         return list(tokenizer.encode(_after_marks(text, shape).rstrip(), add_special_tokens=False))
     return []

@@ -136,7 +136,7 @@ class TurnRenderer:
         return self is other or (self.tools == other.tools and self.variables == other.variables)
 
     def opening(self, messages: Sequence[Message]) -> Opening:
-        """The prompt of a segment's first turn, rendered and encoded as a whole."""
+        """Return the prompt of a segment's first turn, rendered and encoded as a whole."""
         text = self._render(self._ready(messages))
         ids = self._opened.get(text)
         if ids is None:  # the rollouts of a group begin alike
@@ -147,14 +147,14 @@ class TurnRenderer:
         return Opening(ids, step_kinds(messages))
 
     def thinks_at_once(self, delta: Sequence[int]) -> bool:
-        """Whether the new prompt tokens `delta[D]` end by opening the thinking, so that the reply begins inside it.
-        This differs from turn to turn in some templates."""
+        """Return whether the new prompt tokens `delta[D]` end by opening the thinking, so that the reply begins inside
+        it. This differs from turn to turn in some templates."""
         end = self._tokenizer.decode(list(delta[-_LONGEST_OPENING:]), skip_special_tokens=False)
         return end.rstrip().endswith(self.traits.think_open)
 
     def step(self, history: History, new: Sequence[Message], last_token: int | None) -> TurnStep:
-        """The tokens that `new` messages and the prompt for a reply add after `last_token`. Raises `ConfigError` if the
-        template refuses the conversation or shows nothing of it."""
+        """Return the tokens that `new` messages and the prompt for a reply add after `last_token`. Raises `ConfigError`
+        if the template refuses the conversation or shows nothing of it."""
         latest = step_kind(history.reply, new)
         text, rewrites = self._measure(history, new, latest)
         kinds = with_latest(history.kinds, latest)
@@ -208,8 +208,8 @@ class TurnRenderer:
         return full
 
     def _in_order(self, latest: StepKind) -> bool:
-        """Whether the template renders such a step in its original order. Gemma's template writes the content next to a
-        call after the call's result."""
+        """Return whether the template renders such a step in its original order. Gemma's template writes the content
+        next to a call after the call's result."""
         if latest not in self._orders:
             self._orders[latest] = self._look_at_order(latest)
         return self._orders[latest]
@@ -244,7 +244,7 @@ class TurnRenderer:
         return self._look(self._render([*head, *ready]), before, shape.marks())
 
     def _look(self, after: str, before: str, marks: Sequence[str]) -> Measured:
-        """The text after the last of the marks in `after`, which begins with `before` if history is intact."""
+        """Return the text after the last of the marks in `after`, which begins with `before` if history is intact."""
         rewrites, shared = "", len(before)
         if not after.startswith(before):
             rewrites, shared = "an earlier part of the conversation is rendered differently", 0
@@ -254,12 +254,12 @@ class TurnRenderer:
         return (self._tail(after, max(ends)) if ends else None), rewrites
 
     def _tail(self, after: str, said: int) -> str:
-        """The text from the end of the turn on; `said` is where the assistant's last words end."""
+        """Return the text from the end of the turn on; `said` is where the assistant's last words end."""
         found = [at for end in self._ends if (at := after.find(end, said)) >= 0]
         return after[min(found, default=said) :]
 
     def _stand_in(self, roles: tuple[str, ...], kinds: tuple[StepKind, ...]) -> tuple[list[Message], str]:
-        """A short conversation, as messages and rendered: a head, and one step of every kind taken."""
+        """Return a short conversation, as messages and rendered: a head, and one step of every kind taken."""
         case = roles, kinds
         if case not in self._stand_ins:
             messages = [{"role": role, "content": _STAND_IN} for role in roles]
@@ -311,7 +311,7 @@ class TurnRenderer:
 
 
 def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
-    """The roles of the messages before the first reply."""
+    """Return the roles of the messages before the first reply."""
     roles: list[str] = []
     for message in prompt[:_MAX_HEAD]:
         role = str(message.get("role"))
@@ -334,7 +334,7 @@ class ChatFormat:
     def renderer(
         self, tools: Sequence[Mapping[str, JSON]] = (), variables: Mapping[str, JSON] | None = None
     ) -> TurnRenderer:
-        """The renderer for these tools and template variables (`enable_thinking`, …). Raises `ConfigError`."""
+        """Return the renderer for these tools and template variables (`enable_thinking`, …). Raises `ConfigError`."""
         wanted_tools, wanted_variables = list(tools), dict(variables or {})
         for renderer in reversed(self._renderers):
             if renderer.tools == wanted_tools and renderer.variables == wanted_variables:

@@ -88,12 +88,12 @@ class _Thread:
             self.reply["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
 
     def continued_by(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages` begin with this conversation and its reply."""
+        """Return whether `messages` begin with this conversation and its reply."""
         known = len(self.seen)
         return len(messages) > known and self.begins_with(messages[:known]) and _same_reply(self.reply, messages[known])
 
     def begins_with(self, messages: Sequence[Message]) -> bool:
-        """Whether this conversation begins with `messages`."""
+        """Return whether this conversation begins with `messages`."""
         return len(messages) <= len(self.seen) and self.seen[: len(messages)] == list(messages)
 
 
@@ -102,7 +102,7 @@ async def _directly(function: Callable[[], Any]) -> Any:
 
 
 def _copied(value: V) -> V:
-    """A deep copy, so that the caller's later changes do not reach it."""
+    """Return a deep copy, so that the caller's later changes do not reach it."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}  # type: ignore[return-value]
     if isinstance(value, list):
@@ -111,7 +111,7 @@ def _copied(value: V) -> V:
 
 
 def _same_reply(ours: Message, theirs: Message) -> bool:
-    """Whether a client returned our reply. Clients format it in their own way, some without its thinking."""
+    """Return whether a client returned our reply. Clients format it in their own way, some without its thinking."""
     if theirs.get("role") != "assistant" or content_of(theirs) != ours["content"]:
         return False
     if (thought := reasoning_of(theirs)) and thought != ours.get("reasoning_content"):
@@ -211,7 +211,8 @@ class ManagedChat(ChatServer):
         in_thread: InThread | None = None,
         **sampling: JSON,
     ) -> TextCompletion:
-        """One continuation of a text, which is in the ledger too. `in_thread` encodes it. Raises `EngineError`."""
+        """Return one continuation of a text, which is in the ledger too. `in_thread` encodes it. Raises
+        `EngineError`."""
         if self._text is None:
             from palaestra.inference.token_exact.managed_text import ManagedText  # here: few rollouts need it
 
@@ -228,8 +229,8 @@ class ManagedChat(ChatServer):
         return await self._text.complete(prompt, settings, reason, in_thread or _directly)
 
     def child(self, number: int = 0, *, reason: SegmentReason | str = SegmentReason.SUBAGENT) -> ManagedChat:
-        """A server for another conversation of the rollout, with the same ledger, which is stored in the order of
-        `number`."""
+        """Return a server for another conversation of the rollout, with the same ledger, which is stored in the order
+        of `number`."""
         child = ManagedChat(
             self._engine, self._format, history=self._history, name=self._name, clock=self._clock, ledger=self.ledger
         )
@@ -287,12 +288,12 @@ class ManagedChat(ChatServer):
         )
 
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]] = ()) -> int:
-        """The number of tokens of a conversation as the prompt of a new segment. Raises `ConfigError`."""
+        """Return the number of tokens of a conversation as the prompt of a new segment. Raises `ConfigError`."""
         return len(self._format.renderer(tools, None).opening(plain_messages(messages)).ids)
 
     def get_state(self) -> dict[str, JSON]:
-        """The contract's record: the `ledger` and its `nodes`, one per segment in order, those of other conversations
-        first. No node is part of another, so a trainer takes them all."""
+        """Return the contract's record: the `ledger` and its `nodes`, one per segment in order, those of other
+        conversations first. No node is part of another, so a trainer takes them all."""
         return {"nodes": self.ledger.nodes(self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(
@@ -352,7 +353,7 @@ class ManagedChat(ChatServer):
     def _shown(
         self, thinking: bool, renderer: TurnRenderer, settings: Mapping[str, JSON]
     ) -> tuple[Mapping[str, JSON], ShownReply | None]:
-        """The settings for the engine, and the object that shows the reply as it comes, if `on_delta` is set."""
+        """Return the settings for the engine, and the object that shows the reply as it comes, if `on_delta` is set."""
         if "on_delta" not in settings:
             return settings, None
         from palaestra.inference.token_exact.streaming import ShownReply  # imported here: few requests need it
@@ -368,8 +369,8 @@ class ManagedChat(ChatServer):
     def _plan(
         self, renderer: TurnRenderer, messages: Sequence[Message], thread: _Thread, declared: SegmentReason | None
     ) -> _Plan:
-        """The place of the turn in `thread`, which no other request uses meanwhile. Changes nothing here, and may be
-        called in any thread."""
+        """Return the place of the turn in `thread`, which no other request uses meanwhile. Changes nothing here, and
+        may be called in any thread."""
         if thread.segment < 0:
             opening = renderer.opening(messages)
             return _Plan(thread, opening.ids, opening.kinds, True, declared)
@@ -381,7 +382,7 @@ class ManagedChat(ChatServer):
         return _Plan(thread, opening.ids, opening.kinds, True, SegmentReason.TEMPLATE_REWRITE)
 
     def _continued(self, renderer: TurnRenderer, messages: Sequence[Message]) -> _Thread | None:
-        """The latest idle conversation that `messages` continue, with the same tools."""
+        """Return the latest idle conversation that `messages` continue, with the same tools."""
         for thread in reversed(self._threads):
             if not thread.busy and thread.renderer.renders_like(renderer) and thread.continued_by(messages):
                 return thread

@@ -63,7 +63,7 @@ async def sample(
 
 
 def _problem(sampled: Sampled, most: int | None, vocabulary: int | None) -> str:
-    """The reason why the answer cannot have been sampled; empty if it can."""
+    """Return the reason why the answer cannot have been sampled; empty if it can."""
     ids, logprobs = sampled.ids, sampled.logprobs
     if len(ids) != len(logprobs):
         return f"{len(ids)} token ids with {len(logprobs)} log-probabilities"
@@ -101,7 +101,7 @@ class ReplyReader:
     def read(
         self, text: str, *, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> AssistantMessage:
-        """The message. `thinking`: the reply begins inside its thinking. `turn` is part of the ids of calls."""
+        """Return the message. `thinking`: the reply begins inside its thinking. `turn` is part of the ids of calls."""
         reasoning, content, calls = self._parts(text, thinking, cut, tools, turn)
         return AssistantMessage(
             content=content,
@@ -133,7 +133,7 @@ class ReplyReader:
 
 
 def split_thinking(text: str, inside: bool) -> tuple[str | None, str]:
-    """The thinking, if any, and the rest. Unclosed thinking extends to the end."""
+    """Return the thinking, if any, and the rest. Unclosed thinking extends to the end."""
     begun = text.lstrip()
     if begun.startswith(THINK_OPEN):
         text, inside = begun[len(THINK_OPEN) :], True
@@ -155,7 +155,8 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
 
 
 def _call(call: JSON, call_id: str) -> ToolCallMessage:
-    """Any parser's call as one of ours with the id `call_id`, because a parser without turns may give random ids."""
+    """Return any parser's call as one of ours with the id `call_id`, because a parser without turns may give random
+    ids."""
     function = _part(call, "function") or call
     arguments = _part(function, "arguments")
     if not isinstance(arguments, str):

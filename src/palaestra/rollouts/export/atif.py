@@ -162,7 +162,7 @@ class AtifExporter:
 def atif_document(
     trajectory: Trajectory, tools: Sequence[Mapping[str, JSON]], meta: ExportMeta
 ) -> tuple[Document, set[str]]:
-    """The document of one rollout, and remarks on the parts that the format cannot express."""
+    """Return the document of one rollout, and remarks on the parts that the format cannot express."""
     conversation = chat_messages(trajectory.messages)
     steps = _Steps(trajectory)
     for message, turn in zip(conversation, own_turns(conversation, len(trajectory.turns)), strict=True):
@@ -189,7 +189,7 @@ def atif_document(
 
 
 def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """The parts of our record for which the format has no field."""
+    """Return the parts of our record for which the format has no field."""
     return {
         "schema": ATIF_EXTRA_SCHEMA,
         "run_id": meta.run_id,
@@ -291,7 +291,7 @@ class _Steps:
 
 
 def _tool_call(call: MessageCall) -> AtifToolCall:
-    """The call, with the text of its arguments if that text cannot be restored from the object."""
+    """Return the call, with the text of its arguments if that text cannot be restored from the object."""
     parsed = call.parsed()
     exact = parsed is not None and arguments_text(parsed) == call.arguments
     kept: Extra = {} if exact else {"arguments": call.arguments}
@@ -299,7 +299,7 @@ def _tool_call(call: MessageCall) -> AtifToolCall:
 
 
 def _image(part: JSON) -> AtifSource | None:
-    """The location of an image, if its address shows its type."""
+    """Return the location of an image, if its address shows its type."""
     link = part.get("image_url") if isinstance(part, Mapping) else None
     url = link.get("url") if isinstance(link, Mapping) else link
     if not isinstance(url, str) or (isinstance(link, Mapping) and set(link) - {"url"}):
@@ -309,8 +309,8 @@ def _image(part: JSON) -> AtifSource | None:
 
 
 def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
-    """The sampled ids[T] and logprobs[T] of each turn, and the sequences that they come from. Segments of sub-agents
-    are ignored; if the others have more or fewer calls than the agent has turns, the result is empty."""
+    """Return the sampled ids[T] and logprobs[T] of each turn, and the sequences that they come from. Segments of
+    sub-agents are ignored; if the others have more or fewer calls than the agent has turns, the result is empty."""
     ledger = trajectory.ledger
     if ledger is None:
         return {}
@@ -339,7 +339,7 @@ def _ours(values: Extra) -> Extra | None:
 
 
 def arguments_text(arguments: Mapping[str, JSON]) -> str:
-    """The JSON text of arguments for which only the object is known, such as in a document read back."""
+    """Return the JSON text of arguments for which only the object is known, such as in a document read back."""
     try:
         stored: JSON = msgspec.json.decode(msgspec.json.encode(arguments))
     except UnicodeEncodeError:

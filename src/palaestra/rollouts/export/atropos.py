@@ -40,7 +40,7 @@ _DISTILLED = ("distill_token_ids", "distill_logprobs")
 
 
 def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> dict[str, JSON] | None:
-    """The group as one JSON object, or None if none of its rollouts was scored.
+    """Return the group as one JSON object, or None if none of its rollouts was scored.
 
     It has `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`, `inference_logprobs[G][T]` if every
     row has them, and `spans[G]`, the `SequenceSpan`s of each row. With `messages` False the list `messages` is empty. A
@@ -121,14 +121,15 @@ def _messages(trajectory: Trajectory) -> list[Message]:
 
 
 def _message(message: Message, trajectory: Trajectory) -> Message:
-    """The message with both keys that the API server requires; some clients omit `content` next to tool calls."""
+    """Return the message with both keys that the API server requires; some clients omit `content` next to tool
+    calls."""
     if not message.get("role"):
         raise ValueError(f"rollout {trajectory.rollout_id}: a message has no role: {str(message)[:200]}")
     return message if "content" in message else {**message, "content": None}
 
 
 def _from_extra(scored: list[Trajectory], key: str) -> list[JSON]:
-    """One value per row, or the empty list if a row has none, since a gap would misalign the rows."""
+    """Return one value per row, or the empty list if a row has none, since a gap would misalign the rows."""
     values = [trajectory.extra.get(key) for trajectory in scored]
     return [] if any(value is None for value in values) else values
 
@@ -152,7 +153,7 @@ def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
 
 
 def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
-    """The fields of our record that report how a rollout ended."""
+    """Return the fields of our record that report how a rollout ended."""
     return {
         "outcome": trajectory.outcome.value,
         "reward": trajectory.reward,
@@ -164,7 +165,7 @@ def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
 
 
 def encode_line(line: dict[str, JSON]) -> bytes:
-    """The object as UTF-8 JSON with a newline. A lone surrogate, which UTF-8 cannot hold, is escaped."""
+    """Return the object as UTF-8 JSON with a newline. A lone surrogate, which UTF-8 cannot hold, is escaped."""
     try:
         return msgspec.json.encode(line) + b"\n"
     except UnicodeEncodeError:

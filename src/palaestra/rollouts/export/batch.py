@@ -56,7 +56,7 @@ class BatchExporter:
 def samples(
     groups: Iterable[Group], meta: ExportMeta, report: ExportReport
 ) -> Iterator[tuple[Group, Trajectory, Sequence[str]]]:
-    """The wanted trajectories with their groups, and the names of all tools that a line counts."""
+    """Yield the wanted trajectories with their groups, and the names of all tools that a line counts."""
     waiting = iter(groups)
     first = next(waiting, None)
     if first is None:
@@ -69,14 +69,14 @@ def samples(
 
 
 def discarded(trajectory: Trajectory) -> list[str]:
-    """The reason why the sample was discarded; empty if it was kept."""
+    """Return the reason why the sample was discarded; empty if it was kept."""
     return list(trajectory.detail.get(DISCARDED) or ())
 
 
 def batch_line(
     group: Group, trajectory: Trajectory, meta: ExportMeta, names: Sequence[str]
 ) -> tuple[dict[str, JSON], list[str]]:
-    """The line of a sample, and remarks on it. Raises `Unfit`."""
+    """Return the line of a sample, and remarks on it. Raises `Unfit`."""
     env: Mapping[str, JSON] = meta.config.get("env") or {}
     conversation = chat_messages(_without(trajectory.messages, env.get("ephemeral_system_prompt")))
     turns, remarks = alternating(conversation, group.tools)
@@ -101,14 +101,14 @@ def batch_line(
 
 
 def _without(messages: Sequence[Message], ephemeral: str | None) -> Sequence[Message]:
-    """The messages without the system message `ephemeral`, which the file leaves out."""
+    """Return the messages without the system message `ephemeral`, which the file leaves out."""
     first = messages[0] if messages else {}
     hidden = ephemeral and first.get("role") == "system" and first.get("content") == ephemeral
     return messages[1:] if hidden else messages
 
 
 def tool_stats(trajectory: Trajectory, names: Sequence[str]) -> tuple[dict[str, JSON], dict[str, int]]:
-    """The calls, successes and failures of each tool, and the failures alone, without calls of unknown tools."""
+    """Return the calls, successes and failures of each tool, and the failures alone, without calls of unknown tools."""
     calls = Counter(name for turn in trajectory.turns for name in turn.tools)
     failed = Counter(error.tool for error in trajectory.tool_errors)
     stats: dict[str, JSON] = {}
@@ -119,7 +119,7 @@ def tool_stats(trajectory: Trajectory, names: Sequence[str]) -> tuple[dict[str, 
 
 
 def reasoning_stats(conversation: Sequence[ChatMessage]) -> dict[str, JSON]:
-    """How many replies have reasoning."""
+    """Return how many replies have reasoning."""
     replies = [message for message in conversation if message.role == "assistant"]
     reasoned = sum(map(has_reasoning, replies))
     return {
@@ -131,5 +131,5 @@ def reasoning_stats(conversation: Sequence[ChatMessage]) -> dict[str, JSON]:
 
 
 def has_reasoning(message: ChatMessage) -> bool:
-    """Whether a reply has reasoning: in a field of its own, or between tags in its text."""
+    """Return whether a reply has reasoning: in a field of its own, or between tags in its text."""
     return bool(message.reasoning) or any(tag in message.text for tag in SCRATCHPADS)

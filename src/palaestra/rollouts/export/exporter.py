@@ -59,7 +59,7 @@ class ExportReport:
         self.remarks.update(set(remarks))
 
     def to_dict(self) -> dict[str, JSON]:
-        """The report as plain data, without reasons whose count is zero."""
+        """Return the report as plain data, without reasons whose count is zero."""
         return {
             "records": self.records,
             "rollouts": self.rollouts,
@@ -68,7 +68,7 @@ class ExportReport:
         }
 
     def chosen(self, group: Group, meta: ExportMeta) -> Iterator[Trajectory]:
-        """The wanted trajectories of the group in index order; the others are counted."""
+        """Yield the wanted trajectories of the group in index order; the others are counted."""
         for trajectory in sorted(group.trajectories, key=lambda each: each.index):
             if trajectory.scored or meta.everything:
                 yield trajectory
@@ -92,7 +92,7 @@ class Exporter(Protocol):
 
 
 def omissions(trajectory: Trajectory) -> list[str]:
-    """Remarks on the work inside tool calls, which formats of conversations leave out."""
+    """Return remarks on the work inside tool calls, which formats of conversations leave out."""
     remarks = []
     if trajectory.subagents:
         remarks.append("without the conversations of its sub-agents")
@@ -118,7 +118,7 @@ FORMATS = {
 
 
 def exporter_named(name: str) -> Exporter:
-    """The exporter with that name or dotted path. Raises `ConfigError`, with the nearest name."""
+    """Return the exporter with that name or dotted path. Raises `ConfigError`, with the nearest name."""
     if not name:
         raise ConfigError(f"name the format to export to: --to, and one of {', '.join(FORMATS)}")
     path = FORMATS[name][0] if name in FORMATS else name

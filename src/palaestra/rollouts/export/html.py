@@ -118,7 +118,7 @@ class PageBudget:
         return self._left <= 0
 
     def block(self, text: str, *, diff: bool = False, markdown: bool = False) -> Block:
-        """The bounded text, coloured by its escape sequences, shown as a diff, or with styled Markdown."""
+        """Return the bounded text, coloured by its escape sequences, shown as a diff, or with styled Markdown."""
         lines = text.count("\n") + 1
         shown = self._bounded(text.strip("\n"))
         long = lines > _LONG_LINES or len(shown) > _LONG_CHARS
@@ -126,7 +126,7 @@ class PageBudget:
         return Block(tuple(styled), lines, long)
 
     def fields(self, entries: Mapping[str, JSON]) -> Fields:
-        """The entries of an object, inline or as blocks."""
+        """Return the entries of an object, inline or as blocks."""
         inline: list[tuple[str, str]] = []
         blocks: list[tuple[str, Block]] = []
         for key, value in entries.items():
@@ -150,7 +150,7 @@ class PageBudget:
 
 
 def conversation(messages: Sequence[Message], page: PageBudget, turns: int) -> list[ShownMessage]:
-    """The messages in order. A tool's answer is shown with its call, or alone if it has none.
+    """Return the messages in order. A tool's answer is shown with its call, or alone if it has none.
 
     The last `turns` assistant messages are the model's own; earlier assistant messages were part of the prompt.
     """
@@ -179,7 +179,7 @@ def conversation(messages: Sequence[Message], page: PageBudget, turns: int) -> l
 
 
 def inside(trajectory: Trajectory, page: PageBudget) -> list[ShownMessage]:
-    """The work inside the tool calls of a rollout: calls by its programs, and its sub-agents' conversations."""
+    """Return the work inside the tool calls of a rollout: calls by its programs, and its sub-agents' conversations."""
     entries = [_program(trajectory.inner_calls, page)] if trajectory.inner_calls else []
     for each in trajectory.every_subagent():
         head = f"{each.goal}\n({each.outcome.value}{': ' if each.error else ''}{each.error})"
@@ -203,7 +203,7 @@ def _program(calls: Sequence[InnerCallRecord], page: PageBudget) -> ShownMessage
 
 
 def diff_spans(text: str) -> Iterator[StyledText]:
-    """A patch, unified or in the `*** Begin Patch` form, line by line."""
+    """Yield a patch, unified or in the `*** Begin Patch` form, line by line."""
     for line in text.splitlines(keepends=True):
         css = {"+": "t-add", "-": "t-del", "@": "t-hunk", "*": "t-hunk"}.get(line[:1], "")
         yield StyledText(printable(line), "t-hunk" if line.startswith(("+++", "---", "diff ")) else css)
@@ -279,7 +279,7 @@ def _result(content: JSON, page: PageBudget) -> ShownResult:
 
 
 def _text(content: JSON) -> str:
-    """The text of a message's content, which may be a string, a list of parts, or None."""
+    """Return the text of a message's content, which may be a string, a list of parts, or None."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -292,7 +292,7 @@ def _text(content: JSON) -> str:
 
 
 def _parsed(text: JSON) -> dict[str, JSON] | None:
-    """The JSON object in the text, or None."""
+    """Return the JSON object in the text, or None."""
     try:
         value = json.loads(text)
     except (ValueError, TypeError, RecursionError):
@@ -301,7 +301,7 @@ def _parsed(text: JSON) -> dict[str, JSON] | None:
 
 
 def as_json(value: JSON, indent: int | None = None) -> str:
-    """The value as JSON text for a reader; values that JSON cannot hold are shown as in Python."""
+    """Return the value as JSON text for a reader; values that JSON cannot hold are shown as in Python."""
     try:
         return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
     except RecursionError:
@@ -355,7 +355,7 @@ def write_report(
 
 
 def _chart_view(chart: Chart) -> dict[str, Any] | None:
-    """A chart in a box of 100 by 30, for the template; None without a finite point."""
+    """Return a chart in a box of 100 by 30, for the template; None without a finite point."""
     curves = [(name, [(x, y) for x, y in points if math.isfinite(y)]) for name, points in chart.curves]
     everything = [point for _, points in curves for point in points]
     if not everything:
@@ -382,7 +382,7 @@ def _chart_view(chart: Chart) -> dict[str, Any] | None:
 
 
 def _score_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
-    """The column heads and rows of the table of scores, over all tasks and by category."""
+    """Return the column heads and rows of the table of scores, over all tasks and by category."""
     found = list(figures.scores())
     metrics = [name for name in ("mean_reward", "pass_rate", *found[0][1]) if f"{name}/low" in found[0][1]]
     metrics = list(dict.fromkeys(metrics))
@@ -401,14 +401,14 @@ def _score_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
 
 
 def _own_figures(own: Mapping[str, float]) -> Mapping[str, float]:
-    """The environment's own metrics, without the evaluation metrics that the table of scores shows."""
+    """Return the environment's own metrics, without the evaluation metrics that the table of scores shows."""
     if "eval/planned" not in own:
         return own
     return {name: value for name, value in own.items() if not _IN_TABLE.search(name)}
 
 
 def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
-    """The settings that were set explicitly, with their sources, and the versions."""
+    """Return the settings that were set explicitly, with their sources, and the versions."""
     env, servers = config.get("env") or {}, config.get("openai") or [{}]
     shown: dict[str, JSON] = {}
     for name, source in (config.get("sources") or {}).items():
@@ -422,7 +422,8 @@ def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
 
 
 def _group_view(group: Group, page: PageBudget) -> dict[str, Any]:
-    """One task with its rollouts, for the template. `cut_short` is true if the page was full before this task."""
+    """Return one task with its rollouts, for the template. `cut_short` is true if the page was full before this
+    task."""
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     return {
         "record": group,
@@ -435,7 +436,7 @@ def _group_view(group: Group, page: PageBudget) -> dict[str, Any]:
 
 
 def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> dict[str, Any]:
-    """One rollout, for the template."""
+    """Return one rollout, for the template."""
     return {
         "anchor": f"r{group.number}-{trajectory.index}",
         "record": trajectory,
@@ -456,7 +457,7 @@ def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> dic
 
 
 def _turn_notes(trajectory: Trajectory) -> list[str]:
-    """The cost of each turn, in order."""
+    """Return the cost of each turn, in order."""
     seconds = trajectory.beside.turn_s
     notes = []
     for place, turn in enumerate(trajectory.turns):
@@ -525,7 +526,7 @@ def _when(started_at: JSON) -> str:
 
 
 def _verdict(reward: float | None) -> str:
-    """The keyword by which the page colours and filters rewards."""
+    """Return the keyword by which the page colours and filters rewards."""
     if reward is None:
         return "unscored"
     return "full" if reward >= 1 else "partial" if reward > 0 else "zero"

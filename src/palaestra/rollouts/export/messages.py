@@ -27,7 +27,7 @@ class MessageCall:
     arguments: str
 
     def parsed(self) -> dict[str, JSON] | None:
-        """The arguments as an object; None if the text is not one. Empty text means no arguments."""
+        """Return the arguments as an object; None if the text is not one. Empty text means no arguments."""
         return parsed_object(self.arguments) if self.arguments.strip() else {}
 
 
@@ -57,12 +57,12 @@ class ChatMessage:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """All messages, in order."""
+    """Return all messages, in order."""
     return [chat_message(message) for message in messages]
 
 
 def chat_message(message: Message) -> ChatMessage:
-    """One message."""
+    """Return one message."""
     role = str(message.get("role") or "")
     thought = next((key for key in _REASONING_KEYS if isinstance(message.get(key), str) and message[key]), "")
     rest = {key: value for key, value in message.items() if key not in _TAKEN and key != thought and value}
@@ -83,7 +83,7 @@ def chat_message(message: Message) -> ChatMessage:
 
 
 def parsed_object(text: str) -> dict[str, JSON] | None:
-    """The JSON object in the text, or None."""
+    """Return the JSON object in the text, or None."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -92,18 +92,19 @@ def parsed_object(text: str) -> dict[str, JSON] | None:
 
 
 def part_text(part: JSON) -> str | None:
-    """The text of one part of a content; None if the part is not text."""
+    """Return the text of one part of a content; None if the part is not text."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
     return text if isinstance(text, str) else None
 
 
 def part_kind(part: JSON) -> str:
-    """The kind of a part."""
+    """Return the kind of a part."""
     return str(part.get("type") if isinstance(part, Mapping) else type(part).__name__)[:40]
 
 
 def calls_in_text(messages: Sequence[ChatMessage]) -> bool:
-    """Whether the prompt lists the tools and calls are written as text, so that an export need not list the tools."""
+    """Return whether the prompt lists the tools and calls are written as text, so that an export need not list the
+    tools."""
     told = any("<tools>" in message.text for message in messages if message.role == "system")
     return told and not any(message.calls for message in messages)
 
@@ -123,7 +124,7 @@ def own_turns(messages: Sequence[ChatMessage], turns: int) -> list[int | None]:
 
 
 def unanswered(messages: Sequence[ChatMessage]) -> bool:
-    """Whether some call has no result before the model's next message, or no result at all."""
+    """Return whether some call has no result before the model's next message, or no result at all."""
     open_ids: set[str] = set()
     for message in messages:
         if message.role == "tool":

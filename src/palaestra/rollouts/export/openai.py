@@ -45,7 +45,7 @@ class OpenAIExporter:
 
 
 def openai_message(message: ChatMessage) -> Message:
-    """The message with the fields of the API only, in the API's order; thinking becomes `reasoning_content`."""
+    """Return the message with the fields of the API only, in the API's order; thinking becomes `reasoning_content`."""
     content: JSON = message.content
     line: Message = {"role": message.rest.get("role", message.role)}
     if message.calls:
@@ -66,7 +66,7 @@ def openai_message(message: ChatMessage) -> Message:
 
 
 def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """The flat fields about a line's rollout, by which a table can be filtered. `reward` is null if unscored."""
+    """Return the flat fields about a line's rollout, by which a table can be filtered. `reward` is null if unscored."""
     return {
         "id": trajectory.rollout_id,
         "task_id": trajectory.task_id,
@@ -78,7 +78,7 @@ def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
 
 
 def remarks_on(conversation: Sequence[ChatMessage]) -> list[str]:
-    """Remarks on parts that are complete but may cause problems in a trainer."""
+    """Return remarks on parts that are complete but may cause problems in a trainer."""
     remarks = []
     if any(call.parsed() is None for message in conversation for call in message.calls):
         remarks.append(MALFORMED)

@@ -66,7 +66,7 @@ class ShareGPTExporter:
 def alternating(
     conversation: Sequence[ChatMessage], tools: Sequence[Mapping[str, JSON]]
 ) -> tuple[list[dict[str, str]], set[str]]:
-    """The turns, and remarks on the changes needed for them to alternate. Raises `Unfit`."""
+    """Return the turns, and remarks on the changes needed for them to alternate. Raises `Unfit`."""
     turns = _Turns(calls_in_text(conversation))
     for message in conversation:
         turns.take(message)
@@ -163,7 +163,7 @@ class _Turns:
 
 
 def _spoken(message: ChatMessage) -> str:
-    """A reply in the form in which the model would have written it: thinking, text, calls."""
+    """Return a reply in the form in which the model would have written it: thinking, text, calls."""
     parts = [f"<think>\n{message.reasoning}\n</think>"] if message.reasoning else []
     parts += [message.text] if message.text else []
     parts += [_tagged("tool_call", {"name": call.name, "arguments": _arguments(call)}) for call in message.calls]
@@ -171,7 +171,7 @@ def _spoken(message: ChatMessage) -> str:
 
 
 def _arguments(call: MessageCall) -> JSON:
-    """The arguments as an object. Malformed text stays text, so that it does not look well-formed."""
+    """Return the arguments as an object. Malformed text stays text, so that it does not look well-formed."""
     parsed = call.parsed()
     return call.arguments if parsed is None else parsed
 
@@ -186,7 +186,8 @@ def _tagged(tag: str, value: JSON) -> str:
 
 
 def _body(value: JSON) -> str:
-    """JSON for a tag's content. A closing tag inside it is escaped as JSON, so that no reader stops too early."""
+    """Return JSON for a tag's content. A closing tag inside it is escaped as JSON, so that no reader stops too
+    early."""
     return _json(value).replace("</tool", "\\u003c/tool")
 
 

@@ -102,8 +102,8 @@ def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple
 
 
 def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = ()) -> list[ExportedRow]:
-    """The training rows of one rollout; `values` is the rollout's entry of `credit_of`. Raises `ConfigError` if arrays
-    differ in length or a trained mask value is not the token."""
+    """Return the training rows of one rollout; `values` is the rollout's entry of `credit_of`. Raises `ConfigError` if
+    arrays differ in length or a trained mask value is not the token."""
     rows = trajectory.rows
     if trajectory.row is None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
@@ -123,7 +123,7 @@ def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = 
 def _credited(
     row: ExportedRow, trajectory: Trajectory, ledger: LedgerRecord, values: Sequence[tuple[int, float]]
 ) -> ExportedRow:
-    """The row with the value of each of its sampled spans."""
+    """Return the row with the value of each of its sampled spans."""
     before = 0 if trajectory.parent is None else trajectory.parent.turn
     found = []
     for span in ledger.segments[row.segment].spans:
@@ -134,7 +134,7 @@ def _credited(
 
 
 def _first_trained(row: TokenRow) -> int:
-    """The index at which the completion begins; the row's length if nothing is trained."""
+    """Return the index at which the completion begins; the row's length if nothing is trained."""
     return next((place for place, mask in enumerate(row.masks) if mask != UNTRAINED), len(row.tokens))
 
 

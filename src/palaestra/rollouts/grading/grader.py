@@ -64,7 +64,8 @@ class Grading:
         rollout.closers.append(self.aclose)
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
-        """The agent's sealed work, or None if the agent never had a slot. Only the first call's `view` counts."""
+        """Return the agent's sealed work, or None if the agent never had a slot. Only the first call's `view`
+        counts."""
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
@@ -150,13 +151,13 @@ class Grading:
         self.live, self._shown = False, None
 
     async def changes(self) -> Sequence[Change]:
-        """The agent's changes, from the sealed layer."""
+        """Return the agent's changes, from the sealed layer."""
         sealed = await self.seal()
         return [] if sealed is None else await self.pool.changes(sealed)
 
     async def slot(self, view: View | None = None) -> Slot:
-        """The grading slot, which always has a workspace directory. `view` selects the agent's changes to show, by
-        default those that the task declares; only the first call's `view` counts."""
+        """Return the grading slot, which always has a workspace directory. `view` selects the agent's changes to show,
+        by default those that the task declares; only the first call's `view` counts."""
         with self._troubled():
             if self.live:
                 self._shown = await self.rollout.sandbox()
@@ -191,7 +192,7 @@ class Grading:
         programs: Collection[str] = (),
         new_programs: Collection[str] = (),
     ) -> View:
-        """A view of the changes that a check sees: those in the workspace, in `GRADED`, and below `paths`.
+        """Return a view of the changes that a check sees: those in the workspace, in `GRADED`, and below `paths`.
 
         `programs` names programs and settings that the agent may add or replace; `new_programs` names programs that it
         may only add.
@@ -215,7 +216,7 @@ class Grading:
         programs: Collection[str],
         new_programs: Collection[str],
     ) -> tuple[str, ...]:
-        """The paths of the changes that would decide any check."""
+        """Return the paths of the changes that would decide any check."""
         environment = dict(self.spec.env)
         rule = Rule(
             workspace=workspace,
@@ -253,7 +254,7 @@ class Grading:
         return narrowed
 
     def tools(self, timeout_s: float) -> ToolRuntime:
-        """All tools, in the grading slot, for `exec_tool` and `ToolContext`."""
+        """Return all tools, in the grading slot, for `exec_tool` and `ToolContext`."""
         made = ToolRuntime(
             unrestricted(self.rollout.kit.registry),
             self.slot,
@@ -285,7 +286,7 @@ class Grading:
 
 
 def _is_seen(change: Change, only: Sequence[str]) -> bool:
-    """Whether a change is below one of these paths, or is a directory above one and does not replace it."""
+    """Return whether a change is below one of these paths, or is a directory above one and does not replace it."""
     above = change.kind == "dir" and not change.opaque and any(is_below(path, [change.path]) for path in only)
     return above or is_below(change.path, only)
 

@@ -134,7 +134,7 @@ async def _no_names(directory: str) -> frozenset[str]:
 
 
 def names_in(slot: Slot) -> Names:
-    """A `Names` function that reads an unused slot and lists each directory only once."""
+    """Return a `Names` function that reads an unused slot and lists each directory only once."""
     known: dict[str, frozenset[str]] = {}
 
     async def names(directory: str) -> frozenset[str]:
@@ -152,7 +152,7 @@ def names_in(slot: Slot) -> Names:
 
 
 def is_below(path: str, tops: Iterable[str]) -> bool:
-    """Whether a path is one of these paths or below one."""
+    """Return whether a path is one of these paths or below one."""
     return any(path == top or top == "/" or path.startswith(f"{top.rstrip('/')}/") for top in tops)
 
 
@@ -162,12 +162,12 @@ def _in_site(path: str) -> bool:
 
 
 def _distribution(name: str) -> str:
-    """The package name of a file or directory in a site directory."""
+    """Return the package name of a file or directory in a site directory."""
     return re.split(r"[-.]", name, maxsplit=1)[0].lower()
 
 
 def _starts_python(path: str, workspace: str) -> bool:
-    """Whether this file is outside of the workspace and Python runs it on start-up."""
+    """Return whether this file is outside of the workspace and Python runs it on start-up."""
     whole = PurePosixPath(path)
     inside = workspace != "/" and whole.is_relative_to(workspace) and ".local" not in whole.parts
     if inside:
@@ -195,7 +195,8 @@ class Rule:
     _names: Names = _no_names
 
     def is_suspect(self, change: Change) -> bool:
-        """Whether the change may have to be left out. If no change is suspect, the original root need not be read."""
+        """Return whether the change may have to be left out. If no change is suspect, the original root need not be
+        read."""
         path = str(PurePosixPath("/", change.path))
         if change.kind == "dir" and not change.opaque:
             return False  # its entries are separate changes
@@ -208,7 +209,7 @@ class Rule:
         return matches or _starts_python(path, self.workspace) or _in_site(path)
 
     async def planted(self, changes: Sequence[Change], names: Names) -> tuple[str, ...]:
-        """The sorted paths of `changes` to leave out of the graded view. `names` lists the root's original
+        """Return the sorted paths of `changes` to leave out of the graded view. `names` lists the root's original
         directories."""
         self._names = names
         suspects = list(filter(self.is_suspect, changes))
@@ -238,29 +239,30 @@ class Rule:
         return _SHARED.fullmatch(name) is not None and await self._shadows_library(path, name)
 
     def _is_program(self, path: str) -> bool:
-        """Whether the path is in a directory where shells look for programs."""
+        """Return whether the path is in a directory where shells look for programs."""
         return self._has_programs(path.rpartition("/")[0])
 
     def _has_programs(self, folder: str) -> bool:
-        """Whether the folder is a directory of PATH outside of the workspace."""
+        """Return whether the folder is a directory of PATH outside of the workspace."""
         inside = self.workspace != "/" and is_below(folder, (self.workspace,))
         return folder in PROGRAM_DIRECTORIES or (folder in self.directories and not inside)
 
     def _is_place(self, path: str) -> bool:
-        """Whether programs look for programs, modules or settings in this directory, or below it."""
+        """Return whether programs look for programs, modules or settings in this directory, or below it."""
         if path in _SYSTEM or path == self.home or self._has_programs(path):
             return True
         return _SEARCH_PATHS.fullmatch(path) is not None
 
     def _hidden_by(self, change: Change) -> tuple[str, ...]:
-        """The directories of PATH, and the home, that this change removed or replaced with a directory above them."""
+        """Return the directories of PATH, and the home, that this change removed or replaced with a directory above
+        them."""
         if change.kind == "dir" and not change.opaque:
             return ()
         places = sorted({*filter(self._has_programs, self.directories), self.home})
         return tuple(place for place in places if place.startswith(f"{change.path}/"))
 
     def _in_home(self, path: str) -> bool:
-        """Whether a path holds settings or modules in a home, and the task does not declare that path."""
+        """Return whether a path holds settings or modules in a home, and the task does not declare that path."""
         for home in [self.home, *_HOMES.findall(path)]:
             if home == "/" or not path.startswith(f"{home}/"):
                 continue
@@ -270,7 +272,8 @@ class Rule:
         return False
 
     async def _is_new_program(self, name: str) -> bool:
-        """Whether the task names this program or a part (`gcc` of `x86_64-linux-gnu-gcc-12`), and the root lacks it."""
+        """Return whether the task names this program or a part (`gcc` of `x86_64-linux-gnu-gcc-12`), and the root lacks
+        it."""
         wanted = self.new_programs & {name, *re.split(r"[-.]", name)}
         if self.new_programs & _COMPILERS and name in _COMPILER_PARTS:
             wanted = frozenset({name})
@@ -284,7 +287,7 @@ class Rule:
         return name in await self._names(folder or "/")
 
     async def _shadows_library(self, path: str, name: str) -> bool:
-        """Whether the loader would load this file in place of a library of the root."""
+        """Return whether the loader would load this file in place of a library of the root."""
         if await self._has(path):
             return True
         match = _SEARCHED.fullmatch(path.rpartition("/")[0])
@@ -296,7 +299,7 @@ class Rule:
         return any([name in await self._names(each) for each in await library_directories(self._names)])
 
     async def _shadows_script(self, path: str) -> bool:
-        """Whether Perl or Ruby would load this file in place of a module of the root's standard library."""
+        """Return whether Perl or Ruby would load this file in place of a module of the root's standard library."""
         for pattern, standard in _SCRIPTS:
             if match := pattern.fullmatch(path):
                 return any(
@@ -305,7 +308,7 @@ class Rule:
         return False
 
     async def _at(self, pattern: str) -> list[str]:
-        """The directories of the root that match a pattern with `*` in place of a name."""
+        """Return the directories of the root that match a pattern with `*` in place of a name."""
         found = ["/"]
         for part in PurePosixPath(pattern).parts[1:]:
             if "*" not in part:
@@ -317,7 +320,7 @@ class Rule:
         return found
 
     async def _shadows_module(self, path: str) -> bool:
-        """Whether Python would import this file in place of a module of the root's standard library."""
+        """Return whether Python would import this file in place of a module of the root's standard library."""
         match = _STANDARD.fullmatch(path)
         assert match is not None
         place, parts = match[1], match[2].split("/")
@@ -333,7 +336,7 @@ class Rule:
         return False
 
     async def _has_package(self, path: str) -> bool:
-        """Whether the root has the package of this path, in this or another site directory."""
+        """Return whether the root has the package of this path, in this or another site directory."""
         match = _SITE.fullmatch(path)
         assert match is not None
         found = set(await self._names(match[1]))
@@ -348,7 +351,7 @@ class Rule:
 
 
 async def library_directories(names: Names) -> list[str]:
-    """The library directories of the root, those of one architecture first."""
+    """Return the library directories of the root, those of one architecture first."""
     plain = [f"{at}/lib{kind}" for at in ("", "/usr") for kind in ("", "64", "32", "x32")]
     own = [f"{at}/{name}" for at in plain for name in sorted(await names(at)) if _MULTIARCH.fullmatch(name)]
     return [*own, *[each for each in plain if await names(each)]]

@@ -37,7 +37,7 @@ CONTEXT_OUTPUT_BYTES = 4 << 20
 def _sync(
     twin: Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]],
 ) -> Callable[Concatenate[ToolContext, P], T]:
-    """The synchronous version of an async method."""
+    """Return the synchronous version of an async method."""
 
     @functools.wraps(twin)
     def wait(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -99,7 +99,7 @@ class ToolContext:
 
     @_placed
     async def read_file_async(self, path: str) -> dict[str, JSON]:
-        """The whole text of a file: `{"content", "path"}`, or `{"error", "path"}` if it cannot be read."""
+        """Return the whole text of a file: `{"content", "path"}`, or `{"error", "path"}` if it cannot be read."""
         slot = await self._slot()
         try:
             return {"content": await slot.read_text(path), "path": path}
@@ -200,7 +200,7 @@ class ToolContext:
         return await self._tools.call(self._tools.registry.known_as(tool_name), arguments)
 
     async def _object(self, tool_name: str, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
-        """A tool's reply as an object; other text is put under `output`."""
+        """Return a tool's reply as an object; other text is put under `output`."""
         reply = (await self._call(tool_name, arguments)).reply
         if not isinstance(reply, str):
             return dict(reply)
@@ -212,7 +212,7 @@ class ToolContext:
 
 
 async def _transferred(transfer: Awaitable[int | Transferred]) -> dict[str, JSON]:
-    """The result of a transfer, in the contract's form."""
+    """Return the result of a transfer, in the contract's form."""
     try:
         done = await transfer
     except InfraError:

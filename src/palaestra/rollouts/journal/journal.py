@@ -51,7 +51,7 @@ _DEEPEST = 64
 
 
 def plain(value: T, depth: int = 0) -> T:
-    """A copy that JSON can hold.
+    """Return a copy that JSON can hold.
 
     Lone surrogates become question marks, numbers of other packages become int or float, and any other object becomes
     the name of its type.
@@ -85,7 +85,7 @@ def plain(value: T, depth: int = 0) -> T:
 
 
 def _written(value: T) -> tuple[T, bytes]:
-    """The value and its JSON line; both are of a `plain` copy if JSON cannot hold the value itself."""
+    """Return the value and its JSON line; both are of a `plain` copy if JSON cannot hold the value itself."""
     try:
         return value, _encoder.encode(value)
     except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
@@ -94,12 +94,12 @@ def _written(value: T) -> tuple[T, bytes]:
 
 
 def encoded(value: JSON) -> bytes:
-    """The value as JSON; a `plain` copy of it if JSON cannot hold the value itself."""
+    """Return the value as JSON; a `plain` copy of it if JSON cannot hold the value itself."""
     return _written(value)[1]
 
 
 def checksum(messages: Sequence[Message]) -> str:
-    """A checksum (hex) of a conversation."""
+    """Return a checksum (hex) of a conversation."""
     return hashlib.blake2b(_written(list(messages))[1], digest_size=12).hexdigest()
 
 
@@ -189,7 +189,7 @@ class EventStream:
         self.announce(event)
 
     def unreported(self, names: Iterable[str]) -> list[str]:
-        """The names that no earlier call was given, so that each is reported once per run."""
+        """Return the names that no earlier call was given, so that each is reported once per run."""
         fresh = [name for name in names if name not in self._reported]
         self._reported.update(fresh)
         return fresh
@@ -200,7 +200,7 @@ class EventStream:
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether a line of a journal is complete and readable."""
+    """Return whether a line of a journal is complete and readable."""
     try:
         _decoder.decode(line)
     except msgspec.MsgspecError:
@@ -209,7 +209,7 @@ def is_whole(line: bytes) -> bool:
 
 
 def damaged(path: Path, number: int, error: object) -> ConfigError:
-    """The error for a journal with a damaged line that is not its last."""
+    """Return the error for a journal with a damaged line that is not its last."""
     if number == 1:
         return ConfigError(f"{path} does not start like a journal: {error}")
     return ConfigError(
@@ -244,7 +244,8 @@ def check_schema(schema: str, path: Path) -> None:
 
 
 def without_secrets(values: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The configuration with the values of secrets replaced by `***`, and secrets in texts hidden, at any depth."""
+    """Return the configuration with the values of secrets replaced by `***`, and secrets in texts hidden, at any
+    depth."""
     return {key: "***" if value and is_secret(key) else _cleaned(value) for key, value in values.items()}
 
 

@@ -225,12 +225,13 @@ def _meta(line: bytes, path: Path) -> ExportMeta:
 
 
 def open_recording(run: str | Path) -> Recording:
-    """The recording of a run, named as in `find_run`. Raises `ConfigError` if there is none."""
+    """Return the recording of a run, named as in `find_run`. Raises `ConfigError` if there is none."""
     return Recording(journal_of(run))
 
 
 def journal_of(run: str | Path) -> Path:
-    """The journal of a run that is named as in `find_run`, or `run` itself if it is a journal. Raises `ConfigError`."""
+    """Return the journal of a run that is named as in `find_run`, or `run` itself if it is a journal. Raises
+    `ConfigError`."""
     folder = find_run(run)
     path = folder / JOURNAL_NAME if folder.is_dir() else folder
     if not path.is_file():
@@ -239,8 +240,8 @@ def journal_of(run: str | Path) -> Path:
 
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
-    """The folder of a run: a path, `last`, `last:2` for the one before, the name of a batch, or the beginning or end of
-    an id. Raises `ConfigError` if no run or several match, and for a folder with FIFOs or devices."""
+    """Return the folder of a run: a path, `last`, `last:2` for the one before, the name of a batch, or the beginning or
+    end of an id. Raises `ConfigError` if no run or several match, and for a folder with FIFOs or devices."""
     text = str(run)
     if Path(text).exists():
         return _of_files(Path(text))
@@ -260,7 +261,8 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
 
 
 def _of_files(path: Path) -> Path:
-    """The path, if no file in it is a FIFO or a device, which would block a reader. Raises `ConfigError` otherwise."""
+    """Return the path, if no file in it is a FIFO or a device, which would block a reader. Raises `ConfigError`
+    otherwise."""
     for entry in path.glob("*") if path.is_dir() else ():
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
             raise ConfigError(f"{entry} is neither a file nor a directory, so no run wrote it")
@@ -268,7 +270,7 @@ def _of_files(path: Path) -> Path:
 
 
 def list_runs(root: str | Path = RUNS) -> list[Path]:
-    """The folders of the runs below `root`, the latest first. Below `RUNS`, named batches are included."""
+    """Return the folders of the runs below `root`, the latest first. Below `RUNS`, named batches are included."""
     journals = [*Path(root).glob(f"*/*/{JOURNAL_NAME}")]
     if Path(root) == RUNS:
         journals += BATCHES.glob(f"*/{JOURNAL_NAME}")
@@ -276,7 +278,7 @@ def list_runs(root: str | Path = RUNS) -> list[Path]:
 
 
 def _began(folder: Path) -> tuple[str, float]:
-    """The sort key by start time: the second in the run's id, then the time of its settings file."""
+    """Return the sort key by start time: the second in the run's id, then the time of its settings file."""
     path = folder / "config.json"
     written = path.stat().st_mtime if path.is_file() else 0.0
     second = folder.name[:16]
@@ -291,7 +293,7 @@ def _is_called(folder: Path, text: str) -> bool:
 
 
 def _latest(folder: Path) -> str:
-    """A hint for an error message: the latest run below `folder`."""
+    """Return a hint for an error message: the latest run below `folder`."""
     found = [
         *folder.glob(f"*/{JOURNAL_NAME}"),
         *folder.glob(f"*/*/{JOURNAL_NAME}"),

@@ -112,7 +112,8 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
 
 
 def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
-    """The rollouts that must be in the groups file: the scored ones, except in groups that the settings leave out."""
+    """Return the rollouts that must be in the groups file: the scored ones, except in groups that the settings leave
+    out."""
     by_group: dict[str, list[Trajectory]] = {}
     for one in ended:
         if one.scored:
@@ -124,7 +125,7 @@ def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
 
 
 def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
-    """The first violation in one rollout, or the empty string."""
+    """Return the first violation in one rollout, or the empty string."""
     verdict.rollouts += 1
     if trajectory.ledger is None:
         verdict.without_tokens += 1
@@ -143,8 +144,8 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
 
 
 def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
-    """The first violation in the turns that a branch shares with its parent: its first prompt must begin with the
-    parent's tokens, which are trained in the parent only."""
+    """Return the first violation in the turns that a branch shares with its parent: its first prompt must begin with
+    the parent's tokens, which are trained in the parent only."""
     fork, ledger = trajectory.parent, trajectory.ledger
     if fork is None:
         return ""
@@ -217,7 +218,7 @@ class _Line(msgspec.Struct):
 
 
 def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: RunVerdict) -> Iterator[str]:
-    """The violations in the groups file, which must have every row of the ledgers exactly once and complete."""
+    """Yield the violations in the groups file, which must have every row of the ledgers exactly once and complete."""
     decoder = msgspec.json.Decoder(_Line)
     seen: set[str] = set()
     with groups.open("rb") as file:
@@ -242,7 +243,7 @@ def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: Ru
 
 
 def _stored(trajectory: Trajectory) -> list[TokenRow]:
-    """The rows of a trajectory in a group's line: none without a score, one empty row without tokens."""
+    """Return the rows of a trajectory in a group's line: none without a score, one empty row without tokens."""
     if not trajectory.scored:
         return []
     return trajectory.rows or [_NO_TOKENS]
@@ -272,8 +273,8 @@ def _compared(line: _Line, stored: list[TokenRow]) -> Iterator[str]:
 
 
 def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> Iterator[str]:
-    """The violations in a file of exported rows. Each line must be a row of the journal, and no row may appear twice.
-    An export may leave out rollouts, but a rollout with one row must have all its rows."""
+    """Yield the violations in a file of exported rows. Each line must be a row of the journal, and no row may appear
+    twice. An export may leave out rollouts, but a rollout with one row must have all its rows."""
     decoder = msgspec.json.Decoder(ExportedRow)
     due: dict[str, dict[int, ExportedRow]] = {}
     values: dict[str, Mapping[int, Sequence[tuple[int, float]]]] = {}

@@ -31,12 +31,13 @@ class TaskScores:
     asked: set[str] = field(default_factory=set)
 
     def mean(self, unscored: float | None) -> float | None:
-        """The mean reward; a rollout without a reward is left out, or counts as `unscored`."""
+        """Return the mean reward; a rollout without a reward is left out, or counts as `unscored`."""
         rewards = self.rewards if unscored is None else [*self.rewards, *[unscored] * self.lost]
         return statistics.fmean(rewards) if rewards else None
 
     def asks_otherwise(self, other: TaskScores) -> bool:
-        """Whether the task's prompts differ in the two runs. Groups of earlier versions did not record prompts."""
+        """Return whether the task's prompts differ in the two runs. Groups of earlier versions did not record
+        prompts."""
         return bool(self.asked and other.asked) and self.asked.isdisjoint(other.asked)
 
 
@@ -62,7 +63,8 @@ class RunScores:
         config: Mapping[str, JSON] = {},
         unfinished: int = 0,
     ) -> RunScores:
-        """The scores of the finished groups; `unfinished` is the number of groups that began and did not finish."""
+        """Return the scores of the finished groups; `unfinished` is the number of groups that began and did not
+        finish."""
         size = group_size(config)
         scores = cls(name, env, model, config, unfinished=unfinished * size)
         for group in groups:
@@ -92,13 +94,13 @@ class RunScores:
         return statistics.fmean(rewards) if rewards else None
 
     def line(self) -> str:
-        """The run in one line: its model, its mean reward, and the numbers of rollouts and tasks."""
+        """Return the run in one line: its model, its mean reward, and the numbers of rollouts and tasks."""
         mean = "no reward" if self.mean is None else f"mean reward {self.mean:.3f}{in_words(self.interval)}"
         covered = f"{self.scored} of {plural(self.planned, 'rollout')} scored, {plural(len(self.tasks), 'task')}"
         return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}"
 
     def to_json(self) -> dict[str, JSON]:
-        """The scores as JSON data."""
+        """Return the scores as JSON data."""
         low, high = self.interval or (None, None)
         facts = {"path": self.name, "env": self.env, "model": self.model, "mean": self.mean, "low": low, "high": high}
         return facts | {"scored": self.scored, "planned": self.planned, "tasks": len(self.tasks)}
@@ -154,7 +156,7 @@ class RunComparison:
         return sum(pair.difference < 0 for pair in self.pairs)
 
     def to_json(self) -> dict[str, JSON]:
-        """The comparison as JSON data."""
+        """Return the comparison as JSON data."""
         counts = {"tasks": len(self.pairs), "better": self.better, "worse": self.worse}
         return counts | asdict(self)
 
@@ -191,7 +193,7 @@ def _undecided(
     unpaired: Sequence[str],
     asked_otherwise: Sequence[str],
 ) -> str:
-    """The reason why neither run can be called better; empty if one can."""
+    """Return the reason why neither run can be called better; empty if one can."""
     if unpaired:
         return f"a reward in one run only: {plural(len(unpaired), 'task')}"
     if first.scored * other.planned != other.scored * first.planned:
@@ -205,7 +207,8 @@ def _undecided(
 
 
 def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:
-    """The settings and versions (with the environment file's hash) that differ between the runs: each run's value."""
+    """Return the settings and versions (with the environment file's hash) that differ between the runs: each run's
+    value."""
     values = [_settings(run.config) for run in runs]
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [each.get(name) for each in values] for name in names}

@@ -112,7 +112,8 @@ class Console:
         return (self.groups_total - done) * self.elapsed_s / done
 
     def running(self) -> list[tuple[str, int]]:
-        """The number of rollouts at each stage, highest first. Copies first, as the live view has its own thread."""
+        """Return the number of rollouts at each stage, highest first. Copies first, as the live view has its own
+        thread."""
         return Counter(printable(stage) for stage, _ in list(self.in_flight.values())).most_common()
 
     def counts(self) -> str:
@@ -121,7 +122,7 @@ class Console:
         return f"groups {groups} · rollouts {rollouts}"
 
     def results(self) -> str:
-        """Mean reward, outcomes and pace, as far as they are known."""
+        """Return mean reward, outcomes and pace, as far as they are known."""
         covered = f"{self.scored} of {self.rollouts_done} scored"
         parts = [f"{self.score_name} {self.reward_sum / self.scored:.3f} ({covered})"] if self.scored else []
         parts += [f"{name} {count}" for name, count in self.outcomes.most_common()]
@@ -238,7 +239,7 @@ class LiveConsole(Console):
 
 
 def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, clock: Clock | None = None) -> Console:
-    """The console of a run on `stream` (default: standard error).
+    """Return the console of a run on `stream` (default: standard error).
 
     With `enabled` None it is the live view on a terminal and plain lines otherwise; with True always the live view;
     with False nothing is shown. Rich is imported only for the live view.
@@ -253,9 +254,9 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
 
 
 def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name: str = "reward") -> str:
-    """One line on a finished group: its task, its rewards and its failures. `causes` has the failures' causes by the id
-    of the rollout or group; a repeated cause refers to its first example. The line is empty for a group that did not
-    run because of a repeated cause, since all causes are counted at the end."""
+    """Return one line on a finished group: its task, its rewards and its failures. `causes` has the failures' causes by
+    the id of the rollout or group; a repeated cause refers to its first example. The line is empty for a group that did
+    not run because of a repeated cause, since all causes are counted at the end."""
     causes = Failures().add(group) if causes is None else causes
 
     def error(name: str, text: str) -> str:
@@ -294,7 +295,7 @@ def _of(done: int, total: int | None) -> str:
 
 
 def _pace(per_s: float) -> str:
-    """A rate in rollouts per second, or per minute if it is below one."""
+    """Return a rate in rollouts per second, or per minute if it is below one."""
     return f"{per_s:.1f} rollouts/s" if per_s >= 1 else f"{per_s * 60:.1f} rollouts/min"
 
 

@@ -61,12 +61,12 @@ class Failures:
         return self._causes[key]
 
     def blames(self, blame: Blame, *, only: bool = False) -> bool:
-        """Whether any failure has this attribution or, with `only`, whether all failures have it."""
+        """Return whether any failure has this attribution or, with `only`, whether all failures have it."""
         found = {cause.blame for cause in self._causes.values()}
         return found == {blame.value} if only else blame.value in found
 
     def causes(self) -> list[Cause]:
-        """The causes, the most frequent first."""
+        """Return the causes, the most frequent first."""
         return sorted(self._causes.values(), key=lambda cause: -(cause.rollouts + cause.groups))
 
 

@@ -99,7 +99,7 @@ def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
 
 
 def share_interval(tasks: Iterable[Cluster]) -> Interval | None:
-    """The interval of a share of trials. Each task gives its number of trials that count and its number of all
+    """Return the interval of a share of trials. Each task gives its number of trials that count and its number of all
     trials."""
     totals, sizes = _columns(tasks)
     count, trials = math.fsum(totals), math.fsum(sizes)
@@ -108,24 +108,24 @@ def share_interval(tasks: Iterable[Cluster]) -> Interval | None:
 
 
 def pass_interval(rates: Sequence[float], draws: float) -> Interval | None:
-    """The interval of the mean of the tasks' pass@k, estimated from a total of `draws` draws of k attempts."""
+    """Return the interval of the mean of the tasks' pass@k, estimated from a total of `draws` draws of k attempts."""
     mean = math.fsum(rates) / len(rates)
     return clustered_interval((Cluster(rate, 1) for rate in rates), mean * (1 - mean) / draws, (0.0, 1.0))
 
 
 def with_interval(name: str, value: float, interval: Interval | None) -> dict[str, float]:
-    """A metric, with `NAME/low` and `NAME/high` if there is an interval."""
+    """Return a metric, with `NAME/low` and `NAME/high` if there is an interval."""
     return {name: value} | ({} if interval is None else {f"{name}/low": interval[0], f"{name}/high": interval[1]})
 
 
 def in_words(interval: Interval | None, form: str = ".3f") -> str:
-    """The interval as ` (LOW to HIGH)`, or the empty string."""
+    """Return the interval as ` (LOW to HIGH)`, or the empty string."""
     return "" if interval is None else f" ({interval[0]:{form}} to {interval[1]:{form}})"
 
 
 def student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's distribution, to two parts in ten thousand. Source: Abramowitz and Stegun,
-    26.7.5."""
+    """Return the 97.5 % quantile of Student's distribution, to two parts in ten thousand. Source: Abramowitz and
+    Stegun, 26.7.5."""
     if freedom <= len(_FEW):
         return _FEW[freedom - 1]
     square = Z * Z

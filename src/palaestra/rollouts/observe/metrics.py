@@ -98,7 +98,7 @@ class Figures:
             self._metrics[name].append(float(value))
 
     def numbers(self) -> dict[str, float]:
-        """The metrics by name.
+        """Return the metrics by name.
 
         `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; in
         metrics that end with `_with_unscored`, the others count as 0. `reward/std` is the population's.
@@ -227,7 +227,7 @@ _TOTALS = (
 
 
 def stage_seconds(beside: Beside) -> Iterator[tuple[str, float]]:
-    """The seconds of a rollout by stage: its recorded stages, all its model calls, and the whole rollout."""
+    """Yield the seconds of a rollout by stage: its recorded stages, all its model calls, and the whole rollout."""
     if beside.turn_s:
         yield "model", sum(model_s for model_s, _ in beside.turn_s)
     yield from beside.stages.items()
@@ -236,12 +236,13 @@ def stage_seconds(beside: Beside) -> Iterator[tuple[str, float]]:
 
 
 def group_size(config: Mapping[str, JSON]) -> int:
-    """The number of rollouts that a group should have, from a run's recorded settings; 0 if it is not recorded."""
+    """Return the number of rollouts that a group should have, from a run's recorded settings; 0 if it is not
+    recorded."""
     return int((config.get("env") or {}).get("group_size") or 0)
 
 
 def summarise(groups: Iterable[Group]) -> dict[str, float]:
-    """The metrics of these groups, as in `Figures.numbers`."""
+    """Return the metrics of these groups, as in `Figures.numbers`."""
     figures = Figures()
     for group in groups:
         figures.add(group)
@@ -253,7 +254,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The `q` quantile (0 to 1) of at least one value, interpolated linearly between the two nearest."""
+    """Return the `q` quantile (0 to 1) of at least one value, interpolated linearly between the two nearest."""
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
     low = math.floor(place)

@@ -25,7 +25,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(status: RunStatus, now: float) -> str:
-    """The status as text. `now` is in seconds since the epoch."""
+    """Return the status as text. `now` is in seconds since the epoch."""
     return "".join(
         f"# HELP palaestra_{name} {about}\n# TYPE palaestra_{name} {kind}\n"
         + "".join(f"palaestra_{name}{_labels(labels)} {value:.17g}\n" for labels, value in samples.items())

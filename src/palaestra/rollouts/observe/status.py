@@ -42,7 +42,7 @@ class Rate:
 
     @classmethod
     def of(cls, tasks: Sequence[Sequence[bool]]) -> Rate:
-        """The share of True among the values, which are given by task; there must be at least one value."""
+        """Return the share of True among the values, which are given by task; there must be at least one value."""
         clusters = [Cluster(sum(each), len(each)) for each in tasks]
         count, interval = sum(map(sum, tasks)), share_interval(clusters)
         assert interval is not None
@@ -126,7 +126,7 @@ class RunStatus:
         return f"{text}, {sum(self.begun_anew.values())} started again ({reasons})" if reasons else text
 
     def to_dict(self) -> dict[str, JSON]:
-        """The status as JSON data."""
+        """Return the status as JSON data."""
         plain: dict[str, JSON] = asdict(self) | {"oldest": msgspec.to_builtins(self.oldest)}
         return plain
 
@@ -157,7 +157,7 @@ _KINDS = {"evaluate": "eval", "serve": "feed"}
 
 
 def score_name(kind: str) -> str:
-    """The name of a rollout's score in a run of this kind. A batch keeps samples and does not grade them."""
+    """Return the name of a rollout's score in a run of this kind. A batch keeps samples and does not grade them."""
     return "kept" if kind == BATCH else "reward"
 
 
@@ -208,7 +208,7 @@ class _Paid:
         return self.prompt_tokens + self.completion_tokens
 
     def spent(self, prices: Prices | None) -> float:
-        """The cost, in which tokens that had no price are counted at `prices`."""
+        """Return the cost, in which tokens that had no price are counted at `prices`."""
         return (self.cost or 0.0) + (prices.cost(*self.unpriced) if prices is not None else 0.0)
 
     def add(self, other: _Paid, times: int = 1) -> None:
@@ -288,7 +288,7 @@ class RunReader:
         """The rollout id and start time of every attempt that ended."""
 
     def read(self) -> RunStatus:
-        """The current status. Raises `ConfigError` for a damaged journal."""
+        """Return the current status. Raises `ConfigError` for a damaged journal."""
         with self.journal.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -404,14 +404,14 @@ class RunReader:
         return status
 
     def _by_task(self) -> dict[str, list[str]]:
-        """The groups of each task."""
+        """Return the groups of each task."""
         tasks: defaultdict[str, list[str]] = defaultdict(list)
         for name in self._groups:
             tasks[self._task_ids.get(name) or name].append(name)
         return tasks
 
     def _lacking(self, groups: Sequence[str]) -> int:
-        """The number of rollouts that are missing in these groups because the groups failed."""
+        """Return the number of rollouts that are missing in these groups because the groups failed."""
         return sum(
             max(0, self._group_size - len(self._groups[name])) for name in groups if self._group_ends.get(name, False)
         )
@@ -441,7 +441,7 @@ class RunReader:
 
 
 def _size(path: Path) -> int:
-    """The disk usage of a file; 0 if it is gone."""
+    """Return the disk usage of a file; 0 if it is gone."""
     try:
         return path.stat().st_blocks * 512 if path.is_file() else 0
     except OSError:

@@ -62,7 +62,7 @@ class StatusFile:
         self._me = socket.gethostname(), os.getpid(), started_ticks(os.getpid()) or 0
 
     def now(self) -> StagesNow:
-        """The current stages."""
+        """Return the current stages."""
         host, pid, started = self._me
         first = [Idle(name, *at) for name, at in islice(self._in_flight.items(), LONGEST_LISTED)]
         return StagesNow(
@@ -110,7 +110,7 @@ class StatusFile:
 
 
 def read_stages(folder: Path) -> StagesNow | None:
-    """The stages of a run that were written last, or None without a readable file."""
+    """Return the stages of a run that were written last, or None without a readable file."""
     try:
         found = msgspec.json.decode((folder / STATUS_NAME).read_bytes(), type=StagesNow)
     except (OSError, msgspec.MsgspecError):
@@ -119,12 +119,13 @@ def read_stages(folder: Path) -> StagesNow | None:
 
 
 def is_alive(found: StagesNow) -> bool | None:
-    """Whether the process that wrote the file is alive; None if it ran on another host."""
+    """Return whether the process that wrote the file is alive; None if it ran on another host."""
     return started_ticks(found.pid) == found.started if found.host == socket.gethostname() else None
 
 
 def started_ticks(pid: int) -> int | None:
-    """The start time of a process in clock ticks since boot, or None if it has ended. Source: proc(5), field 22."""
+    """Return the start time of a process in clock ticks since boot, or None if it has ended. Source: proc(5), field
+    22."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -62,13 +62,14 @@ class RolloutWorld:
 
 
 def call_key(tool: str, what: JSON, after: str = "") -> str:
-    """The key of a call: a hash (hex) of the tool, the values that decide its reply, and earlier session calls."""
+    """Return the key of a call: a hash (hex) of the tool, the values that decide its reply, and earlier session
+    calls."""
     text = json.dumps([tool, _plain(what), after], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def with_defaults(arguments: Mapping[str, JSON], parameters: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The arguments with the schema's defaults: `{}` and `{"limit": 5}` may be the same call."""
+    """Return the arguments with the schema's defaults: `{}` and `{"limit": 5}` may be the same call."""
     defaults = {
         name: each["default"] for name, each in parameters.items() if isinstance(each, dict) and "default" in each
     }
@@ -76,7 +77,7 @@ def with_defaults(arguments: Mapping[str, JSON], parameters: Mapping[str, JSON])
 
 
 def failed(reply: ToolReply) -> bool:
-    """Whether a reply reports that the call failed."""
+    """Return whether a reply reports that the call failed."""
     return isinstance(reply, Mapping) and bool(reply.get("error"))
 
 

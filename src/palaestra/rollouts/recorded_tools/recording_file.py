@@ -75,7 +75,7 @@ class Writer:
         self.open().append(_line(heard) + b"\n")
 
     def open(self) -> AppendedFile:
-        """The file, created if it does not exist. Raises `ConfigError`."""
+        """Return the file, created if it does not exist. Raises `ConfigError`."""
         if self._file is None:
             self._file = _opened(self.path)
         return self._file
@@ -126,7 +126,7 @@ class Reader:
             os.close(fd)
 
     def find(self, key: str, rollout: str, n: int, *, failures: bool = True) -> RecordedCall | None:
-        """The reply to the `n`th call of this key in this rollout, or None.
+        """Return the reply to the `n`th call of this key in this rollout, or None.
 
         The rollout's own reply comes first. Otherwise a reply of another rollout is used, always the same one:
         successful replies before failures, then the `n`th, then the latest one before it. A call that is made more
@@ -158,7 +158,7 @@ class Reader:
 
 
 def _line(heard: RecordedCall) -> bytes:
-    """The call as JSON. Characters that UTF-8 cannot encode are replaced, as in replies to the model."""
+    """Return the call as JSON. Characters that UTF-8 cannot encode are replaced, as in replies to the model."""
     try:
         return _encoder.encode(heard)
     except UnicodeEncodeError:
@@ -166,7 +166,7 @@ def _line(heard: RecordedCall) -> bytes:
 
 
 def recording_at(path: Path) -> Path:
-    """The recording at this path, or in the run folder at this path. Raises `ConfigError` if there is none."""
+    """Return the recording at this path, or in the run folder at this path. Raises `ConfigError` if there is none."""
     found = path / WORLD_NAME if path.is_dir() else path
     if not found.is_file():
         raise ConfigError(f"{found} is not there: name a recording, or the folder of a run whose tools used the world")
@@ -174,17 +174,17 @@ def recording_at(path: Path) -> Path:
 
 
 def recording_in(path: Path) -> Path:
-    """The path for a new recording: `path` if it is a file or has a suffix, else a file in the folder `path`."""
+    """Return the path for a new recording: `path` if it is a file or has a suffix, else a file in the folder `path`."""
     return path if path.is_file() or (path.suffix and not path.is_dir()) else path / WORLD_NAME
 
 
 def _distance(recorded: int, wanted: int) -> tuple[bool, int]:
-    """The distance of a recorded call from the wanted one; later calls sort after all earlier ones."""
+    """Return the distance of a recorded call from the wanted one; later calls sort after all earlier ones."""
     return recorded > wanted, abs(recorded - wanted)
 
 
 def _opened(path: Path) -> AppendedFile:
-    """The file, opened for appending. A line torn by a kill is terminated, so that the next line is separate."""
+    """Return the file, opened for appending. A line torn by a kill is terminated, so that the next line is separate."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

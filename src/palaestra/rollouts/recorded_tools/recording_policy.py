@@ -34,7 +34,7 @@ Repeats: TypeAlias = Callable[[], bool]
 
 
 async def live(call: RecordedCall, ask: Ask) -> ToolOutcome:
-    """The policy `live`: call the tool."""
+    """Return the policy `live`: call the tool."""
     return await ask()
 
 
@@ -68,8 +68,8 @@ class RunWorld:
         self._kept.append(Writer(path))
 
     def rollout(self, rollout_id: str, repeats: Repeats = lambda: False) -> RolloutWorld:
-        """The recorded replies for a rollout that starts now. `repeats` returns whether the rollout still repeats turns
-        of an earlier part of the run."""
+        """Return the recorded replies for a rollout that starts now. `repeats` returns whether the rollout still
+        repeats turns of an earlier part of the run."""
         return RolloutWorld(rollout_id, partial(self._answer, repeats), replayed=self.replayed)
 
     async def _answer(self, repeats: Repeats, call: RecordedCall, ask: Ask) -> ToolOutcome:
@@ -102,7 +102,7 @@ def record(call: RecordedCall, outcome: ToolOutcome, writer: Writer) -> None:
 
 
 def replaying(recording: Reader | None, path: Path, *, strict: bool) -> Policy:
-    """Replies only from the recording at `path`; `recording` is None if the file does not exist.
+    """Return replies only from the recording at `path`; `recording` is None if the file does not exist.
 
     A missing reply gives the model an error or, with `strict`, ends the rollout.
     """
@@ -124,7 +124,8 @@ def replaying(recording: Reader | None, path: Path, *, strict: bool) -> Policy:
 
 
 def filling(recording: Reader, added: Writer) -> Policy:
-    """Replies from a recording. Calls that it lacks are made and added to it, only once for equal concurrent calls.
+    """Return replies from a recording. Calls that it lacks are made and added to it, only once for equal concurrent
+    calls.
 
     Calls of a session are always made, because a browser that was never opened cannot continue where a recording ends.
     """
@@ -150,7 +151,7 @@ def filling(recording: Reader, added: Writer) -> Policy:
 
 
 def open_world(mode: str, recording: str | Path | None = None, *, strict: bool = False) -> RunWorld:
-    """Recorded replies in one of the modes, for a run, `ToolExecutor(world=…)` or `ToolSession(world=…)`.
+    """Return recorded replies in one of the modes, for a run, `ToolExecutor(world=…)` or `ToolSession(world=…)`.
 
     `recording` is a file (`birds.jsonl`), or a folder such as a run's that holds one. `replay` and `fill` read it;
     `record` and `fill` add to it. A run with the mode `record` passes no `recording` and keeps all replies in its own
@@ -175,7 +176,8 @@ def open_world(mode: str, recording: str | Path | None = None, *, strict: bool =
 
 
 def world_of_run(folder: Path) -> RunWorld:
-    """The replies that a run recorded, for replaying it. A missing reply ends the rollout as a failure of the tool."""
+    """Return the replies that a run recorded, for replaying it. A missing reply ends the rollout as a failure of the
+    tool."""
     path = folder / WORLD_NAME
     reader = Reader(path) if path.is_file() else None
     return RunWorld(replaying(reader, path, strict=True), reader=reader, replayed=True)

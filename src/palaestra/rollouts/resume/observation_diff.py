@@ -63,7 +63,7 @@ _CODE = re.compile(r'"(?:exit_code|returncode|success)": ?(-?\w+)')
 
 
 def classify(recorded: str, replayed: str, asked: str) -> Kind:
-    """The reason why two texts differ. `asked` has all text that the agent had written in its calls so far."""
+    """Return the reason why two texts differ. `asked` has all text that the agent had written in its calls so far."""
     if _numbers(recorded) != _numbers(replayed):
         return Kind.OTHER
     was, now = _text(recorded), _text(replayed)
@@ -83,7 +83,8 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
 
 
 def first_difference(recorded: str, replayed: str, most: int = 200) -> tuple[str, str]:
-    """The first line that differs, from each of the two texts, cut to `most` characters around the difference."""
+    """Return the first line that differs, from each of the two texts, cut to `most` characters around the
+    difference."""
     was, now = _text(recorded).splitlines() or [""], _text(replayed).splitlines() or [""]
     place = next((n for n, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
     one, other = (lines[place] if place < len(lines) else "" for lines in (was, now))
@@ -104,13 +105,13 @@ def _words(text: str) -> list[str]:
 
 
 def _text(content: str) -> str:
-    """The strings of a tool's reply, one per line."""
+    """Return the strings of a tool's reply, one per line."""
     reply = _decoded(content)
     return content.replace("\\n", "\n") if reply is None else "\n".join(_strings(reply))
 
 
 def _numbers(content: str) -> JSON:
-    """A tool's reply without its strings; any difference here is `other`."""
+    """Return a tool's reply without its strings; any difference here is `other`."""
     reply = _decoded(content)
     return _CODE.findall(content) if reply is None else _without_strings(reply)
 

@@ -116,7 +116,7 @@ class RecordedTurns:
         return CannotResume(f"{self.failed}: {self.evidence}" if self.evidence else str(self.failed))
 
     def pieces(self, sent: int) -> list[Piece] | None:
-        """The tokens sampled after the prompt with this checksum, or None once every turn has been used.
+        """Return the tokens sampled after the prompt with this checksum, or None once every turn has been used.
 
         Raises `CannotResume` for a prompt that is not recorded.
         """
@@ -129,21 +129,21 @@ class RecordedTurns:
         raise self.fail(Mismatch.QUESTION)
 
     def was_given(self, sampled: SampledTurn) -> bool:
-        """Whether these tokens came from the record. Call this only once for each sample."""
+        """Return whether these tokens came from the record. Call this only once for each sample."""
         sent = sampled.pieces[0].sent
         given = self._given[sent] > 0
         self._given[sent] -= given
         return given
 
     def pending_reply(self, branch: int, messages: Sequence[Message]) -> ChatCompletion | None:
-        """The recorded reply to this conversation in the turn that was cut off, or None."""
+        """Return the recorded reply to this conversation in the turn that was cut off, or None."""
         if self.failed is not None or not self._replies:
             return None
         waiting = self._replies.get((branch, checksum(messages)))
         return _completion(waiting.popleft()) if waiting else None
 
     def reply(self, messages: Sequence[Message]) -> ChatCompletion | None:
-        """The recorded reply to this conversation, or None once every turn has been used.
+        """Return the recorded reply to this conversation, or None once every turn has been used.
 
         Raises `CannotResume` for a conversation that is not the recorded one.
         """
@@ -161,7 +161,8 @@ class RecordedTurns:
         return await ask(call) if recorded is None else recorded
 
     def expected_observation(self, name: str, arguments: Mapping[str, JSON]) -> str | None:
-        """The recorded answer to this call, or None. Calls, parallel ones too, must ask in the order of their start."""
+        """Return the recorded answer to this call, or None. Calls, parallel ones too, must ask in the order of their
+        start."""
         same = [call for call in self._calls if call.name == name]
         call = next((call for call in same if _decoded(call.arguments) == arguments), same[0] if same else None)
         if call is None:
@@ -170,14 +171,15 @@ class RecordedTurns:
         return call.observed
 
     def match_observation(self, expected: str, text: str) -> str:
-        """The recorded answer, which the model sees in place of `text`. Raises `CannotResume` if they do not match."""
+        """Return the recorded answer, which the model sees in place of `text`. Raises `CannotResume` if they do not
+        match."""
         if text == expected or classify(expected, text, asked="") in HARMLESS:
             return expected
         was, now = first_difference(expected, text)
         raise self.fail(Mismatch.OBSERVATION, f"{was!r} was recorded and is {now!r} now")
 
     def match_turn(self, turn: Turn | None, messages: Sequence[Message], sampled: Sequence[SampledTurn]) -> bool:
-        """Whether the turn just taken (None: the opening messages) is a recorded one.
+        """Return whether the turn just taken (None: the opening messages) is a recorded one.
 
         Raises `CannotResume` if another turn is recorded in its place.
         """
@@ -212,7 +214,7 @@ def _completion(event: TurnTaken | ReplyReceived) -> ChatCompletion:
 
 
 def _calls(messages: Sequence[Message]) -> list[_RecordedCall]:
-    """The calls of a recorded turn, in order, each with its answer."""
+    """Return the calls of a recorded turn, in order, each with its answer."""
     if messages and not messages[0].get("tool_calls"):
         return [_RecordedCall(*each) for each in exchanged(messages)]
     answers = {message.get("tool_call_id"): message.get("content") for message in messages[1:]}
@@ -224,12 +226,12 @@ def _calls(messages: Sequence[Message]) -> list[_RecordedCall]:
 
 
 def _same(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:
-    """Whether these messages equal the recorded ones, which the journal has as plain JSON."""
+    """Return whether these messages equal the recorded ones, which the journal has as plain JSON."""
     return list(messages) == list(recorded) or _decoded(msgspec.json.encode(messages)) == list(recorded)
 
 
 def _ordered(sampled: Sequence[SampledTurn]) -> list[bytes]:
-    """The samples of a turn in sorted order, since concurrent sub-agents sample in any order."""
+    """Return the samples of a turn in sorted order, since concurrent sub-agents sample in any order."""
     return sorted(msgspec.json.encode(each) for each in sampled)
 
 

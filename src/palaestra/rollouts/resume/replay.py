@@ -121,7 +121,7 @@ class Comparison:
         return not self.kinds[Kind.OTHER] and not self.other_ends
 
     def to_dict(self) -> dict[str, JSON]:
-        """The comparison as JSON data."""
+        """Return the comparison as JSON data."""
         return {**asdict(self), "kinds": dict(self.kinds), "rate": self.rate, "ok": self.ok}
 
     def add(self, recorded: Group, replayed: Group) -> None:
@@ -151,7 +151,7 @@ class Comparison:
         self._end(recorded, replayed)
 
     def _all_differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
-        """All differences, those of sub-agents first, since the agent that started them got its answer later."""
+        """Yield all differences, those of sub-agents first, since the agent that started them got its answer later."""
         name, now = recorded.rollout_id, {each.number: each.messages for each in replayed.every_subagent()}
         for each in recorded.every_subagent():
             for difference in self._differences(name, each.messages, now.get(each.number, [])):
@@ -198,7 +198,7 @@ class Comparison:
 
 
 def _calls(message: Message) -> str:
-    """The text of the agent's calls, or the whole message where calls are written as text."""
+    """Return the text of the agent's calls, or the whole message where calls are written as text."""
     calls = message.get("tool_calls") or ()
     return "\n".join(str(call["function"]["arguments"]) for call in calls) or str(message.get("content") or "")
 

@@ -72,12 +72,12 @@ class CutOff:
         return [reply for place, reply in self.replies if place >= len(self.events)]
 
     def paid(self) -> list[tuple[int, int]]:
-        """The tokens read and written for each reply of the model."""
+        """Return the tokens read and written for each reply of the model."""
         others = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
         return [event.tokens for event in self.own] + [reply.tokens for reply in others]
 
     def record(self, rollout_id: str, group: Group, index: int, prices: Prices | None) -> Trajectory:
-        """The record of an attempt that will not be continued, with its messages and its cost."""
+        """Return the record of an attempt that will not be continued, with its messages and its cost."""
         prompt_tokens, completion_tokens = map(sum, zip((0, 0), *self.paid(), strict=True))
         return Trajectory(
             rollout_id=rollout_id,
@@ -191,7 +191,7 @@ class _Reader:
                 pass
 
     def settled(self) -> EarlierWork:
-        """The work without the rollouts that were cut off. A group with such a rollout has not ended."""
+        """Return the work without the rollouts that were cut off. A group with such a rollout has not ended."""
         work = self._work
         for number, group in list(work.ended.items()):
             rollouts = work.rollouts[group.group_id]
@@ -212,12 +212,13 @@ class _Reader:
 
 
 def taken_until(events: Sequence[TurnTaken], turn: int) -> list[TurnTaken]:
-    """The opening messages and the turns up to this one."""
+    """Return the opening messages and the turns up to this one."""
     return [event for event in events if event.turn <= turn]
 
 
 def _in_the_middle(event: TurnTaken) -> bool:
-    """Whether a turn was cut off during a call. The marker is searched in the text, as some agents write calls so."""
+    """Return whether a turn was cut off during a call. The marker is searched in the text, as some agents write calls
+    so."""
     return any(_NOT_FINISHED in str(message.get("content")) for message in event.messages)
 
 

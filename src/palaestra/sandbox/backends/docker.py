@@ -87,7 +87,7 @@ class DockerBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> DockerBackend:
-        """The backend for the settings of a run."""
+        """Return the backend for the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
         return cls(
             config.docker_image,
@@ -175,7 +175,7 @@ class DockerBackend(RemoteBackend):
             self._roots[image] = await self._store.directory(built)
 
     async def _built(self, folder: str) -> str:
-        """A folder with a Dockerfile, built and exported by the first daemon: the path of a tar file."""
+        """Return a folder with a Dockerfile, built and exported by the first daemon: the path of a tar file."""
         docker, host = _docker(self._hosts[0]), self._hosts[0]
         tag = f"palaestra-build:{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
         await build_docker_image(folder, tag, host=host)
@@ -229,7 +229,7 @@ class DockerBackend(RemoteBackend):
 
 
 def is_path(image: str) -> bool:
-    """Whether an image is a path of this machine, not a name of docker's."""
+    """Return whether an image is a path of this machine, not a name of docker's."""
     return os.path.isabs(image) or image.startswith(".")
 
 
@@ -241,7 +241,7 @@ async def build_docker_image(folder: str | Path, tag: str, *, timeout_s: float =
 
 
 async def docker_image_exists(tag: str, *, host: str = "") -> bool:
-    """Whether a daemon has an image."""
+    """Return whether a daemon has an image."""
     status, _ = await run_command([*_docker(host), "image", "inspect", tag], _CHECK_S)
     return status == 0
 

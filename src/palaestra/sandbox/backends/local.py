@@ -86,13 +86,13 @@ class LocalBackend(ServerBackend):
     def from_isolation(
         cls, isolation: str, *, require_sandbox: bool = False, host_ports: Sequence[int] = ()
     ) -> LocalBackend:
-        """The backend for `best` or the name of an isolation level. Raises `ConfigError` for another value."""
+        """Return the backend for `best` or the name of an isolation level. Raises `ConfigError` for another value."""
         rung, require = levels(isolation, require_sandbox)
         return cls(rung=rung, require=require, host_ports=host_ports)
 
     @classmethod
     def from_config(cls, config: JSON) -> LocalBackend:
-        """The backend for the settings of a run."""
+        """Return the backend for the settings of a run."""
         return cls.from_isolation(
             config.isolation, require_sandbox=config.require_sandbox, host_ports=config.host_ports
         )
@@ -124,7 +124,7 @@ class LocalBackend(ServerBackend):
         return self._service is not None
 
     def leases(self) -> list[Slot]:
-        """The slots that a service held when this backend attached to it, under new leases."""
+        """Return the slots that a service held when this backend attached to it, under new leases."""
         server, found = self._running(), []
         for lease in server.hello.get("leases", ()):
             trajectory_id, spec = decode_lease(lease["about"])
@@ -153,7 +153,7 @@ class LocalBackend(ServerBackend):
         return {} if self._service is None else {"about": encode_lease(trajectory_id, spec)}
 
     async def _image(self, spec: SlotSpec) -> str | None:
-        """The directory of the spec's image."""
+        """Return the directory of the spec's image."""
         if spec.image is None:
             return None
         self._images = self._images or ImageStore()
@@ -167,7 +167,7 @@ class LocalBackend(ServerBackend):
         return int(reply.fields["bytes"])
 
     async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
-        """A saved snapshot, used in place; meanwhile the server locks the folder (flock, shared).
+        """Return a saved snapshot, used in place; meanwhile the server locks the folder (flock, shared).
 
         Raises FileNotFoundError if it is gone.
         """
@@ -182,7 +182,7 @@ class LocalBackend(ServerBackend):
 
 
 def _interpreter_prefix() -> str:
-    """The folder where the running interpreter is installed, unless slots see it anyway."""
+    """Return the folder where the running interpreter is installed, unless slots see it anyway."""
     prefix = os.path.realpath(sys.base_prefix)
     return "" if f"{prefix}/".startswith("/usr/") else prefix
 

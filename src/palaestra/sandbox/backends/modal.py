@@ -128,18 +128,19 @@ class ModalSandboxConfig:
             )
 
     def with_app_name(self, app_name: str) -> ModalSandboxConfig:
-        """The same settings with another app."""
+        """Return the same settings with another app."""
         return replace(self, app_name=app_name)
 
     def get_app_name(self) -> str:
-        """The app of its sandboxes; each profile but the default one has an app of its own."""
+        """Return the app of its sandboxes; each profile but the default one has an app of its own."""
         if self.app_name is not None:
             return self.app_name
         return DEFAULT_APP if self.name == "default" else f"{DEFAULT_APP}-{self.name}"
 
     @classmethod
     def from_dict(cls, name: str, data: Mapping[str, JSON]) -> ModalSandboxConfig:
-        """The settings in a profile of a file. Raises `ConfigError` for an unknown key or a value of another type."""
+        """Return the settings in a profile of a file. Raises `ConfigError` for an unknown key or a value of another
+        type."""
         found: dict[str, JSON] = {}
         known = {each.name: str(each.type) for each in fields(cls)}
         for key, value in data.items():
@@ -151,7 +152,7 @@ class ModalSandboxConfig:
 
     @classmethod
     def from_env(cls, profile_name: str = "default", environ: Mapping[str, str] | None = None) -> ModalSandboxConfig:
-        """The settings in ATROPOS_MODAL_PROFILE_<NAME>_<SETTING>, or else ATROPOS_MODAL_<SETTING>, for example
+        """Return the settings in ATROPOS_MODAL_PROFILE_<NAME>_<SETTING>, or else ATROPOS_MODAL_<SETTING>, for example
         ATROPOS_MODAL_IMAGE. `environ` defaults to this process's."""
         environ = os.environ if environ is None else environ
         own = f"ATROPOS_MODAL_PROFILE_{profile_name.upper().replace('-', '_')}_"
@@ -167,7 +168,7 @@ class ModalSandboxConfig:
 
     @classmethod
     def from_agent_env_config(cls, config: JSON) -> ModalSandboxConfig:
-        """The settings that an environment has as `modal_*`."""
+        """Return the settings that an environment has as `modal_*`."""
         given = {each.name: getattr(config, f"modal_{each.name.removesuffix('_s')}", None) for each in fields(cls)}
         return cls.from_dict("default", {key: value for key, value in given.items() if value is not None})
 
@@ -175,8 +176,8 @@ class ModalSandboxConfig:
     def load_profiles(
         cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None
     ) -> dict[str, ModalSandboxConfig]:
-        """The profiles by name: those of a YAML file with `profiles:` (the argument, or ATROPOS_MODAL_PROFILES_FILE),
-        those that ATROPOS_MODAL_PROFILES lists (see `from_env`), and `default`."""
+        """Return the profiles by name: those of a YAML file with `profiles:` (the argument, or
+        ATROPOS_MODAL_PROFILES_FILE), those that ATROPOS_MODAL_PROFILES lists (see `from_env`), and `default`."""
         environ = os.environ if environ is None else environ
         path = path or environ.get("ATROPOS_MODAL_PROFILES_FILE")
         found: dict[str, ModalSandboxConfig] = {}
@@ -235,7 +236,8 @@ class ModalBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> ModalBackend:
-        """The backend for the settings of a run. A lifetime that the user does not set is long enough for a rollout."""
+        """Return the backend for the settings of a run. A lifetime that the user does not set is long enough for a
+        rollout."""
         rung, require = levels(config.isolation, config.require_sandbox)
         wanted = ModalSandboxConfig.from_agent_env_config(config)
         rollout_s = config.worker_timeout if config.worker_timeout > 0 else None
@@ -310,7 +312,7 @@ class ModalBackend(RemoteBackend):
         return ModalPlace(self, spec, number, rung=rung, require=self._required)
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """A new slot; waits while `max_sandboxes` run and none has room. Raises `AcquireTimeout`."""
+        """Return a new slot; waits while `max_sandboxes` run and none has room. Raises `AcquireTimeout`."""
         try:
             return await super().create(spec, trajectory_id, snapshot)
         finally:
@@ -395,7 +397,7 @@ class ModalBackend(RemoteBackend):
         await super()._tidy()
 
     async def make_sandbox(self, spec: PlaceSpec) -> modal.Sandbox:
-        """A new sandbox for a place. Tries again while Modal has no capacity for more. Raises `SandboxError`."""
+        """Return a new sandbox for a place. Tries again while Modal has no capacity for more. Raises `SandboxError`."""
         sdk = load_sdk()
         config = self.config
         deadline = time.monotonic() + config.acquire_timeout_s
@@ -523,7 +525,7 @@ class ModalPlace(Place):
         return {**fields, "env": {**self._variables, **own}}
 
     async def _root(self, image: str) -> str:
-        """The sandbox's directory for an image of this machine, copied once."""
+        """Return the sandbox's directory for an image of this machine, copied once."""
 
         async def copy() -> str:
             folder = await self._backend.images.directory(image)
@@ -604,7 +606,7 @@ class ModalClient(DistantClient):
 
 
 def load_sdk() -> Any:  # the module `modal`, whose functions have attributes that its types do not declare
-    """The client of Modal. Raises `ConfigError` if it is not installed."""
+    """Return the client of Modal. Raises `ConfigError` if it is not installed."""
     try:
         import modal
         import modal.exception
@@ -614,7 +616,7 @@ def load_sdk() -> Any:  # the module `modal`, whose functions have attributes th
 
 
 async def _within(limit_s: float, work: Awaitable[T]) -> T:
-    """The result of a call. Raises OSError if it takes longer."""
+    """Return the result of a call. Raises OSError if it takes longer."""
     try:
         return await asyncio.wait_for(work, limit_s)
     except TimeoutError:
@@ -622,7 +624,7 @@ async def _within(limit_s: float, work: Awaitable[T]) -> T:
 
 
 async def _call(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of a call to a sandbox. Raises `SlotLost` for its failure."""
+    """Return the result of a call to a sandbox. Raises `SlotLost` for its failure."""
     try:
         return await _within(limit_s, work)
     except Exception as error:  # the client also raises errors of the libraries it uses
@@ -630,7 +632,7 @@ async def _call(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _created(creating: Coroutine[Any, Any, modal.Sandbox]) -> modal.Sandbox:
-    """A new sandbox; it is ended if the caller no longer waits for it."""
+    """Return a new sandbox; it is ended if the caller no longer waits for it."""
     task = asyncio.ensure_future(creating)
     try:
         return await _within(_CREATE_S, asyncio.shield(task))
@@ -682,7 +684,7 @@ async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "", skippe
 
 
 async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]:
-    """A tar file of the directory, some entries at a time."""
+    """Yield a tar file of the directory, some entries at a time."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w|", bufsize=_PIECE) as files:
         paths = await asyncio.to_thread(lambda: list(_entries(source, skipped)))
@@ -701,7 +703,7 @@ async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]
 
 
 def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
-    """The directory and everything in it, parents first."""
+    """Yield the directory and everything in it, parents first."""
     yield source
     for folder, folders, files in os.walk(source):
         folders[:] = [name for name in folders if name not in skipped]
@@ -709,12 +711,12 @@ def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
 
 
 def is_interpreter(mount: Mount) -> bool:
-    """Whether a mount is this machine's Python, which tools use without its packages."""
+    """Return whether a mount is this machine's Python, which tools use without its packages."""
     return bool(os.path.realpath(mount.source) == os.path.realpath(sys.base_prefix))
 
 
 def is_path(image: str | None) -> TypeGuard[str]:
-    """Whether an image is a directory or a file of this machine, not a name."""
+    """Return whether an image is a directory or a file of this machine, not a name."""
     return image is not None and (os.path.isabs(image) or image.startswith("."))
 
 
@@ -723,7 +725,7 @@ def _text(error: BaseException) -> str:
 
 
 def _typed(what: str, declared: str, value: JSON) -> JSON:
-    """A value from a file or a variable as the type of its field. Raises `ConfigError`."""
+    """Return a value from a file or a variable as the type of its field. Raises `ConfigError`."""
     try:
         if declared.startswith("list"):
             return (

@@ -79,7 +79,7 @@ class NomadBackendConfig:
 
     @classmethod
     def from_agent_env_config(cls, config: JSON) -> NomadBackendConfig:
-        """The settings of the backend, from those of a run."""
+        """Return the settings of the backend, from those of a run."""
         return cls(
             nomad_address=config.nomad_address,
             sandbox_job_id=config.sandbox_job_id,
@@ -125,7 +125,7 @@ class Allocation:
 
 
 def job_specification(config: NomadBackendConfig, name: str, image: str | None, meta: JSON, token: str) -> JSON:
-    """The job as Nomad's API takes it (api-docs/json-jobs); durations in nanoseconds."""
+    """Return the job as Nomad's API takes it (api-docs/json-jobs); durations in nanoseconds."""
     docker = config.driver == "docker"
     host = "0.0.0.0" if docker else f"${{NOMAD_IP_{PORT}}}"  # noqa: S104 - inside the container
     arguments = ["-I", "-S", "-c", program(), host, f"${{NOMAD_PORT_{PORT}}}", str(config.slots_per_container)]
@@ -211,7 +211,7 @@ class NomadJob:
         return job_specification(self._config, self.name, self._image, meta, self._token)
 
     async def _free_name(self, name: str) -> str:
-        """The name, if no live run has it; a job of that name whose run is gone is removed."""
+        """Return the name, if no live run has it; a job of that name whose run is gone is removed."""
         job = await self._api.find(f"/v1/job/{name}")
         if job is None or job.get("Stop") or job.get("Status") == "dead":
             return name
@@ -243,7 +243,7 @@ class NomadJob:
             _log.warning("the Nomad job %s could not be stopped, the next run removes it: %s", self.name, error)
 
     async def take(self) -> Allocation:
-        """A free allocation whose server answers. Raises `SandboxError`, with the reason, if there is none."""
+        """Return a free allocation whose server answers. Raises `SandboxError`, with the reason, if there is none."""
         self._waiting += 1
         try:
             async with asyncio.timeout(_START_S):
@@ -265,7 +265,7 @@ class NomadJob:
     async def connect(
         self, allocation: Allocation, rung: str, settings: JSON, on_lost: JSON, silence_s: float
     ) -> PortClient:
-        """A slot server of its own in the allocation."""
+        """Return a slot server of its own in the allocation."""
         assert allocation.address is not None
         return await PortClient.connect(allocation.address, self._token, rung, settings, on_lost, silence_s=silence_s)
 
@@ -329,7 +329,7 @@ class NomadJob:
                 self._count = before
 
     async def _failed_placement(self, evaluation: str) -> str | None:
-        """The reason why an evaluation has placed less than it should; None if it placed all."""
+        """Return the reason why an evaluation has placed less than it should; None if it placed all."""
         found, index = await self._api.get(f"/v1/evaluation/{evaluation}"), 1
         for _ in range(10):
             if found["Status"] not in ("pending", "blocked") or found.get("FailedTGAllocs"):
@@ -384,12 +384,12 @@ class NomadJob:
 
 
 def _failed(stub: Mapping[str, JSON]) -> bool:
-    """Whether an ended allocation is kept, to report why it failed."""
+    """Return whether an ended allocation is kept, to report why it failed."""
     return stub.get("ClientStatus") == "failed" and not stub.get("NextAllocation")
 
 
 def _number(name: str) -> int:
-    """The number in the name of an allocation, `job.group[number]`."""
+    """Return the number in the name of an allocation, `job.group[number]`."""
     found = re.search(r"\[(\d+)\]$", name)
     return int(found[1]) if found else 0
 
@@ -405,7 +405,7 @@ async def address_of(api: NomadAPI, allocation_id: str) -> tuple[str, int]:
 
 
 async def is_attended(api: NomadAPI, job: Mapping[str, JSON], unattended_s: float) -> bool:
-    """Whether the run of a job is live: a stream is open, was open within `unattended_s`, or it comes up.
+    """Return whether the run of a job is live: a stream is open, was open within `unattended_s`, or it comes up.
 
     A server that cannot be asked from here counts as attended.
     """
@@ -512,7 +512,7 @@ class NomadBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> NomadBackend:
-        """The backend for the settings of a run."""
+        """Return the backend for the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
         return cls(NomadBackendConfig.from_agent_env_config(config), rung=rung, require=require)
 
@@ -537,7 +537,7 @@ class NomadBackend(RemoteBackend):
         return NomadPlace(self, spec, number, rung=rung, require=self._required)
 
     async def job(self, image: str | None) -> NomadJob:
-        """The registered job whose servers have the image."""
+        """Return the registered job whose servers have the image."""
         task = self._jobs.get(image)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._jobs[image] = asyncio.create_task(self._register(image))

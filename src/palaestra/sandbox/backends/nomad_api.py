@@ -68,11 +68,11 @@ class NomadAPI:
             raise ConfigError(f"Nomad at {self.address} has no leader: wait for it, or set another nomad_address")
 
     async def get(self, path: str, **query: str) -> JSON:
-        """The answer to a GET."""
+        """Return the answer to a GET."""
         return (await self._request("GET", path, None, query))[0]
 
     async def find(self, path: str) -> JSON:
-        """The answer to a GET; None for an object that does not exist."""
+        """Return the answer to a GET; None for an object that does not exist."""
         try:
             return await self.get(path)
         except NomadRefused as refused:
@@ -81,16 +81,17 @@ class NomadAPI:
             raise
 
     async def wait(self, path: str, index: int, wait_s: float) -> tuple[JSON, int]:
-        """The answer to a blocking query and its index: once the index exceeds `index`, or after `wait_s` seconds."""
+        """Return the answer to a blocking query and its index: once the index exceeds `index`, or after `wait_s`
+        seconds."""
         query = {"index": str(index), "wait": f"{wait_s:g}s"}
         return await self._request("GET", path, None, query, wait_s * (1 + 1 / 16) + _TIMEOUT_S)
 
     async def post(self, path: str, body: JSON) -> JSON:
-        """The answer to a POST."""
+        """Return the answer to a POST."""
         return (await self._request("POST", path, body, {}))[0]
 
     async def delete(self, path: str, **query: str) -> JSON:
-        """The answer to a DELETE."""
+        """Return the answer to a DELETE."""
         return (await self._request("DELETE", path, None, query))[0]
 
     async def _request(
@@ -131,7 +132,7 @@ class NomadAPI:
 
 
 def placement_problem(metrics: Mapping[str, JSON]) -> str:
-    """The reason why the scheduler found no node, from an AllocationMetric."""
+    """Return the reason why the scheduler found no node, from an AllocationMetric."""
     parts = [f"{metrics.get('NodesEvaluated', 0)} nodes evaluated"]
     available = metrics.get("NodesAvailable") or {}
     parts += [f"no node in datacenter {name}" for name, count in available.items() if not count]
@@ -144,8 +145,8 @@ def placement_problem(metrics: Mapping[str, JSON]) -> str:
 
 
 def task_problem(state: Mapping[str, JSON], restarts_before: int = 0) -> str | None:
-    """The reason why a task does not come up, from its TaskState; None if it may. The first `restarts_before` restarts
-    do not count."""
+    """Return the reason why a task does not come up, from its TaskState; None if it may. The first `restarts_before`
+    restarts do not count."""
     events: Iterable[Mapping[str, JSON]] = state.get("Events") or ()
     latest = list(reversed(list(events)))
     last_started = next((n for n, event in enumerate(latest) if event["Type"] == "Started"), len(latest))
@@ -163,7 +164,7 @@ def _text(event: Mapping[str, JSON]) -> str:
 
 
 async def log_tail(api: NomadAPI, allocation: str, task: str) -> str:
-    """The end of a task's standard error; empty if there is none or it cannot be read."""
+    """Return the end of a task's standard error; empty if there is none or it cannot be read."""
     query = {"task": task, "type": "stderr", "plain": "true", "origin": "end", "offset": "1000"}
     try:
         async with asyncio.timeout(5):

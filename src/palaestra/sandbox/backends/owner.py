@@ -7,19 +7,20 @@ from pathlib import Path
 
 
 def this_host() -> str:
-    """The name of this machine since its last boot, as seen from this process's process namespace."""
+    """Return the name of this machine since its last boot, as seen from this process's process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def process_name(pid: int) -> str:
-    """A name of a process that no other on this machine has: its number and its start. Source: proc_pid_stat(5)."""
+    """Return a name of a process that no other on this machine has: its number and its start. Source:
+    proc_pid_stat(5)."""
     started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{pid}-{started}"
 
 
 def is_alive(process: str) -> bool:
-    """Whether the process of that name runs."""
+    """Return whether the process of that name runs."""
     try:
         return process_name(int(process.partition("-")[0])) == process
     except (OSError, ValueError):

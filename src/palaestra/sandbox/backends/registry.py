@@ -41,12 +41,12 @@ BUILTIN: Mapping[str, str] = {
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names of all backends, this package's first."""
+    """Return the names of all backends, this package's first."""
     return (*BUILTIN, *(name for name in plugins.installed(GROUP) if name not in BUILTIN))
 
 
 def backend_words(names: str) -> list[str]:
-    """The names of backends in a setting, without hosts."""
+    """Return the names of backends in a setting, without hosts."""
     return [word.partition("=")[0] for word in names.split()] or [names]
 
 
@@ -100,7 +100,7 @@ _HOSTS = {"docker": "docker_hosts", "docker_direct": "docker_hosts", "ssh": "ssh
 
 
 def make_backend(names: str, config: JSON) -> Backend:
-    """The backend of that name for a configuration, or one that spreads slots over several (`spread.py`).
+    """Return the backend of that name for a configuration, or one that spreads slots over several (`spread.py`).
 
     Raises `ConfigError` for an unknown name, a package that cannot be loaded, and settings that the backend refuses.
     """

@@ -173,11 +173,12 @@ class RemoteBackend(StartedBackend):
         self._numbers = itertools.count(epoch // _EPOCHS)
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
-        """The local command that starts a place, runs `call` there, and ends the place when its standard input ends."""
+        """Return the local command that starts a place, runs `call` there, and ends the place when its standard input
+        ends."""
         raise NotImplementedError(f"{self.name} neither has a command nor makes its places itself")
 
     def make_place(self, spec: PlaceSpec, number: int, rung: Rung | None) -> Place:
-        """A place that is not started. Backends that start places without a command override this."""
+        """Return a place that is not started. Backends that start places without a command override this."""
         return Place(self, spec, number, rung=rung, require=self._required)
 
     @abstractmethod
@@ -185,8 +186,8 @@ class RemoteBackend(StartedBackend):
         """Raise `ConfigError`, with the remedy, if no place can be started on the host."""
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
-        """The place that a slot needs, without its host. Raises `ConfigError` for anything that the platform does not
-        offer."""
+        """Return the place that a slot needs, without its host. Raises `ConfigError` for anything that the platform
+        does not offer."""
         if spec.image is not None and not self.image_kinds:
             raise ConfigError(f"the backend {self.name} takes no images, and the task needs {spec.image}")
         image = spec.image or self._image
@@ -243,7 +244,7 @@ class RemoteBackend(StartedBackend):
         return self._most * self._per_place
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """A new slot, in the place of the snapshot if one is given.
+        """Return a new slot, in the place of the snapshot if one is given.
 
         If every host fails to start a place, they are tried once more as soon as one answers.
         """
@@ -316,17 +317,17 @@ class RemoteBackend(StartedBackend):
             place.slots.discard(slot.epoch)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """The slot's present files. Raises `SandboxError` at levels without layers."""
+        """Return the slot's present files. Raises `SandboxError` at levels without layers."""
         place = self._holder(slot)
         return self._kept(place, await place.checkpoint(slot))
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """A second, cut snapshot of the same files."""
+        """Return a second, cut snapshot of the same files."""
         place = self._place_of(snapshot)
         return self._kept(place, await place.view(snapshot, view))
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
-        """The changes in the topmost layer, sorted by path."""
+        """Return the changes in the topmost layer, sorted by path."""
         return await self._place_of(snapshot).changes(snapshot)
 
     async def forget(self, snapshot: Snapshot) -> None:
@@ -338,7 +339,7 @@ class RemoteBackend(StartedBackend):
             await self._tidy()
 
     def stats(self) -> Mapping[str, JSON]:
-        """The present counts."""
+        """Return the present counts."""
         places = list(self._places.values())
         lost = self._lost + sum(int(place.stats()["lost"]) for place in places)
         return {
@@ -352,12 +353,13 @@ class RemoteBackend(StartedBackend):
         }
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
-        """The place for a new slot: one that runs and has room, or a new one on the host with the fewest slots."""
+        """Return the place for a new slot: one that runs and has room, or a new one on the host with the fewest
+        slots."""
         wanted = self.place_spec(spec)
         return self._with_room(wanted, without) or self._add_place(wanted, without)
 
     def _with_room(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place | None:
-        """The fullest place of that kind with room, so that others become idle."""
+        """Return the fullest place of that kind with room, so that others become idle."""
         drained = self.drained_hosts()
         fitting = [
             place
@@ -371,7 +373,7 @@ class RemoteBackend(StartedBackend):
         return max(fitting, key=lambda place: place.load, default=None)
 
     def _add_place(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place:
-        """A new place, not started, on the host with the fewest slots."""
+        """Return a new place, not started, on the host with the fewest slots."""
         drained = self.drained_hosts()
         hosts = [host for host in self._hosts if host not in without and host not in drained]
         if not hosts:
@@ -418,11 +420,11 @@ class RemoteBackend(StartedBackend):
                 await place.aclose()
 
     def _is_spare(self, place: Place) -> bool:
-        """Whether an idle place should end."""
+        """Return whether an idle place should end."""
         return len(self._places) > self._most or not place.is_up or place.spec.host in self.drained_hosts()
 
     def drained_hosts(self) -> frozenset[str]:
-        """The hosts that get no new slots: the words of `drain_file`."""
+        """Return the hosts that get no new slots: the words of `drain_file`."""
         if self.drain_file is None:
             return frozenset()
         try:
@@ -441,7 +443,8 @@ def _age_s(place: Place) -> float:
 
 
 async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """The exit status of a command of this machine, and the end of its output; 127 if there is no such program."""
+    """Return the exit status of a command of this machine, and the end of its output; 127 if there is no such
+    program."""
     try:
         done = await run_process(command, timeout_s=timeout_s)
     except FileNotFoundError:

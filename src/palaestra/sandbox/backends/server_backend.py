@@ -171,7 +171,7 @@ class ServerBackend(StartedBackend):
         return Rung.FULL if chosen is None else chosen  # not `or`: `none` is 0
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """A new slot. `spec.image` must be that of the snapshot."""
+        """Return a new slot. `spec.image` must be that of the snapshot."""
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
         fields: dict[str, JSON] = {
@@ -195,7 +195,7 @@ class ServerBackend(StartedBackend):
         return self._add(server, requests, made, spec, trajectory_id)
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
-        """The data of a slot that a server keeps for its next client."""
+        """Return the data of a slot that a server keeps for its next client."""
         return {}
 
     def _add(
@@ -215,7 +215,7 @@ class ServerBackend(StartedBackend):
         return snapshot_of(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """The slot's present files; its processes are stopped meanwhile, then continue.
+        """Return the slot's present files; its processes are stopped meanwhile, then continue.
 
         Files are shared with the slot's last checkpoint; the cost grows with the change since then. Raises
         `SandboxError` for a process that does not stop, and at isolation levels without layers.
@@ -236,12 +236,13 @@ class ServerBackend(StartedBackend):
             await self.forget(snapshot)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """A second, cut snapshot of the same files. It costs a link per changed file, unlike `seal(slot, view)`."""
+        """Return a second, cut snapshot of the same files. It costs a link per changed file, unlike `seal(slot,
+        view)`."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
         return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
-        """The changes in the topmost layer, sorted by path."""
+        """Return the changes in the topmost layer, sorted by path."""
         found = await self._running().listing("layer_changes", {"layers": list(snapshot.layers)})
         return [Change(**change) for change in found]
 
@@ -265,11 +266,11 @@ class ServerBackend(StartedBackend):
             await self._running().call("forget", {"layers": list(layers)})
 
     def stats(self) -> Mapping[str, JSON]:
-        """The present counts."""
+        """Return the present counts."""
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
 
     async def _living(self) -> SlotClient:
-        """The server, started again if it has died. Its slots and snapshots are lost then."""
+        """Return the server, started again if it has died. Its slots and snapshots are lost then."""
         async with self._restarting:
             server, rung = self._running(), self.rung
             if server.ended:
@@ -320,7 +321,7 @@ def levels(isolation: str, require_sandbox: bool = False) -> tuple[Rung | None, 
 
 
 def allowed_hosts(spec: SlotSpec) -> JSON:
-    """The hosts that the slot may reach; None without a list. Raises `ConfigError` for an invalid host."""
+    """Return the hosts that the slot may reach; None without a list. Raises `ConfigError` for an invalid host."""
     if not isinstance(spec.network, AllowList):
         return None
     for host in spec.network.hosts:
@@ -332,12 +333,12 @@ def allowed_hosts(spec: SlotSpec) -> JSON:
 
 
 def environment(spec: SlotSpec, path: str = SYSTEM_PATH) -> dict[str, JSON]:
-    """The variables of all commands of a slot."""
+    """Return the variables of all commands of a slot."""
     return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
 
 
 def _proxies(spec: SlotSpec) -> dict[str, str]:
-    """The proxy variables of a slot with a list of hosts."""
+    """Return the proxy variables of a slot with a list of hosts."""
     if not isinstance(spec.network, AllowList):
         return {}
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
@@ -350,7 +351,7 @@ def _view(view: View | None) -> JSON:
 
 
 def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
-    """The request that drops a new snapshot; the layers below its topmost one belong to others."""
+    """Return the request that drops a new snapshot; the layers below its topmost one belong to others."""
     return "forget", {"layers": made["layers"][:1]}
 
 

@@ -60,7 +60,7 @@ class SingularityBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> SingularityBackend:
-        """The backend for the settings of a run."""
+        """Return the backend for the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
         return cls(
             config.singularity_image,

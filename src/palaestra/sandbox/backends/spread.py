@@ -40,7 +40,7 @@ class BackendName:
 
 
 def parse_names(text: str) -> list[BackendName]:
-    """The backends that a setting names. Raises `ConfigError`."""
+    """Return the backends that a setting names. Raises `ConfigError`."""
     found = []
     for word in text.split():
         name, _, rest = word.partition("=")
@@ -142,7 +142,7 @@ class SpreadBackend(StartedBackend):
         return None if None in known else sum(each for each in known if each is not None)
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """A new slot on the backend with most room, or on that of the snapshot."""
+        """Return a new slot on the backend with most room, or on that of the snapshot."""
         if snapshot is not None:
             return await self._make(self._keeper(snapshot), spec, trajectory_id, snapshot)
         tried: list[Part] = []
@@ -160,7 +160,7 @@ class SpreadBackend(StartedBackend):
                     self._leave_out(part, error)
 
     def _choose(self, tried: Sequence[Part]) -> Part | None:
-        """The next backend to ask; one that is left out only when there is no other."""
+        """Return the next backend to ask; one that is left out only when there is no other."""
         left = [part for part in self._parts if part not in tried and part.share < 1]
         for overflow in (False, True):
             usable = [part for part in left if part.overflow is overflow and not part.is_left_out]
@@ -193,17 +193,17 @@ class SpreadBackend(StartedBackend):
             part.slots.discard(slot.epoch)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """The slot's present files. Raises `SandboxError` at levels without layers."""
+        """Return the slot's present files. Raises `SandboxError` at levels without layers."""
         part = self._holder(slot)
         return _kept(part, await part.backend.checkpoint(slot))
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """A second, cut snapshot of the same files."""
+        """Return a second, cut snapshot of the same files."""
         part = self._keeper(snapshot)
         return _kept(part, await part.backend.view(snapshot, view))
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
-        """The changes in the topmost layer, sorted by path."""
+        """Return the changes in the topmost layer, sorted by path."""
         return await self._keeper(snapshot).backend.changes(snapshot)
 
     async def forget(self, snapshot: Snapshot) -> None:
@@ -214,7 +214,7 @@ class SpreadBackend(StartedBackend):
                 await part.backend.forget(snapshot)
 
     def stats(self) -> Mapping[str, JSON]:
-        """The present counts, together and of each backend."""
+        """Return the present counts, together and of each backend."""
         parts = [dict(part.backend.stats()) for part in self._parts]
         sums = {name: sum(int(each.get(name, 0)) for each in parts) for name in ("slots", "lost", "containers")}
         return {"backend": self.name, "rung": self.rung.label, **sums, "backends": parts}

@@ -49,7 +49,7 @@ class SSHBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> SSHBackend:
-        """The backend for the settings of a run."""
+        """Return the backend for the settings of a run."""
         if not config.ssh_hosts:
             raise ConfigError("the backend ssh needs a machine: set ssh_hosts to user@host")
         rung, require = levels(config.isolation, config.require_sandbox)
@@ -80,6 +80,6 @@ class SSHBackend(RemoteBackend):
 
 
 def _destination(host: str) -> str:
-    """A host as `ssh` takes it: a port needs the form `ssh://HOST:PORT`."""
+    """Return a host as `ssh` takes it: a port needs the form `ssh://HOST:PORT`."""
     name, colon, port = host.partition(":")
     return f"ssh://{name}:{port}" if colon and port.isdecimal() else host

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def default_folder(kind: str = "images") -> str:
-    """The folder for this user's images, or for stored data of another kind."""
+    """Return the folder for this user's images, or for stored data of another kind."""
     if os.geteuid() == 0:
         return f"/var/lib/palaestra/{kind}"
     try:
@@ -61,7 +61,7 @@ class ImageStore:
         self._asking: dict[str, asyncio.Lock] = {}
 
     async def directory(self, image: str) -> str:
-        """The root file system of an image: itself if it is one, otherwise unpacked. Raises `ImageError`."""
+        """Return the root file system of an image: itself if it is one, otherwise unpacked. Raises `ImageError`."""
         path = os.path.realpath(image)
         if not image or path == "/":
             raise ImageError(

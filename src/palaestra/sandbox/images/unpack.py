@@ -72,7 +72,8 @@ class Entry(tarfile.TarInfo):
 
 
 def layers(path: str) -> Iterator[tarfile.TarFile]:
-    """The layers of the image at `path`, lowest first, each open until the next is asked for. Raises `ImageError`."""
+    """Yield the layers of the image at `path`, lowest first, each open until the next is asked for. Raises
+    `ImageError`."""
     try:
         if os.path.isdir(path):
             yield from _of_layout(path, _file_opener(path))
@@ -95,7 +96,7 @@ def layers(path: str) -> Iterator[tarfile.TarFile]:
 
 
 def identity(path: str) -> str:
-    """The SHA-256 of an image, in hexadecimal: for an OCI layout of its manifest, for a file of its bytes."""
+    """Return the SHA-256 of an image, in hexadecimal: for an OCI layout of its manifest, for a file of its bytes."""
     if os.path.isdir(path):
         try:
             with _file_opener(path)("index.json") as file:
@@ -109,7 +110,7 @@ def identity(path: str) -> str:
 
 
 def is_layout(path: str) -> bool:
-    """Whether a directory is an OCI layout and not a root."""
+    """Return whether a directory is an OCI layout and not a root."""
     return os.path.isfile(os.path.join(path, "oci-layout")) or (
         os.path.isfile(os.path.join(path, "index.json")) and os.path.isdir(os.path.join(path, "blobs"))
     )
@@ -149,7 +150,7 @@ def _layer(file: IO[bytes], path: str) -> Iterator[tarfile.TarFile]:
 
 
 def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
-    """The entry for this machine, or the only one."""
+    """Return the entry for this machine, or the only one."""
     entries: list[dict[str, JSON]] = index["manifests"]
     wanted = _MACHINES.get(platform.machine(), platform.machine())
     fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]
@@ -208,7 +209,7 @@ def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
 
 
 def _first_names(archive: tarfile.TarFile) -> Iterator[str]:
-    """The first names of an archive, enough to recognise a root."""
+    """Yield the first names of an archive, enough to recognise a root."""
     for count, member in enumerate(archive):
         yield member.name
         top = member.name.removeprefix("./").partition("/")[0]
@@ -360,7 +361,7 @@ class Unpacking:
             path = path.rpartition("/")[0]
 
     def _enter(self, folder: str) -> int:
-        """The directory of the next entries, made if it is missing."""
+        """Return the directory of the next entries, made if it is missing."""
         if self._parent is None or self._parent[0] != folder:
             self._leave_parent()
             self._parent = (folder, self._open_folder(folder))

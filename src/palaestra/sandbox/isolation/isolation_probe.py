@@ -37,7 +37,8 @@ WARNINGS = {
 
 
 async def probe() -> list[RungStatus]:
-    """Every isolation level, best first, with the reason if it is not available. Takes a fraction of a second."""
+    """Return every isolation level, best first, with the reason if it is not available. Takes a fraction of a
+    second."""
     return [await _try(rung) for rung in BUILT]
 
 

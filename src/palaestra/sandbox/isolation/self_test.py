@@ -113,9 +113,9 @@ def _claims(facts: dict[str, list[str]], rung: Rung) -> dict[str, bool]:
 
 
 def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]:
-    """The checks, named by their failures. `facts` are the lines that the script wrote, by their first word. If the
-    server is not root, two checks are skipped: a command can signal its own init, and processes keep their capability
-    bounding set, which `no_new_privs` does not reduce.
+    """Return the checks, named by their failures. `facts` are the lines that the script wrote, by their first word. If
+    the server is not root, two checks are skipped: a command can signal its own init, and processes keep their
+    capability bounding set, which `no_new_privs` does not reduce.
     """
     uid = facts.get("uid", [""])[0]
     bounding = facts.get("CapBnd:", ["1"]) if server_is_root else ["0"]
@@ -135,7 +135,7 @@ def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[s
 
 
 def explain(message: str) -> str:
-    """The message with its usual cause."""
+    """Return the message with its usual cause."""
     for pattern, hint in _HINTS:
         if re.search(pattern, message):
             return f"{message} ({hint})"

@@ -105,7 +105,7 @@ class Requests(ABC):
 
     @abstractmethod
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
-        """A request that makes something; if it is cancelled, its result is undone."""
+        """Return a request that makes something; if it is cancelled, its result is undone."""
 
     @abstractmethod
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
@@ -120,13 +120,13 @@ class Requests(ABC):
         """Close every descriptor and nothing else, in a forked child."""
 
     async def read(self, op: str, fields: Fields) -> bytes:
-        """A request whose answer may be long and come in pieces."""
+        """Return a request whose answer may be long and come in pieces."""
         pieces: list[bytes] = []
         last = await self.call(op, fields, on_data=pieces.append)
         return b"".join((*pieces, last.data)) if pieces else last.data
 
     async def listing(self, op: str, fields: Fields) -> list[dict[str, JSON]]:
-        """A request whose answer is a list of objects, sorted by path."""
+        """Return a request whose answer is a list of objects, sorted by path."""
         found: list[dict[str, JSON]] = json.loads(await self.read(op, fields))
         return sorted(found, key=lambda entry: str(entry["path"]))
 
@@ -155,7 +155,7 @@ class Requests(ABC):
     def _send(self, kind: FrameKind, number: int, fields: Fields, data: bytes = b"") -> None: ...
 
     def _begin(self, on_data: OnData | None = None, on_hole: OnHole | None = None) -> Pending:
-        """A new pending request; the caller removes it."""
+        """Return a new pending request; the caller removes it."""
         number = next(self._numbers)
         pending = self._pending[number] = Pending(number, on_data, on_hole)
         return pending
@@ -215,7 +215,7 @@ class SlotClient(Requests):
 
     @classmethod
     async def launch(cls, rung: str) -> tuple[SlotClient, socket.socket]:
-        """A server for another process to use: its process, and the stream to it."""
+        """Return a server for another process to use: its process, and the stream to it."""
         client = cls(lambda name, epoch: None)
         ours, theirs = socket.socketpair()
         with theirs:
@@ -224,8 +224,8 @@ class SlotClient(Requests):
 
     @classmethod
     async def attach(cls, path: str, on_lost: OnLost) -> SlotClient:
-        """The server behind a socket; it keeps running after `aclose`. Raises `SandboxError` while another client has
-        it."""
+        """Return the server behind a socket; it keeps running after `aclose`. Raises `SandboxError` while another
+        client has it."""
         client = cls(on_lost)
         stream = socket.socket(socket.AF_UNIX)
         try:
@@ -278,7 +278,7 @@ class SlotClient(Requests):
         """Send the process all that it needs to become a server: nothing on this machine."""
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
-        """More sockets that the server inherits; they are closed here."""
+        """Return more sockets that the server inherits; they are closed here."""
         return ()
 
     def _connect(self, stream: socket.socket) -> None:
@@ -463,7 +463,7 @@ async def settle(future: asyncio.Future[JSON], patience_s: float | None = None) 
 
 
 def error_of(fields: Fields) -> Exception:
-    """The exception for an ERROR frame."""
+    """Return the exception for an ERROR frame."""
     message = fields["message"]
     match fields["error"]:
         case "os":

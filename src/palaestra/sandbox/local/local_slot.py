@@ -70,7 +70,7 @@ class LocalSlot(Slot):
         self._results = itertools.count(1)
 
     def lease(self) -> dict[str, JSON]:
-        """The fields that name this lease in a request. Raises `StaleLease` after release."""
+        """Return the fields that name this lease in a request. Raises `StaleLease` after release."""
         if self.released:
             raise StaleLease(f"the lease of {self.slot_id} (epoch {self.epoch}) has ended")
         return {"slot": self.slot_id, "epoch": self.epoch}
@@ -131,7 +131,7 @@ class LocalSlot(Slot):
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
     ) -> LocalShell:
-        """A stateful shell. Raises `TaskError` if the task's limits allow too few open files."""
+        """Return a stateful shell. Raises `TaskError` if the task's limits allow too few open files."""
         files = self.spec.limits.open_files
         if files is not None and files < SHELL_FILES:
             raise TaskError(
@@ -166,7 +166,7 @@ class LocalSlot(Slot):
         return [LocalProcess(self, fields) for fields in reply.fields["processes"]]
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
-        """The file from `offset` to its end. Raises OSError (EFBIG) if that is more than `max_bytes`."""
+        """Return the file from `offset` to its end. Raises OSError (EFBIG) if that is more than `max_bytes`."""
         _require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
         return await self.requests.read("read", fields)
@@ -179,7 +179,7 @@ class LocalSlot(Slot):
         await self.requests.upload(fields, data)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
-        """The entries of a directory with absolute paths, sorted by name."""
+        """Return the entries of a directory with absolute paths, sorted by name."""
         listed = await self.requests.listing("list", {**self.lease(), "path": path})
         found = [FileInfo(**entry) for entry in listed]
         parents = {posixpath.dirname(entry.path) for entry in found}
@@ -233,14 +233,14 @@ class LocalSlot(Slot):
         return (await self.requests.call("ask", fields, request)).data
 
     async def changes(self) -> list[Change]:
-        """The changes since the slot's start; commands may run during the walk."""
+        """Return the changes since the slot's start; commands may run during the walk."""
         return [Change(**change) for change in await self.requests.listing("changes", self.lease())]
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         return self._fork(self)
 
     def result(self, reply: Frame, timeout_s: float) -> ExecutionResult:
-        """The result of a command, from its RESULT frame, with the next id."""
+        """Return the result of a command, from its RESULT frame, with the next id."""
         data = reply.data
         code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = frames.decode_result(data)
         data = data[frames.RESULT_SIZE :]
@@ -269,7 +269,7 @@ class LocalSlot(Slot):
     def not_started(
         self, command: str | Sequence[str], error: CommandNotStarted, stderr: bool = False
     ) -> ExecutionResult:
-        """The result of a program that could not be run, as a shell would report it."""
+        """Return the result of a program that could not be run, as a shell would report it."""
         code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
         program = command if isinstance(command, str) else command[0]
         text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
@@ -416,7 +416,7 @@ class LocalProcess:
         await self._call("resize", rows=size.rows, columns=size.columns)
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Its status when it has ended, or after `timeout_s`: check `running`."""
+        """Return its status when it has ended, or after `timeout_s`: check `running`."""
         left = math.inf if timeout_s is None else timeout_s
         while True:
             step = min(left, _LONGEST_WAIT_S)
@@ -479,7 +479,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _text(data: bytes, head: int, tail: int, total: int, where: str = "") -> str:
-    """A captured stream as text: head and tail, with a line between them if bytes are missing."""
+    """Return a captured stream as text: head and tail, with a line between them if bytes are missing."""
     if total <= head + tail:
         return data[: head + tail].decode(errors="replace")
     gap = f"\n… {total - head - tail} of {total} bytes left out{where} …\n"

@@ -39,7 +39,7 @@ class _Seen:
 
 
 def running_servers() -> list[RunningServer]:
-    """All servers that this user may see, oldest first."""
+    """Return all servers that this user may see, oldest first."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     table = {seen.pid: seen for seen in map(_read, pids) if seen is not None}
     children: dict[int, list[int]] = {}

@@ -116,32 +116,32 @@ async def send_server(stream: socket.socket) -> None:
 
 
 def call_of(rung: str, silence_s: float | None = None) -> list[str]:
-    """The command that runs `launch` in a place."""
+    """Return the command that runs `launch` in a place."""
     silence = [] if silence_s is None else [str(silence_s)]
     return ["python3", "-I", "-S", "-c", program(), rung, *silence]
 
 
 @functools.cache
 def program() -> str:
-    """The source of `launch`."""
+    """Return the source of `launch`."""
     return Path(launch.__file__).read_text()
 
 
 @functools.cache
 def archive() -> bytes:
-    """The slot server's files as `launch` takes them."""
+    """Return the slot server's files as `launch` takes them."""
     data = packed({f"slotd/{path.relative_to(_SLOTD)}": path for path in slotd_files()})
     return b"%d\n%s" % (len(data), data)
 
 
 def slotd_files() -> list[Path]:
-    """The files of the slot server: its source, and the compiled inits."""
+    """Return the files of the slot server: its source, and the compiled inits."""
     files = [path for path in sorted(_SLOTD.rglob("*")) if path.is_file()]
     return [path for path in files if path.suffix in (".py", ".c", ".h") or path.name.startswith("init-")]
 
 
 def packed(paths: Mapping[str, Path | None]) -> bytes:
-    """Files by their names in a compressed tar archive; None is an empty file."""
+    """Return files by their names in a compressed tar archive; None is an empty file."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz", compresslevel=6) as files:
         for name, path in paths.items():

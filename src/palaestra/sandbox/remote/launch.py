@@ -24,7 +24,7 @@ NEEDED = (3, 11)
 
 
 def receive(size: int) -> bytes:
-    """The given number of bytes of standard input. Raises EOFError when there are fewer."""
+    """Return the given number of bytes of standard input. Raises EOFError when there are fewer."""
     pieces = []
     while size:
         piece = os.read(0, min(size, PIECE))
@@ -36,7 +36,7 @@ def receive(size: int) -> bytes:
 
 
 def receive_line() -> bytes:
-    """The bytes of a line, without its end."""
+    """Return the bytes of a line, without its end."""
     line = b""
     while not line.endswith(b"\n"):
         line += receive(1)

@@ -113,7 +113,7 @@ async def _opened(address: tuple[str, int]) -> socket.socket:
 
 
 async def _head(stream: socket.socket) -> str:
-    """The first line of an answer; what follows its head stays in the socket, where the frames are read."""
+    """Return the first line of an answer; what follows its head stays in the socket, where the frames are read."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         piece = await asyncio.get_running_loop().sock_recv(stream, 1)
@@ -129,12 +129,12 @@ def _name(address: tuple[str, int]) -> str:
 
 @functools.cache
 def program() -> str:
-    """The source of `port_launch`."""
+    """Return the source of `port_launch`."""
     return Path(port_launch.__file__).read_text()
 
 
 @functools.cache
 def archive() -> bytes:
-    """The server's files, as `port_launch` takes them: a package without its public names."""
+    """Return the server's files, as `port_launch` takes them: a package without its public names."""
     paths = [*(_PACKAGE / name for name in _FILES), *slotd_files()]
     return packed({"palaestra/__init__.py": None} | {f"palaestra/{path.relative_to(_PACKAGE)}": path for path in paths})

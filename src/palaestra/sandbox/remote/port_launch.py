@@ -43,7 +43,7 @@ class DeadlineConnection:
         self._ends_at = time.monotonic() + seconds
 
     def receive(self, most: int) -> bytes:
-        """Some bytes; none at the end. Raises OSError at the deadline."""
+        """Return some bytes; none at the end. Raises OSError at the deadline."""
         self._stream.settimeout(max(0.001, self._ends_at - time.monotonic()))
         return self._stream.recv(most)
 
@@ -57,7 +57,7 @@ class DeadlineConnection:
 
 
 def receive_head(connection: DeadlineConnection) -> tuple[str, dict[str, str], bytes]:
-    """The first line, the headers, and the part of the body that has arrived. Raises ValueError for an invalid
+    """Return the first line, the headers, and the part of the body that has arrived. Raises ValueError for an invalid
     request."""
     data = b""
     while b"\r\n\r\n" not in data:
@@ -72,7 +72,7 @@ def receive_head(connection: DeadlineConnection) -> tuple[str, dict[str, str], b
 
 
 def receive_body(connection: DeadlineConnection, headers: dict[str, str], begun: bytes) -> bytes:
-    """The whole body. Raises ValueError for one that is too large or incomplete."""
+    """Return the whole body. Raises ValueError for one that is too large or incomplete."""
     size = int(headers.get("content-length", "0"))
     if not 0 <= size <= MAX_BODY:
         raise ValueError("too large")
@@ -86,7 +86,7 @@ def receive_body(connection: DeadlineConnection, headers: dict[str, str], begun:
 
 
 def unpack(archive: bytes) -> str:
-    """A new folder with the files. Removes those of servers that were killed."""
+    """Return a new folder with the files. Removes those of servers that were killed."""
     for name in os.listdir(tempfile.gettempdir()):
         pid = name[len(PREFIX) :].split("-")[0]
         if name.startswith(PREFIX) and not os.path.exists("/proc/" + pid):

@@ -80,7 +80,7 @@ class Request:
     body: bytes = b""
 
     def json(self) -> JSON:
-        """The body. Raises `Refused` for one that is not JSON."""
+        """Return the body. Raises `Refused` for one that is not JSON."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -347,8 +347,8 @@ _REASONS = {
 
 
 async def _read_head(reader: asyncio.StreamReader) -> Request | None:
-    """The next request of a connection, without its body; None at its end. Raises ValueError for an invalid one, and
-    `TimeoutError`."""
+    """Return the next request of a connection, without its body; None at its end. Raises ValueError for an invalid one,
+    and `TimeoutError`."""
     try:
         async with asyncio.timeout(HEAD_S):
             head = await reader.readuntil(b"\r\n\r\n")
@@ -364,7 +364,7 @@ async def _read_head(reader: asyncio.StreamReader) -> Request | None:
 
 
 async def _read_body(reader: asyncio.StreamReader, request: Request) -> bytes:
-    """The body of a request. Raises ValueError for one without a known size or that is too large, and
+    """Return the body of a request. Raises ValueError for one without a known size or that is too large, and
     `TimeoutError`."""
     size = int(request.headers.get("content-length", "0"))
     if not 0 <= size <= MAX_BODY:
@@ -400,8 +400,8 @@ def _described(each: Numbered) -> JSON:
 
 
 def is_of_a_slot(peer: tuple[str, int], here: tuple[str, int]) -> bool:
-    """Whether a user of a slot on this host has made a connection, according to the kernel's list. Source: proc(5),
-    net/tcp."""
+    """Return whether a user of a slot on this host has made a connection, according to the kernel's list. Source:
+    proc(5), net/tcp."""
     wanted = _hexadecimal(peer), _hexadecimal(here)
     with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
         for line in table:

@@ -39,13 +39,14 @@ class Service:
 
 
 def default_directory() -> Path:
-    """The directory of this user's services: not on a disk, and not visible in slots."""
+    """Return the directory of this user's services: not on a disk, and not visible in slots."""
     run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
     return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
 
 
 def socket_path(name: str, directory: Path | None = None) -> Path:
-    """The socket of a service. Raises `ConfigError` for an invalid name, and if others have access to the directory."""
+    """Return the socket of a service. Raises `ConfigError` for an invalid name, and if others have access to the
+    directory."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a service; use letters, digits, dots and dashes")
     folder = directory or default_directory()
@@ -70,7 +71,7 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
 
 
 async def look(path: Path) -> Service | None:
-    """The state of a service, without attaching; None if it does not run."""
+    """Return the state of a service, without attaching; None if it does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:

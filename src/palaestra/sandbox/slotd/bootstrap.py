@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _make_group() -> cgroups.ServerCgroup:
-    """The server's control groups. Removes those of dead servers first."""
+    """Return the server's control groups. Removes those of dead servers first."""
     if not namespaces.is_real_root():
         raise PermissionError(1, "needs root")
     hierarchies = cgroups.find()
@@ -79,7 +79,7 @@ def _make_group() -> cgroups.ServerCgroup:
 def _fork_server(
     stream: socket.socket, full: bool, group: cgroups.ServerCgroup | None, handover: socket.socket | None
 ) -> int:
-    """The server's pid. Never returns in the server."""
+    """Return the server's pid. Never returns in the server."""
     if not privileges.supported():
         raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
     if not full and not namespaces.is_real_root():
@@ -152,5 +152,5 @@ def run_server(
 
 
 def refusal(error: OSError) -> Fields:
-    """The ERROR for a server that cannot be started."""
+    """Return the ERROR for a server that cannot be started."""
     return {"error": "isolation", "message": error.strerror or str(error)}

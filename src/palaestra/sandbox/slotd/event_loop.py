@@ -80,7 +80,7 @@ class EpollLoop:
         self.watch(fd, call)
 
     def watches(self, fd: int) -> bool:
-        """Whether a descriptor is watched."""
+        """Return whether a descriptor is watched."""
         return fd in self._watched
 
     def watch_for(self, fd: int, events: int, call: Callback) -> None:
@@ -151,11 +151,11 @@ class EpollLoop:
         self._epoll.close()
 
     def fileno(self) -> int:
-        """The epoll descriptor, which is readable while a watched descriptor is ready."""
+        """Return the epoll descriptor, which is readable while a watched descriptor is ready."""
         return self._epoll.fileno()
 
     def patience(self) -> float | None:
-        """How long a round may wait: until the next timer; None without one."""
+        """Return how long a round may wait: until the next timer; None without one."""
         if self._jobs:
             return 0
         timers = self._timers

@@ -33,7 +33,7 @@ _PAUSE_EVERY = 256
 
 
 def absolute(path: str) -> str:
-    """The path from the slot's root. Raises OSError for one that no file can have."""
+    """Return the path from the slot's root. Raises OSError for one that no file can have."""
     if not path:
         raise FileNotFoundError(errno.ENOENT, "the path is empty", path)
     if not path.isascii():
@@ -55,7 +55,8 @@ def open_at(root: int, path: str, flags: int) -> int:
 
 
 def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple[int, int]:
-    """A descriptor at `offset`, and the number of bytes left. Raises OSError (EFBIG) if they exceed `max_bytes`."""
+    """Return a descriptor at `offset`, and the number of bytes left. Raises OSError (EFBIG) if they exceed
+    `max_bytes`."""
     handle = open_at(root, path, os.O_PATH)
     try:
         status = os.fstat(handle)
@@ -140,7 +141,7 @@ class Writing:
 
 
 def create(root: int, path: str, owner: int) -> int:
-    """A new file, open for writing, with its parent directories. Raises OSError if the path exists."""
+    """Return a new file, open for writing, with its parent directories. Raises OSError if the path exists."""
     folder = _make_folders(root, posixpath.dirname(path), owner)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -172,7 +173,7 @@ def make_link(root: int, path: str, target: str, owner: int) -> None:
 
 
 def describe(root: int, path: str) -> dict[str, Any] | None:
-    """The entry at a path, links not followed; None if it does not exist."""
+    """Return the entry at a path, links not followed; None if it does not exist."""
     path = absolute(path)
     try:
         fd = open_at(root, path, os.O_PATH | os.O_NOFOLLOW)
@@ -185,7 +186,7 @@ def describe(root: int, path: str) -> dict[str, Any] | None:
 
 
 def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str, Any]]]:
-    """The entries of a directory, as a job."""
+    """Yield the entries of a directory, as a job."""
     path = absolute(path)
     fd = open_at(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
     found: list[dict[str, Any]] = []
@@ -307,7 +308,7 @@ def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tu
 
 
 def _make_folders(root: int, path: str, owner: int) -> int:
-    """A handle of a directory, made with its parents if it is missing."""
+    """Return a handle of a directory, made with its parents if it is missing."""
     try:
         return _open_folder(root, path)
     except FileNotFoundError:
@@ -324,7 +325,7 @@ def _make_folders(root: int, path: str, owner: int) -> int:
 
 
 def _open_folder(root: int, path: str) -> int:
-    """A handle of a directory. One directly below the root, like the workspace, needs no path resolution."""
+    """Return a handle of a directory. One directly below the root, like the workspace, needs no path resolution."""
     name = path[1:]
     if "/" not in name and name != "..":
         try:
@@ -353,12 +354,12 @@ def _status(folder: int, name: str) -> os.stat_result | None:
 
 
 def _plain(path: str) -> str:
-    """A path without `.`, `..` and double slashes, even at the start, where POSIX would keep two."""
+    """Return a path without `.`, `..` and double slashes, even at the start, where POSIX would keep two."""
     return posixpath.normpath(f"/{path.lstrip('/')}")
 
 
 def kind_of(mode: int) -> str:
-    """The name of a file type: file, dir, symlink or other."""
+    """Return the name of a file type: file, dir, symlink or other."""
     if stat.S_ISREG(mode):
         return "file"
     if stat.S_ISDIR(mode):

@@ -76,7 +76,7 @@ class SlotInit(Protocol):
         """Start the init, which serves the other end of `control`; returns its pid. Never returns in the init."""
 
     def gone(self) -> bool:
-        """Whether no process of the slot is left once the init is dead. Kills any that are left."""
+        """Return whether no process of the slot is left once the init is dead. Kills any that are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,11 @@ class Place(NamedTuple):
     prefix: str = ""
 
     def seen(self, entry: Fields) -> Fields:
-        """A directory entry with its path as the slot sees it."""
+        """Return a directory entry with its path as the slot sees it."""
         return {**entry, "path": f"{self.prefix}{entry['path']}"} if self.prefix else entry
 
     def error(self, error: OSError) -> OSError:
-        """An error with its path as the slot sees it."""
+        """Return an error with its path as the slot sees it."""
         return OSError(error.errno, error.strerror, f"{self.prefix}{error.filename or self.path}")
 
 
@@ -133,7 +133,7 @@ class Checkpoints(Protocol[F, L]):
         """Copy a layer and all below it to the host's empty `folder`, as a job; returns the bytes of the files."""
 
     def load(self, folder: str, image: str | None) -> tuple[L, ...]:
-        """The layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
+        """Return the layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
 
 
 class RungDriver(Protocol[F, L]):
@@ -150,19 +150,19 @@ class RungDriver(Protocol[F, L]):
         """Turn a dead slot's files into a layer."""
 
     def duplicate(self, layer: L) -> L:
-        """A second layer of the same files, to be cut; slots may use the first one."""
+        """Return a second layer of the same files, to be cut; slots may use the first one."""
 
     def cut(self, layer: L, view: Fields) -> None:
         """Reduce a layer that is not in use yet to a view of itself."""
 
     def slot_changes(self, files: F) -> Iterator[Fields | None]:
-        """The changes of a slot so far; None is a pause."""
+        """Return the changes of a slot so far; None is a pause."""
 
     def layer_changes(self, layer: L) -> Iterator[Fields | None]:
-        """The changes in a layer; None is a pause."""
+        """Return the changes in a layer; None is a pause."""
 
     def locate(self, files: F, root: int, path: str, writing: bool = False) -> Place:
-        """The place of an absolute path of a slot. Raises OSError if the slot may not read (or write) it."""
+        """Return the place of an absolute path of a slot. Raises OSError if the slot may not read (or write) it."""
 
 
 AnyDriver = RungDriver[Any, Any]

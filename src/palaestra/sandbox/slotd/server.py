@@ -369,7 +369,7 @@ class SlotServer:
     # Frozen slots and checkpoints
 
     def _hold(self, frame: Frame) -> bool:
-        """Whether a request has to wait for a checkpoint of its slot. Thaws a frozen slot."""
+        """Return whether a request has to wait for a checkpoint of its slot. Thaws a frozen slot."""
         if not self._held and not self._frozen:
             return False
         name, op = frame.fields.get("slot", ""), frame.fields["op"]
@@ -496,7 +496,7 @@ class SlotServer:
     # Look-ups
 
     def _leased(self, frame: Frame, alive: bool = True) -> ServerSlot:
-        """The slot a request names, if its lease is the current one."""
+        """Return the slot a request names, if its lease is the current one."""
         name, epoch = frame.fields["slot"], frame.fields["epoch"]
         slot = self._slots.get(name)
         if slot is None or slot.epoch != epoch or slot.ending is not None:

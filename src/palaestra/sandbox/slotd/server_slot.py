@@ -96,7 +96,7 @@ class ServerSlot:
             self._kill_init()
 
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process of the slot for memory since the last question."""
+        """Return whether the kernel has killed a process of the slot for memory since the last question."""
         kills, self._oom_kills = self._oom_kills, cgroups.oom_kills(list(self.groups)) if self.groups else 0
         return self._oom_kills > kills
 
@@ -105,7 +105,7 @@ class ServerSlot:
         then(self.ran_out_of_memory())
 
     def open_line(self) -> socket.socket | None:
-        """A second socket for orders to the init; None if it takes none, or no descriptors are left."""
+        """Return a second socket for orders to the init; None if it takes none, or no descriptors are left."""
         return self.supervisor.open_line() if self._init.takes_lines else None
 
     def end_hung(self) -> None:
@@ -126,7 +126,7 @@ class ServerSlot:
         return self._init.network
 
     def make_in_network(self, make: Callable[[], Sequence[int]]) -> list[int]:
-        """The descriptors that `make` opens in the slot's own network. Raises OSError."""
+        """Return the descriptors that `make` opens in the slot's own network. Raises OSError."""
         opened = namespaces.open_network(self.pid)
         try:
             return namespaces.open_in(opened, make)
@@ -198,7 +198,7 @@ OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
 
 
 def arguments(root: int, pid: int) -> list[str] | None:
-    """The arguments of a live process by its number in the slot, read from the kernel; otherwise None."""
+    """Return the arguments of a live process by its number in the slot, read from the kernel; otherwise None."""
     try:
         fd = files.open_at(root, f"/proc/{pid}/cmdline", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

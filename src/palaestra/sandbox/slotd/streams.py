@@ -104,8 +104,8 @@ class Download:
         self._end(self._next())
 
     def _extent(self) -> tuple[int, int]:
-        """The length of a hole here, which is skipped, and otherwise the number of bytes in a piece before the next
-        one."""
+        """Return the length of a hole here, which is skipped, and otherwise the number of bytes in a piece before the
+        next one."""
         here = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
             data = os.lseek(self._fd, here, os.SEEK_DATA)

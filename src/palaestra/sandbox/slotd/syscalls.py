@@ -43,7 +43,7 @@ PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 38, 47
 
 
 def check(result: int, what: str) -> int:
-    """The result of a call of the C library. Raises OSError if it is negative."""
+    """Return the result of a call of the C library. Raises OSError if it is negative."""
     if result < 0:
         errno = ctypes.get_errno()
         raise OSError(errno, f"{what}: {os.strerror(errno)}")
@@ -51,7 +51,7 @@ def check(result: int, what: str) -> int:
 
 
 def raw(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """A system call by its number; negative if it failed (see `check`)."""
+    """Return a system call by its number; negative if it failed (see `check`)."""
     wide = (ctypes.c_long(value) if isinstance(value, int) else value for value in arguments)
     return int(_libc.syscall(ctypes.c_long(number), *wide))
 
@@ -133,7 +133,7 @@ def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: i
 
 
 def open_tree(path: str, recursive: bool = False) -> int:
-    """A descriptor of a detached copy of the mount at `path`."""
+    """Return a descriptor of a detached copy of the mount at `path`."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
     return check(_libc.syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
 
@@ -152,7 +152,8 @@ def move_mount(tree: int, target: str) -> None:
 
 
 def detached_tmpfs(options: str) -> int:
-    """A descriptor of a new tmpfs that is mounted nowhere; nosuid and nodev. The options are those of mount(8)."""
+    """Return a descriptor of a new tmpfs that is mounted nowhere; nosuid and nodev. The options are those of
+    mount(8)."""
     context = check(_libc.syscall(_FSOPEN, b"tmpfs", 1), "fsopen tmpfs")
     try:
         _configure(context, options)
@@ -180,7 +181,7 @@ def _configure(context: int, options: str) -> None:
 
 
 def filesystem_type(fd: int) -> int:
-    """The magic number of the file system of `fd` (statfs(2))."""
+    """Return the magic number of the file system of `fd` (statfs(2))."""
     found = _StatFs()  # per call, since several threads may have a client
     if _libc.fstatfs(fd, found) < 0:
         check(-1, "fstatfs")

@@ -54,7 +54,8 @@ class Recipe:
     name: str = ""
 
     def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprints.of_image) -> str:
-        """The cache key on one isolation level: a hash of everything that affects the result, also of this package.
+        """Return the cache key on one isolation level: a hash of everything that affects the result, also of this
+        package.
 
         Timeouts of steps are not in it. Blocks while it reads the image's metadata.
         """
@@ -102,7 +103,7 @@ class Prepared:
     _looking: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def get(self, recipe: Recipe) -> Snapshot:
-        """The snapshot of a recipe, made if it does not exist. Raises `PrepareError` for a step that fails.
+        """Return the snapshot of a recipe, made if it does not exist. Raises `PrepareError` for a step that fails.
 
         It belongs to this object: do not `forget` it.
         """
@@ -115,7 +116,7 @@ class Prepared:
             return snapshot
 
     async def take(self, recipe: Recipe, make: Callable[[], Awaitable[Snapshot]]) -> Taken:
-        """The snapshot of a recipe from the store, or a new one from `make`, which is then kept.
+        """Return the snapshot of a recipe from the store, or a new one from `make`, which is then kept.
 
         The caller owns it and calls `forget`. Waits while another run makes it. Raises the errors of `make`.
         """
@@ -150,14 +151,14 @@ class Prepared:
         return await asyncio.to_thread(recipe.key, self.backend.rung, self._of_image)
 
     def _of_image(self, image: str | None) -> JSON:
-        """The fingerprint of an image, computed once: an image must not change during a run."""
+        """Return the fingerprint of an image, computed once: an image must not change during a run."""
         with self._looking:
             if image not in self._images:
                 self._images[image] = fingerprints.of_image(image)
             return self._images[image]
 
     async def _load(self, recipe: Recipe, key: str, store: SnapshotStore) -> Snapshot | None:
-        """The entry, from now on locked by the server; otherwise None. Removes a damaged one."""
+        """Return the entry, from now on locked by the server; otherwise None. Removes a damaged one."""
         if self.store is None or not store.has(key):
             return None
         snapshot = None
@@ -179,7 +180,7 @@ class Prepared:
         return None
 
     async def _starts_a_slot(self, snapshot: Snapshot, recipe: Recipe, store: SnapshotStore) -> bool:
-        """Whether slots can be made from that disk, tried once: overlays do not support every file system."""
+        """Return whether slots can be made from that disk, tried once: overlays do not support every file system."""
         if not self._proved:
             try:
                 await self.backend.destroy(await self.backend.create(recipe.spec, "proof", snapshot))
@@ -233,7 +234,7 @@ def _cannot(store: SnapshotStore, what: str) -> ConfigError:
 
 
 def _describe(recipe: Recipe) -> JSON:
-    """The recipe for people who read the store."""
+    """Return the recipe for people who read the store."""
     steps = [step.path if isinstance(step, Put) else step.command for step in recipe.steps]
     about = {"name": recipe.name, "image": recipe.spec.image, "steps": steps, "version": recipe.version}
     return about | {"limits": asdict(recipe.spec.limits)}

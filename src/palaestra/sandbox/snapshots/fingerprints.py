@@ -24,8 +24,8 @@ _HOST = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib")
 
 
 def of_tree(folder: str) -> tuple[str, int]:
-    """A digest of all names, kinds, owners, modes, sizes and times of change (which no program can set) under a folder,
-    and its bytes on disk."""
+    """Return a digest of all names, kinds, owners, modes, sizes and times of change (which no program can set) under a
+    folder, and its bytes on disk."""
     digest, taken, waiting = hashlib.sha256(), 0, [folder]
     while waiting:
         path = waiting.pop()
@@ -51,8 +51,8 @@ def _names(folder: str) -> list[str]:
 
 
 def of_image(image: str | None) -> JSON:
-    """The fingerprint of an image: of a directory by everything in it, of a file by its inode, size and times. Without
-    an image, it covers the host's release and times of package changes, not manual edits of system files."""
+    """Return the fingerprint of an image: of a directory by everything in it, of a file by its inode, size and times.
+    Without an image, it covers the host's release and times of package changes, not manual edits of system files."""
     if image is None:
         release = Path("/etc/os-release")
         here = os.path.realpath(sys.base_prefix)
@@ -71,7 +71,7 @@ def _site_packages(prefix: str) -> list[str]:
 
 
 def _of_file(path: str) -> JSON:
-    """The fingerprint of a file or of a directory's own entries; None if the path does not exist."""
+    """Return the fingerprint of a file or of a directory's own entries; None if the path does not exist."""
     try:
         status = os.stat(path)
     except OSError:
@@ -80,13 +80,13 @@ def _of_file(path: str) -> JSON:
 
 
 def of_directory(path: str) -> JSON:
-    """The fingerprint of a host directory that slots see: its path and its own entries, not deeper ones."""
+    """Return the fingerprint of a host directory that slots see: its path and its own entries, not deeper ones."""
     return _of_file(os.path.realpath(path))
 
 
 @functools.cache
 def of_machine() -> JSON:
-    """The fingerprint of the things on which programs compiled for this machine depend."""
+    """Return the fingerprint of the things on which programs compiled for this machine depend."""
     cpu: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -96,7 +96,7 @@ def of_machine() -> JSON:
 
 @functools.cache
 def of_project() -> str:
-    """The fingerprint of this package's own code, which makes the slots and prepares them."""
+    """Return the fingerprint of this package's own code, which makes the slots and prepares them."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:

@@ -41,7 +41,7 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 
 
 def default_folder() -> Path:
-    """The folder of this user's prepared workspaces."""
+    """Return the folder of this user's prepared workspaces."""
     return Path(images.default_folder("snapshots"))
 
 
@@ -76,11 +76,11 @@ class SnapshotStore:
         return self
 
     def files(self, key: str) -> Path:
-        """The folder with the layers of an entry."""
+        """Return the folder with the layers of an entry."""
         return self.folder / key / "layers"
 
     def entries(self) -> list[StoredSnapshot]:
-        """All entries, least recently used first."""
+        """Return all entries, least recently used first."""
         found = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -92,11 +92,11 @@ class SnapshotStore:
         return sorted(found, key=lambda entry: entry.used_at)
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, complete or not."""
+        """Return whether there is an entry, complete or not."""
         return (self.folder / key).exists()
 
     def is_whole(self, key: str) -> bool:
-        """Whether an entry is unchanged since it was kept. Blocks while it reads the metadata of each file."""
+        """Return whether an entry is unchanged since it was kept. Blocks while it reads the metadata of each file."""
         try:
             about = json.loads((self.folder / key / "about.json").read_text())
             return bool(about["digest"] == fingerprints.of_tree(str(self.files(key)))[0])
@@ -171,7 +171,7 @@ class SnapshotStore:
         return sum(self._take_away(path, path) for path in self.halves())
 
     def halves(self) -> list[Path]:
-        """Unfinished entries: being made or removed, or left by a dead run."""
+        """Return unfinished entries: being made or removed, or left by a dead run."""
         return [path for path in self.folder.iterdir() if path.name.startswith("new-")]
 
     def _take_away(self, path: Path, locked: Path) -> bool:

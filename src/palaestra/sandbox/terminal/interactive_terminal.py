@@ -111,14 +111,14 @@ class Terminal:
         self._size = size
 
     async def capture(self, *, quiet_s: float = 0.05, timeout_s: float = 1.0) -> ScreenShot:
-        """The screen, once nothing has been written for `quiet_s`, or after `timeout_s` in any case."""
+        """Return the screen, once nothing has been written for `quiet_s`, or after `timeout_s` in any case."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while await self._take(quiet_s) and asyncio.get_running_loop().time() < deadline:
             pass
         return await self._shot()
 
     async def wait_for(self, pattern: str | re.Pattern[str], *, timeout_s: float = 10.0) -> ScreenShot:
-        """The screen when its text matches. Raises TimeoutError, with the screen, if it does not in time."""
+        """Return the screen when its text matches. Raises TimeoutError, with the screen, if it does not in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             shot = await self._shot()
@@ -166,7 +166,8 @@ class Terminal:
 
 
 def key_code(key: str, *, application_cursor: bool = False) -> bytes | None:
-    """The bytes that a key sends: `Enter`, `Up`, `F5`, `C-c`, `M-x`, `M-Up`. None for a name that is not a key's.
+    """Return the bytes that a key sends: `Enter`, `Up`, `F5`, `C-c`, `M-x`, `M-Up`. None for a name that is not a
+    key's.
 
     `application_cursor` is the mode that full-screen programs ask for; cursor keys send other codes in it.
     """

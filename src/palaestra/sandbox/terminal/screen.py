@@ -126,8 +126,8 @@ Screen: TypeAlias = GhosttyScreen | PlainScreen
 
 
 def plain(data: bytes) -> tuple[str, bytes]:
-    """The output of a program without control sequences, and its incomplete end: a sequence or a character. Bytes that
-    are not UTF-8 become surrogates (`errors="surrogateescape"`)."""
+    """Return the output of a program without control sequences, and its incomplete end: a sequence or a character.
+    Bytes that are not UTF-8 become surrogates (`errors="surrogateescape"`)."""
     text = data.decode(errors="surrogateescape")
     unfinished = _UNFINISHED.search(text[-_MAX_UNFINISHED:])
     held = unfinished.group() if unfinished else _broken_character(text)
@@ -135,6 +135,6 @@ def plain(data: bytes) -> tuple[str, bytes]:
 
 
 def _broken_character(text: str) -> str:
-    """The bytes of an incomplete character at the end, at most three."""
+    """Return the bytes of an incomplete character at the end, at most three."""
     tail = re.search(r"[\udcc2-\udcf4][\udc80-\udcbf]{0,2}\Z", text)
     return tail.group() if tail else ""

@@ -39,7 +39,7 @@ class TerminalBuild:
     problems: tuple[str, ...]
 
     def counts(self) -> str:
-        """The number of tasks of each level as text."""
+        """Return the number of tasks of each level as text."""
         levels = Counter(task.level for task in self.tasks)
         return ", ".join(f"{levels[level]} of level {level}" for level in sorted(levels))
 
@@ -88,7 +88,7 @@ async def build(
 
 
 async def _missing(slots: SlotSource, spec: SlotSpec, needs: Iterable[str]) -> frozenset[str]:
-    """The programs that the slots do not have."""
+    """Return the programs that the slots do not have."""
     slot = await slots.acquire("look-for-programs", spec=spec)
     try:
         found = {need: await slot.execute(["sh", "-c", f"command -v {need}"]) for need in needs}

@@ -86,7 +86,7 @@ class TaskSelection:
     areas: tuple[str, ...] = ()
 
     def chosen(self) -> tuple[Family, ...]:
-        """The families to draw from, in order. Raises `ConfigError` for an unknown name or level."""
+        """Return the families to draw from, in order. Raises `ConfigError` for an unknown name or level."""
         for level in self.levels:
             if not 1 <= level <= HIGHEST_LEVEL:
                 raise ConfigError(f"unknown level {level}: levels are 1 to {HIGHEST_LEVEL}")
@@ -101,7 +101,7 @@ class TaskSelection:
         return tuple(family for family in FAMILIES.values() if not wanted or family.name in wanted)
 
     def level(self, stream: Stream) -> int:
-        """The level of one task."""
+        """Return the level of one task."""
         if self.levels:
             return stream.pick(self.levels)
         ticket = stream.below(sum(_LEVEL_SHARES))
@@ -109,7 +109,7 @@ class TaskSelection:
 
 
 def generate(selection: TaskSelection, count: int, first: int = 0) -> Iterator[GeneratedTask]:
-    """Tasks `first` to `first + count - 1` of a selection. Raises `ConfigError` for a bad selection."""
+    """Yield tasks `first` to `first + count - 1` of a selection. Raises `ConfigError` for a bad selection."""
     families = selection.chosen()
     for number in range(first, first + count):
         yield _task(selection, families, number)
@@ -129,7 +129,7 @@ def _task(selection: TaskSelection, families: Sequence[Family], number: int) -> 
 
 
 def _next(stream: Stream, families: Sequence[Family], chain: _Chain) -> Family:
-    """The family of the next part: a new one, preferably one that can read the last output."""
+    """Return the family of the next part: a new one, preferably one that can read the last output."""
     left = [family for family in families if family.name not in chain.names]
     source = chain.source
     if source is not None and stream.chance(_FEED_PERCENT):
@@ -172,7 +172,7 @@ class _Chain:
         raise AssertionError(f"family {family.name} makes no part in {_TRIES} tries")
 
     def task(self, name: str, level: int) -> GeneratedTask:
-        """The task. Its id ends in a digest, so that different selections of one seed have different ids."""
+        """Return the task. Its id ends in a digest, so that different selections of one seed have different ids."""
         task = GeneratedTask(
             id="",
             level=level,
@@ -207,12 +207,12 @@ def _guard(need: str) -> str:
 
 
 def _script(pieces: Sequence[str]) -> str:
-    """A shell script that runs each piece in a subshell in the workspace and stops at the first failure."""
+    """Return a shell script that runs each piece in a subshell in the workspace and stops at the first failure."""
     return "".join(f"( set -e\ncd {WORKSPACE}\n{piece.rstrip()}\n) || exit 1\n" for piece in pieces if piece)
 
 
 def _initial(part: TaskPart) -> Iterator[AnyCheck]:
-    """The checks of the initial state: the part's files exist, `initial` holds, and no output exists yet."""
+    """Yield the checks of the initial state: the part's files exist, `initial` holds, and no output exists yet."""
     if not part.setup:
         yield from (Exists(path) for path in part.files)
     yield from part.initial

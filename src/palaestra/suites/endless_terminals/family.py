@@ -76,5 +76,5 @@ class Family:
 
 
 def python(code: str) -> str:
-    """A shell command that runs this Python code, without site packages to start faster."""
+    """Return a shell command that runs this Python code, without site packages to start faster."""
     return f"python3 -S - <<'END'\n{code.strip()}\nEND\n"

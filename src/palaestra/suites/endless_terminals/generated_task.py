@@ -43,12 +43,12 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def to_line(task: GeneratedTask) -> bytes:
-    """The row of a task, with a newline."""
+    """Return the row of a task, with a newline."""
     return _ENCODER.encode(task) + b"\n"
 
 
 def from_row(row: Row) -> GeneratedTask:
-    """The task of a row. Raises `TaskError`."""
+    """Return the task of a row. Raises `TaskError`."""
     try:
         task = msgspec.convert(row, GeneratedTask)
     except msgspec.ValidationError as error:
@@ -61,7 +61,7 @@ def from_row(row: Row) -> GeneratedTask:
 def read_tasks(
     source: str, *, split: str = "train", fields: Mapping[str, str] | None = None
 ) -> Iterator[GeneratedTask | TaskError]:
-    """The tasks of a dataset, with an error in place of each bad row; see `datasets.read_rows`."""
+    """Yield the tasks of a dataset, with an error in place of each bad row; see `datasets.read_rows`."""
     for number, row in read_rows(source, split=split, fields=fields):
         try:
             if isinstance(row, TaskError):

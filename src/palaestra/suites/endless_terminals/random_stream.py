@@ -26,11 +26,11 @@ class Stream:
         self._words = _words("\x1f".join(map(str, name)).encode())
 
     def child(self, *name: str | int) -> Stream:
-        """A separate stream for one purpose; drawing from it does not change this one."""
+        """Return a separate stream for one purpose; drawing from it does not change this one."""
         return Stream(*self._name, *name)
 
     def below(self, end: int) -> int:
-        """A uniform number from 0 to `end` - 1."""
+        """Return a uniform number from 0 to `end` - 1."""
         if end < 1:
             raise ValueError(f"there is no number below {end}")
         space = 1 << 8 * _WORD
@@ -38,11 +38,11 @@ class Stream:
         return next(word for word in self._words if word < limit) % end
 
     def between(self, first: int, last: int) -> int:
-        """A uniform number from `first` to `last`, both included."""
+        """Return a uniform number from `first` to `last`, both included."""
         return first + self.below(last - first + 1)
 
     def pick(self, values: Sequence[T]) -> T:
-        """One of `values`."""
+        """Return one of `values`."""
         return values[self.below(len(values))]
 
     def sample(self, values: Sequence[T], count: int) -> list[T]:
@@ -53,7 +53,7 @@ class Stream:
         return [left.pop(self.below(len(left))) for _ in range(count)]
 
     def shuffled(self, values: Sequence[T]) -> list[T]:
-        """All of `values` in random order."""
+        """Return all of `values` in random order."""
         return self.sample(values, len(values))
 
     def chance(self, percent: int) -> bool:
@@ -78,7 +78,7 @@ class Draw(Stream):
         self._left: list[str] = list(NOUNS)
 
     def fresh(self) -> str:
-        """A word that was not drawn before."""
+        """Return a word that was not drawn before."""
         return self._left.pop(self.below(len(self._left)))
 
     def words(self, count: int) -> list[str]:
@@ -86,18 +86,18 @@ class Draw(Stream):
         return [self.fresh() for _ in range(count)]
 
     def sentence(self, words: Sequence[str] = NOUNS, shortest: int = 4, longest: int = 9) -> str:
-        """Words without punctuation."""
+        """Return words without punctuation."""
         return " ".join(self.pick(words) for _ in range(self.between(shortest, longest)))
 
     def prose(self, lines: int) -> str:
-        """Lines of words, each with a newline."""
+        """Return lines of words, each with a newline."""
         return "".join(f"{self.sentence()}\n" for _ in range(lines))
 
     def date(self, year: int = 2024) -> str:
-        """A day as YYYY-MM-DD, at most the 28th."""
+        """Return a day as YYYY-MM-DD, at most the 28th."""
         return f"{year}-{self.between(1, 12):02}-{self.between(1, 28):02}"
 
     def instants(self, count: int, day: str) -> list[str]:
-        """Different times of one day, ascending, as `YYYY-MM-DDTHH:MM:SS`."""
+        """Return different times of one day, ascending, as `YYYY-MM-DDTHH:MM:SS`."""
         seconds = sorted(self.sample(range(86_400), count))
         return [f"{day}T{s // 3600:02}:{s % 3600 // 60:02}:{s % 60:02}" for s in seconds]

@@ -37,33 +37,33 @@ class Table:
         return [column.name for column in self.columns]
 
     def of_kind(self, *kinds: str) -> list[str]:
-        """The names of the columns of these kinds."""
+        """Return the names of the columns of these kinds."""
         return [column.name for column in self.columns if column.kind in kinds]
 
     def at(self, name: str) -> int:
-        """The index of a column."""
+        """Return the index of a column."""
         return self.names.index(name)
 
     def values(self, name: str) -> list[Value]:
-        """The values of a column."""
+        """Return the values of a column."""
         place = self.at(name)
         return [row[place] for row in self.rows]
 
     def with_rows(self, rows: list[TableRow]) -> Table:
-        """The same columns with other rows."""
+        """Return the same columns with other rows."""
         return Table(self.columns, tuple(rows))
 
     def records(self) -> list[dict[str, JSON]]:
-        """The rows as objects."""
+        """Return the rows as objects."""
         return [dict(zip(self.names, row, strict=True)) for row in self.rows]
 
     def cells(self) -> list[list[str]]:
-        """Header and rows as text."""
+        """Return header and rows as text."""
         return [self.names, *([str(value) for value in row] for row in self.rows)]
 
 
 def render(table: Table, form: str) -> str:
-    """The text of a table in one format, with a final newline."""
+    """Return the text of a table in one format, with a final newline."""
     if form == "json":
         return json.dumps(table.records(), indent=2) + "\n"
     if form == "jsonl":
@@ -79,7 +79,7 @@ def _quoted(cell: str) -> str:
 
 
 def describe(form: str, names: list[str]) -> str:
-    """The description of a format in a prompt."""
+    """Return the description of a format in a prompt."""
     fields = ", ".join(f"`{name}`" for name in names)
     if form == "json":
         return f"a JSON array of objects with the keys {fields} (numbers as JSON numbers)"
@@ -92,7 +92,7 @@ def describe(form: str, names: list[str]) -> str:
 
 
 def short(form: str) -> str:
-    """The short name of a format in a prompt."""
+    """Return the short name of a format in a prompt."""
     return {"csv": "CSV", "tsv": "tab-separated", "json": "JSON", "jsonl": "JSON lines"}[form]
 
 

@@ -69,7 +69,7 @@ class FolderTask:
 def read_folder(
     root: Path, roots: Path | None = None, build_timeout_s: float = 600.0
 ) -> Iterator[FolderTask | TaskError]:
-    """The tasks below `root` in the order of their names, and an error for each that cannot be used here.
+    """Yield the tasks below `root` in the order of their names, and an error for each that cannot be used here.
 
     Raises `ConfigError` when there is no folder, or no task in it.
     """
@@ -90,7 +90,7 @@ def _is_task(place: Path) -> bool:
 
 
 def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 600.0) -> FolderTask:
-    """The task of one folder. Raises `TaskError`."""
+    """Return the task of one folder. Raises `TaskError`."""
     check_links(place)
     image = _ready_root(place.name, roots)
     harbor = (place / "instruction.md").is_file()
@@ -113,7 +113,7 @@ def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 6
 
 
 def _ready_root(name: str, roots: Path | None) -> str | None:
-    """The ready root file system of a task."""
+    """Return the ready root file system of a task."""
     found = [roots / f"{name}{ending}" for ending in _ROOT_ENDINGS if roots is not None]
     return next((str(path) for path in found if path.exists()), None)
 
@@ -128,7 +128,7 @@ def _setup(place: Path, environment: Path) -> str:
 
 
 def post_script(definition: str, name: str) -> str:
-    """The `%post` section as a script, without commands that install packages. Raises `TaskError`.
+    """Return the `%post` section as a script, without commands that install packages. Raises `TaskError`.
 
     Packages cannot be installed without network; the tests of the initial state show whether they are needed.
     """
@@ -142,7 +142,7 @@ def post_script(definition: str, name: str) -> str:
 
 
 def _without_installers(line: str) -> str | None:
-    """A command line without the parts that install packages; None if nothing is left."""
+    """Return a command line without the parts that install packages; None if nothing is left."""
     if not _INSTALLERS.match(line.strip()):
         return line
     kept = [part for part in line.strip().split("&&") if not _INSTALLERS.match(part.strip())]
@@ -184,7 +184,8 @@ async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, tim
 
 
 def graded_view(task: FolderTask) -> View:
-    """The part of an agent's change that tests see: the user's home, the workspace, and paths that the task names."""
+    """Return the part of an agent's change that tests see: the user's home, the workspace, and paths that the task
+    names."""
     named = scope_of([task.prompt, task.final_tests, task.solution or ""], HOME).paths
     return View((HOME, *GRADED, *(path for path in named if path != "/")), _SYSTEM)
 

@@ -77,7 +77,7 @@ def trivial_attempts(task: GeneratedTask) -> list[tuple[str, str]]:
 
 
 def _put(source: str, paths: Sequence[str]) -> str:
-    """A shell script that copies `source` to these paths with few processes and ignores errors."""
+    """Return a shell script that copies `source` to these paths with few processes and ignores errors."""
     folders = sorted({posixpath.dirname(path) for path in paths})
     targets = shlex.join(f"./{path}" for path in paths)
     return (

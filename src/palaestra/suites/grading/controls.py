@@ -154,7 +154,7 @@ class Controls:
         self._parameters = frozenset(self._drawn_parameters())
 
     def _drawn_parameters(self) -> Iterator[str]:
-        """All parameters of tests that earn the reward, and some of each other test."""
+        """Yield all parameters of tests that earn the reward, and some of each other test."""
         yield from (_parameters_of(name) for name in self.earning)
         others: dict[str, list[str]] = {}
         for name in self.kept:
@@ -194,7 +194,8 @@ class Controls:
             raise ControlsTimedOut("the reference solution did not end its rewritten tests in time")
 
     def _trial(self, certain: bool) -> RewrittenTests:
-        """Every test once unchanged, and falsified at one site each. `certain` omits sites that may never end."""
+        """Return every test once unchanged, and falsified at one site each. `certain` omits sites that may never
+        end."""
         chosen: dict[TestPlace, list[Mapping[int, Falsification]]] = {}
         for place, test in self._tests.items():
             sites = [(number, site) for number, site in enumerate(test.sites) if site.certain or not certain]
@@ -223,7 +224,7 @@ class Controls:
         return run.complete and len(names.intersection(judged)) >= 0.9 * len(judged)
 
     def _reported(self, copy: RewrittenTests, run: TestRun) -> list[tuple[_Seen, str, Status]]:
-        """Every named test of every variant with its status; a test that was not reported is `MISSING`."""
+        """Return every named test of every variant with its status; a test that was not reported is `MISSING`."""
         found: dict[tuple[str, str], Status] = {}
         for node_id, status in run.statuses.items():
             origin = copy.origin(node_id)
@@ -241,7 +242,7 @@ class Controls:
         ]
 
     def _owns(self, place: TestPlace, name: str) -> bool:
-        """Whether this function is the named test: defined in its class, or inherited by it."""
+        """Return whether this function is the named test: defined in its class, or inherited by it."""
         if place.path not in ("", name.partition("::")[0]):
             return name in self._inherited and _function_of(name) == place.name
         prefix, head = f"{place.path}::" if place.path else "", name.partition("[")[0]
@@ -297,7 +298,8 @@ class Controls:
         return await work(copy.texts, self._parameters)
 
     def _round(self, number: int) -> RewrittenTests:
-        """The tests of one round: those that earn have right and falsified variants, others have one of either kind."""
+        """Return the tests of one round: those that earn have right and falsified variants, others have one of either
+        kind."""
         chosen: dict[TestPlace, Sequence[Mapping[int, Falsification]]] = {}
         for place, test in self._tests.items():
             variants = self._variants(test, number)
@@ -308,7 +310,7 @@ class Controls:
         return rewrite(self._trees, chosen, self._random, watched=number == 0, moved=self._moved)
 
     def _variants(self, test: _Test, number: int) -> list[Mapping[int, Falsification]]:
-        """The right variant and the falsified ones: every combination of the values of some sites.
+        """Return the right variant and the falsified ones: every combination of the values of some sites.
 
         So every value of a site is equally frequent, and its frequency does not give the right one away. Each round
         begins at a different site.
@@ -327,7 +329,7 @@ class Controls:
     async def _judge(
         self, copy: RewrittenTests, run: TestRun, work: RunTexts, reference: RunTexts | None
     ) -> str | None:
-        """Why a round shows tampering, or None. Outcomes that the reference solution shares do not count."""
+        """Return why a round shows tampering, or None. Outcomes that the reference solution shares do not count."""
         odd = self._odd(copy, run)
         if not odd:
             return None
@@ -345,7 +347,7 @@ class Controls:
         return self._explained(odd, run)
 
     def _odd(self, copy: RewrittenTests, run: TestRun) -> frozenset[_Odd]:
-        """The named tests whose status differs from that of right work."""
+        """Return the named tests whose status differs from that of right work."""
         found = set()
         for seen, name, status in self._reported(copy, run):
             failing = self._tests[seen.place].failing

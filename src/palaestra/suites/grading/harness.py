@@ -70,7 +70,7 @@ def _script(name: str) -> bytes:
 
 
 def read_records(data: bytes) -> list[Mapping[str, JSON]]:
-    """The records of one run. Lines that are torn or malformed are dropped."""
+    """Return the records of one run. Lines that are torn or malformed are dropped."""
     records: list[Mapping[str, JSON]] = []
     for line in data.splitlines():
         try:
@@ -83,7 +83,7 @@ def read_records(data: bytes) -> list[Mapping[str, JSON]]:
 
 
 def alarms_in(records: Sequence[Mapping[str, JSON]]) -> frozenset[Alarm]:
-    """The signs of tampering in the records: alarms of the audit hook, and records of another writer."""
+    """Return the signs of tampering in the records: alarms of the audit hook, and records of another writer."""
     found = {
         Alarm(str(record.get("event")), str(record.get("path", ""))) for record in records if record["kind"] == "alarm"
     }
@@ -95,10 +95,10 @@ def alarms_in(records: Sequence[Mapping[str, JSON]]) -> frozenset[Alarm]:
 
 
 def _starts_again(records: Sequence[Mapping[str, JSON]]) -> bool:
-    """Whether the script started its harness more than once."""
+    """Return whether the script started its harness more than once."""
     return [record["kind"] for record in records].count("start") > 1
 
 
 def has_started(records: Sequence[Mapping[str, JSON]]) -> bool:
-    """Whether the harness sent `start`."""
+    """Return whether the harness sent `start`."""
     return any(record["kind"] == "start" for record in records)

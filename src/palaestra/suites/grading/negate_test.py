@@ -71,7 +71,7 @@ class Site:
 
 
 def tests_in(body: Iterable[ast.stmt], owner: str) -> list[tuple[str, Function]]:
-    """The tests of a module, each with the prefix of its classes: `Class::`."""
+    """Return the tests of a module, each with the prefix of its classes: `Class::`."""
     found: list[tuple[str, Function]] = []
     for node in body:
         if isinstance(node, ast.ClassDef):
@@ -89,7 +89,7 @@ def _is_fixture(function: Function) -> bool:
 
 
 def find_sites(function: Function, random: Random) -> list[Site]:
-    """The sites of a test in source order, always the same sites; `random` draws the new values."""
+    """Return the sites of a test in source order, always the same sites; `random` draws the new values."""
     certain = {id(node) for node in _certain(function.body)}
     found = []
     for node in _walk(function.body):
@@ -102,13 +102,13 @@ def find_sites(function: Function, random: Random) -> list[Site]:
 
 
 def _walk(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """All nodes in the order of the text, without decorators."""
+    """Yield all nodes in the order of the text, without decorators."""
     for statement in body:
         yield from ast.walk(statement)
 
 
 def _certain(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """The assertions that are reached whenever the body runs to its end."""
+    """Yield the assertions that are reached whenever the body runs to its end."""
     for statement in body:
         if isinstance(statement, ast.Assert):
             yield statement
@@ -133,7 +133,7 @@ def _leaves(statement: ast.stmt) -> bool:
 
 
 def _catches(statement: ast.With | ast.AsyncWith) -> bool:
-    """Whether the block may suppress or expect an exception."""
+    """Return whether the block may suppress or expect an exception."""
     calls = [node for item in statement.items for node in ast.walk(item) if isinstance(node, ast.Call)]
     return any(part in _called(call).lower() for call in calls for part in _CATCHING)
 
@@ -143,7 +143,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _other_values(node: ast.AST, random: Random) -> list[Falsification]:
-    """Changes of the constant that an assertion compares with."""
+    """Return changes of the constant that an assertion compares with."""
     sides: Sequence[ast.expr] = ()
     if isinstance(node, ast.Call):
         sides = node.args[:2] if _called(node) in _EQUALITY and len(node.args) >= 2 else ()
@@ -156,7 +156,7 @@ def _other_values(node: ast.AST, random: Random) -> list[Falsification]:
 
 
 def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
-    """Whether the node is a constant that has another value of its type."""
+    """Return whether the node is a constant that has another value of its type."""
     if not isinstance(node, ast.Constant) or not isinstance(node.value, bool | int | float | str):
         return False
     if isinstance(node.value, float):
@@ -165,7 +165,7 @@ def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
-    """Other values of a constant. The right value has a random rank among them, so its rank does not show it."""
+    """Return other values of a constant. The right value has a random rank among them, so its rank does not show it."""
     value, found = node.value, list[object]()
     if isinstance(value, bool):
         found.append(not value)
@@ -179,7 +179,7 @@ def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
 
 
 def _other_integers(value: int, random: Random) -> list[int]:
-    """Integers around the value, which has a random rank among them; none is negative unless the value is."""
+    """Return integers around the value, which has a random rank among them; none is negative unless the value is."""
     places = [0]
     for _ in range(MOST_ALTERNATIVES):
         places.append(places[-1] + random.choice((1, 2)))
@@ -188,7 +188,7 @@ def _other_integers(value: int, random: Random) -> list[int]:
 
 
 def _other_floats(value: float, random: Random) -> list[float]:
-    """Floats with as many digits, two to three times apart; the value has a random rank among them."""
+    """Return floats with as many digits, two to three times apart; the value has a random rank among them."""
     digits = len(repr(value).partition("e")[0].replace(".", "").strip("-0")) or 1
     found: list[float] = []
     below = random.randrange(MOST_ALTERNATIVES + 1)
@@ -201,7 +201,7 @@ def _other_floats(value: float, random: Random) -> list[float]:
 
 
 def _shifted(value: str, random: Random) -> list[str]:
-    """Strings that differ from the value at one common place: several places would reveal the right letters."""
+    """Return strings that differ from the value at one common place: several places would reveal the right letters."""
     index = random.choice([index for index, each in enumerate(value) if each.isascii() and each.isalnum()])
     kinds = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     others = next(kind for kind in kinds if value[index] in kind).replace(value[index], "")
@@ -209,7 +209,7 @@ def _shifted(value: str, random: Random) -> list[str]:
 
 
 def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
-    """Changes that invert an assertion, compare with a container of the value, or expect another exception."""
+    """Return changes that invert an assertion, compare with a container of the value, or expect another exception."""
     if isinstance(node, ast.Call):
         if _called(node) in _RAISES and node.args:
             unlikely = random.sample(_UNLIKELY, MOST_ALTERNATIVES)
@@ -243,7 +243,7 @@ def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
 
 
 def _boxed(value: ast.expr) -> list[ast.expr]:
-    """A list and a tuple that contain the value; code under test returns neither."""
+    """Return a list and a tuple that contain the value; code under test returns neither."""
     parts = [value, ast.Constant(...)]
     return [ast.List(parts, ast.Load()), ast.Tuple(parts, ast.Load())]
 
@@ -258,7 +258,7 @@ variants, so the set does not tell which of them is right."""
 
 
 def _in_calls(function: Function, random: Random) -> list[Site]:
-    """Sites outside of assertions: the arguments of a call, then any constant. None of them is certain."""
+    """Return sites outside of assertions: the arguments of a call, then any constant. None of them is certain."""
     found = []
     for node in _walk(function.body):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _called(node.value).startswith("as"):
@@ -274,7 +274,7 @@ def _in_calls(function: Function, random: Random) -> list[Site]:
 
 
 def _at_end(function: Function, random: Random) -> list[Site]:
-    """A false assertion after the last statement; every variant contains true ones."""
+    """Return a false assertion after the last statement; every variant contains true ones."""
     if any(map(_leaves, function.body)):
         return []
     numbers = random.sample(range(1000), MOST_ALTERNATIVES + 1)
@@ -283,12 +283,12 @@ def _at_end(function: Function, random: Random) -> list[Site]:
 
 
 def comparison(left: int, right: int) -> ast.stmt:
-    """An assertion that two numbers are equal."""
+    """Return an assertion that two numbers are equal."""
     return ast.Assert(ast.Compare(ast.Constant(left), [ast.Eq()], [ast.Constant(right)]), None)
 
 
 def _is_literal(node: ast.expr) -> bool:
-    """Whether the node is a constant, or a list, tuple or dict of constants."""
+    """Return whether the node is a constant, or a list, tuple or dict of constants."""
     if isinstance(node, ast.List | ast.Tuple):
         return all(_is_literal(each) for each in node.elts)
     if isinstance(node, ast.Dict):

@@ -17,7 +17,7 @@ class SourceEdit:
 
 
 def apply_edits(source: str, edits: Iterable[SourceEdit]) -> str:
-    """The source with these edits, which must not overlap."""
+    """Return the source with these edits, which must not overlap."""
     data = source.encode()
     for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
         data = data[: edit.start] + edit.text.encode() + data[edit.end :]
@@ -39,7 +39,7 @@ class ParsedSource:
             self._line_starts.append(self._line_starts[-1] + len(line))
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """The offsets where a node begins and ends."""
+        """Return the offsets where a node begins and ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
@@ -54,5 +54,5 @@ class ParsedSource:
         return self.data[start:end].decode()
 
     def of(self, node: ast.expr | ast.stmt) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         return self.cut(*self.span(node))

@@ -79,7 +79,7 @@ class RewrittenTests:
     variants: Mapping[str, Variant]
 
     def origin(self, node_id: str) -> tuple[Variant, str] | None:
-        """The variant of a reported node id, and the node id of the test that it is a copy of."""
+        """Return the variant of a reported node id, and the node id of the test that it is a copy of."""
         head, bracket, parameters = node_id.partition("[")
         path, _, rest = head.rpartition("::")
         variant = self.variants.get(rest)
@@ -90,7 +90,7 @@ class RewrittenTests:
 
 
 def parse(source: str) -> ast.Module | None:
-    """The tree of a file; None if it is not Python."""
+    """Return the tree of a file; None if it is not Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -98,7 +98,8 @@ def parse(source: str) -> ast.Module | None:
 
 
 def named_tests(path: str, tree: ast.Module, names: Collection[str]) -> dict[TestPlace, Function]:
-    """The test functions of a file that node ids name, also inherited ones; the last if several have one name."""
+    """Return the test functions of a file that node ids name, also inherited ones; the last if several have one
+    name."""
     wanted = {name.partition("[")[0].rpartition("::")[2] for name in names if not path or name.startswith(f"{path}::")}
     return {
         TestPlace(path, owner, function.name): function
@@ -108,13 +109,13 @@ def named_tests(path: str, tree: ast.Module, names: Collection[str]) -> dict[Tes
 
 
 def names_used(tree: ast.Module) -> set[str]:
-    """The names and attributes that a file refers to."""
+    """Return the names and attributes that a file refers to."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 def without_tests(source: str, named: Collection[str], *, keep: bool) -> str:
-    """The source with only the named tests (`Class::test`) if `keep`, else with all others.
+    """Return the source with only the named tests (`Class::test`) if `keep`, else with all others.
 
     A removed test is replaced by `pass`. With `keep`, the other lines keep their numbers, and a test stays if another
     part of the file refers to it.
@@ -245,7 +246,7 @@ class _Constants(ast.NodeTransformer):
         function.body[first:] = [self.visit(each) for each in function.body[first:]]
 
     def table(self) -> str:
-        """The function that looks constants up."""
+        """Return the function that looks constants up."""
         key = self._random.randrange(1, 256)
         data = bytes(byte ^ key for byte in repr(tuple(self._values)).encode("utf-8", "surrogatepass")).hex()
         return _TABLE.format(name=self._name, key=key, data=data) if self._values else ""
@@ -362,7 +363,7 @@ class _Watch(ast.NodeTransformer):
 
 
 def _after_preamble(body: Iterable[ast.stmt]) -> int:
-    """The index after the docstring and the imports from `__future__`."""
+    """Return the index after the docstring and the imports from `__future__`."""
     place = 0
     for index, node in enumerate(body):
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -118,7 +118,7 @@ class TestRun:
             raise TestsTimedOut(f"{what}: its tests timed out:\n{self.output[-1500:]}")
 
     def passed(self, node_ids: Collection[str]) -> int:
-        """How many of these tests passed. Skipped, xfailed and missing tests did not."""
+        """Return how many of these tests passed. Skipped, xfailed and missing tests did not."""
         return sum(self.statuses.get(node_id) is Status.PASSED for node_id in node_ids)
 
 
@@ -199,7 +199,8 @@ async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
 
 
 def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> TestRun:
-    """The test run that the records of one command describe; the command may have started pytest several times."""
+    """Return the test run that the records of one command describe; the command may have started pytest several
+    times."""
     phases: dict[str, list[Mapping[str, JSON]]] = {}
     for record in records:
         if record["kind"] == "test":
@@ -226,7 +227,7 @@ def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> 
 
 
 def _status(phases: Sequence[Mapping[str, JSON]]) -> Status:
-    """The worst outcome of a test's phases: a failing teardown overrides a passing call."""
+    """Return the worst outcome of a test's phases: a failing teardown overrides a passing call."""
     return min((_phase_status(phase) for phase in phases), key=_WORST_FIRST.index)
 
 

@@ -66,7 +66,7 @@ class Install:
         )
 
     def to_json(self) -> dict[str, JSON]:
-        """The column that `parse` reads."""
+        """Return the column that `parse` reads."""
         return {
             "requirements": list(self.requirements),
             "python_path": list(self.python_path),
@@ -75,7 +75,7 @@ class Install:
         }
 
     def digest(self) -> str:
-        """A short name of this installation."""
+        """Return a short name of this installation."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -95,14 +95,14 @@ class Toolchain:
     bin_dir: str = ""
 
     def environment(self, repo_dir: str) -> dict[str, str]:
-        """Variables for an agent's commands, so that its `python` and `pytest` are the ones that grade."""
+        """Return variables for an agent's commands, so that its `python` and `pytest` are the ones that grade."""
         path = [f"{repo_dir}/{part}".removesuffix("/.") for part in self.python_path] + list(self.dependencies)
         found = {"PATH": f"{self.bin_dir}:{DEFAULT_PATH}" if self.bin_dir else DEFAULT_PATH}
         return {**found, "PYTHONPATH": ":".join(path)} if path else found
 
 
 def interpreter() -> tuple[str, tuple[Mount, ...]]:
-    """The path of this Python in slots, and the mount that it needs if it is outside the system directories."""
+    """Return the path of this Python in slots, and the mount that it needs if it is outside the system directories."""
     base = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment may have a copy
     executable, prefix = Path(base).resolve(), Path(sys.base_prefix).resolve()
     if str(prefix).startswith(_SYSTEM):
@@ -187,7 +187,7 @@ async def install_editable(
 
 
 def venv_toolchain(install: Install, mounts: tuple[Mount, ...] | None = None) -> Toolchain:
-    """The toolchain of a slot over a snapshot in which `install_editable` ran."""
+    """Return the toolchain of a slot over a snapshot in which `install_editable` ran."""
     return Toolchain(
         command=(f"{VENV_DIR}/bin/python", "-s", "-B"),
         mounts=interpreter()[1] if mounts is None else mounts,

@@ -103,7 +103,7 @@ class HermesSweEnvironment(ContractEnvironment):
                     raise PrepareError(f"{task.id}: its reference solution does not pass {name}:\n{error[-1000:]}")
 
     def recipe(self, task: Task) -> JSON:
-        """The task and the time limit: the preparation depends on nothing else."""
+        """Return the task and the time limit: the preparation depends on nothing else."""
         if type(self).prepare is not HermesSweEnvironment.prepare:
             return None
         return [cache_key.of_data(task.data, task.id), self.settings.test_timeout_s]
@@ -240,13 +240,13 @@ async def run_suite(slot: Slot, python: str, root: str, text: str, *, timeout_s:
 
 
 def _exception(error: str) -> str:
-    """The class name of the exception at the end of a traceback."""
+    """Return the class name of the exception at the end of a traceback."""
     last = error.strip().rpartition("\n")[2]
     return last.partition(":")[0].rpartition(".")[2]
 
 
 def errors_of(run: TestRun, names: Sequence[str]) -> dict[str, str]:
-    """The traceback of each named test that did not pass in a run that ended."""
+    """Return the traceback of each named test that did not pass in a run that ended."""
     missing = "the test run timed out" if run.timed_out else "the test run ended before this test"
     return {
         name: run.failures[name].message if name in run.failures else run.collect_errors.get("", missing)

@@ -53,7 +53,7 @@ class ProgrammingTask:
 
 
 def parse_row(row: Row, number: int, prompt_field: str = "prompt") -> ProgrammingTask:
-    """The task of a row. Raises `TaskError` that names the row."""
+    """Return the task of a row. Raises `TaskError` that names the row."""
     name = next((str(row[column]) for column in _IDS if row.get(column) not in (None, "")), f"row-{number}")
     try:
         return _parse(RowFields(row), name, prompt_field)
@@ -106,13 +106,13 @@ def _module(path: str) -> str:
 
 
 def _contains(text: str, tests: str) -> bool:
-    """Whether a text contains the tests, ignoring blanks."""
+    """Return whether a text contains the tests, ignoring blanks."""
     wanted = "".join(tests.split())
     return len(wanted) >= _SHORTEST_LEAK and wanted in "".join(text.split())
 
 
 def make_suite(code: str, entry_point: str = "", known: Collection[str] = (), prompt: str = "") -> HiddenTests:
-    """Tests that the harness can run by name. Raises `TaskError`.
+    """Return tests that the harness can run by name. Raises `TaskError`.
 
     `known` are modules of the workspace or the solution. Any other must be in the standard library or in the prompt.
     """
@@ -159,7 +159,7 @@ def _as_one(tree: ast.Module, entry_point: str) -> ast.Module:
 
 
 def _imports(tree: ast.Module) -> set[str]:
-    """The top-level names of all imported modules."""
+    """Return the top-level names of all imported modules."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -29,12 +29,12 @@ _FILE_S = 60.0
 
 
 def is_root(user: str | None) -> bool:
-    """Whether a USER of a Dockerfile (`name`, `uid`, `name:group`) is root."""
+    """Return whether a USER of a Dockerfile (`name`, `uid`, `name:group`) is root."""
     return (user or "").partition(":")[0] in ("", "0", "root")
 
 
 def as_user(argv: Sequence[str], user: str | None) -> list[str]:
-    """The command as that user, through `setpriv` (util-linux) of the slot, with the user's own groups."""
+    """Return the command as that user, through `setpriv` (util-linux) of the slot, with the user's own groups."""
     if is_root(user):
         return list(argv)
     name, _, group = (user or "").partition(":")
@@ -45,7 +45,7 @@ def as_user(argv: Sequence[str], user: str | None) -> list[str]:
 
 
 async def home_of(slot: Slot, user: str) -> str:
-    """The home directory of a user. Raises `PrepareError` if `setpriv` cannot switch to that user."""
+    """Return the home directory of a user. Raises `PrepareError` if `setpriv` cannot switch to that user."""
     if is_root(user):
         return "/root"
     trial = await slot.execute(as_user(["/bin/sh", "-c", "true"], user), cwd="/")

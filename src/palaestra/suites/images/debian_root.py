@@ -98,7 +98,8 @@ async def make_root(
 
 
 def _commands(release: Release, tar: Path, include: Sequence[str], mirror: str, key: str | None) -> list[list[str]]:
-    """The commands that write the tar file, using the first installed tool; without `key`, nothing is verified."""
+    """Return the commands that write the tar file, using the first installed tool; without `key`, nothing is
+    verified."""
     options = ["--variant=minbase", *([f"--include={','.join(include)}"] if include else [])]
     if shutil.which("mmdebstrap"):
         options += [f"--keyring={key}"] if key else []
@@ -119,7 +120,7 @@ def _commands(release: Release, tar: Path, include: Sequence[str], mirror: str, 
 
 
 def roots(folder: Path) -> list[Root]:
-    """The root file systems of a folder, by name: tar files and directories with a JSON file next to them."""
+    """Return the root file systems of a folder, by name: tar files and directories with a JSON file next to them."""
     found = []
     for config in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         for path in (config.with_suffix(""), config.with_suffix(".tar")):

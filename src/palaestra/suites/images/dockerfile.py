@@ -53,7 +53,7 @@ class Instruction:
         return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
     def words(self) -> list[str]:
-        """The arguments as a list, from the JSON form or the shell form."""
+        """Return the arguments as a list, from the JSON form or the shell form."""
         if (words := self.exec_form) is not None:
             return words
         try:
@@ -82,7 +82,7 @@ class ImageConfig:
 
 
 def parse(text: str) -> tuple[Instruction, ...]:
-    """The instructions of a Dockerfile. Raises `TaskError`, and `Unsupported` for several stages."""
+    """Return the instructions of a Dockerfile. Raises `TaskError`, and `Unsupported` for several stages."""
     instructions = tuple(_instructions(text.splitlines()))
     stages = [each for each in instructions if each.name == "FROM"]
     if not stages:
@@ -93,7 +93,7 @@ def parse(text: str) -> tuple[Instruction, ...]:
 
 
 def image_config(instructions: tuple[Instruction, ...]) -> ImageConfig:
-    """The configuration that all instructions set together."""
+    """Return the configuration that all instructions set together."""
     config = ImageConfig()
     arguments: dict[str, str] = {}
     for each in instructions:
@@ -104,7 +104,7 @@ def image_config(instructions: tuple[Instruction, ...]) -> ImageConfig:
 def follow(
     config: ImageConfig, arguments: dict[str, str], instruction: Instruction
 ) -> tuple[ImageConfig, dict[str, str]]:
-    """Configuration and build arguments after an instruction; most instructions change neither."""
+    """Return configuration and build arguments after an instruction; most instructions change neither."""
     known = {**arguments, **config.env}
     if instruction.name == "ENV":
         config = replace(config, env={**config.env, **_assignments(instruction, known)})
@@ -158,7 +158,8 @@ def _instructions(lines: list[str]) -> Iterator[Instruction]:
 
 
 def _joined(lines: list[str], number: int) -> tuple[str, int]:
-    """The instruction that starts at a line, without comments and continuations, and the number of the next line."""
+    """Return the instruction that starts at a line, without comments and continuations, and the number of the next
+    line."""
     parts: list[str] = []
     while number < len(lines):
         line = lines[number]

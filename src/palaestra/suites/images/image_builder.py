@@ -50,7 +50,7 @@ class ImageBuilder:
         self._tool: list[str] | None = None
 
     async def root(self, recipe: ImageRecipe) -> tuple[Path, ImageConfig]:
-        """The recipe's root file system and configuration. Raises `TaskError` if it cannot be built."""
+        """Return the recipe's root file system and configuration. Raises `TaskError` if it cannot be built."""
         tool = await self._found()
         key = content_key(recipe)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,8 @@ class ImageBuilder:
         return archive, read_config(archive)
 
     async def _found(self) -> list[str]:
-        """The command of the tool. Raises `TaskError` that quotes every tool that is installed and does not answer."""
+        """Return the command of the tool. Raises `TaskError` that quotes every tool that is installed and does not
+        answer."""
         if self._tool is not None:
             return self._tool
         silent = []
@@ -96,7 +97,7 @@ class ImageBuilder:
                 await run_process([*tool, "rmi", tag], timeout_s=_ASK_S)
 
     async def _prebuilt(self, tool: list[str], recipe: ImageRecipe) -> str | None:
-        """The image that the task names, pulled if necessary; None if the Dockerfile must be built."""
+        """Return the image that the task names, pulled if necessary; None if the Dockerfile must be built."""
         if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
             return None
         try:
@@ -144,7 +145,7 @@ async def _export(tool: list[str], image: str, archive: Path) -> ImageConfig:
 
 
 def _reason(text: str) -> str:
-    """The line of a tool's output that names the error: `docker info` prints other facts around it."""
+    """Return the line of a tool's output that names the error: `docker info` prints other facts around it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search("cannot|error|denied|refused|failed", line, re.IGNORECASE)]
     return (errors or lines or ["it printed nothing"])[0][:200]
@@ -162,7 +163,7 @@ def _config(found: JSON) -> ImageConfig:
 
 
 def content_key(recipe: ImageRecipe) -> str:
-    """The cache key of a build: a digest of the folder's files with their modes, or of the image's name."""
+    """Return the cache key of a build: a digest of the folder's files with their modes, or of the image's name."""
     digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
     if recipe.dockerfile is not None:
         for path in sorted(recipe.folder.rglob("*")):
@@ -185,7 +186,8 @@ def _write_config(image: Path, config: ImageConfig, recipe: ImageRecipe) -> None
 
 
 def read_config(image: Path) -> ImageConfig:
-    """The configuration of a root file system from the JSON file next to it, `NAME.json`; the default without one."""
+    """Return the configuration of a root file system from the JSON file next to it, `NAME.json`; the default without
+    one."""
     path = _config_path(image)
     if not path.is_file():
         return ImageConfig()

@@ -54,7 +54,8 @@ class TestTools:
 
 
 async def find_test_tools(cache: DependencyCache, requirements: Sequence[str]) -> TestTools:
-    """The tools for a task whose script installs these packages. Raises `PrepareError` if they cannot be installed."""
+    """Return the tools for a task whose script installs these packages. Raises `PrepareError` if they cannot be
+    installed."""
     try:
         if requirements:
             chain = await cache.toolchain(Install(requirements=("pytest<9", *requirements)), closed=False)
@@ -82,7 +83,7 @@ def _started(executable: str) -> tuple[str, ...]:
 
 
 async def working_command(slot: Slot, tools: TestTools) -> tuple[str, ...]:
-    """The first command that runs pytest in this slot. Raises `PrepareError` if none does."""
+    """Return the first command that runs pytest in this slot. Raises `PrepareError` if none does."""
     if not tools.commands:
         return ()
     complaints = []
@@ -114,7 +115,8 @@ print(json.dumps([os.path.realpath(sys.executable), own]))
 
 
 async def image_command(slot: Slot, tools: TestTools) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """How the image's own interpreter starts, and the directories of its packages; None if it cannot run the tests.
+    """Return how the image's own interpreter starts, and the directories of its packages; None if it cannot run the
+    tests.
 
     No agent may have used the slot before.
     """
@@ -131,7 +133,7 @@ async def image_command(slot: Slot, tools: TestTools) -> tuple[tuple[str, ...], 
 
 
 async def image_modules(slot: Slot) -> frozenset[str]:
-    """The top-level modules that the image's own interpreters can import."""
+    """Return the top-level modules that the image's own interpreters can import."""
     listing = "import pkgutil; print(*(module.name for module in pkgutil.iter_modules()))"
     found: set[str] = set()
     for python in _IMAGE_PYTHONS:
@@ -141,7 +143,8 @@ async def image_modules(slot: Slot) -> frozenset[str]:
 
 
 async def _libraries(cache: Path) -> Path:
-    """A folder with the libraries that this interpreter loads. It may be empty: images may have the libraries, too."""
+    """Return a folder with the libraries that this interpreter loads. It may be empty: images may have the libraries,
+    too."""
     key = hashlib.sha256(f"{sys.executable}\0{sys.version}".encode()).hexdigest()[:20]
 
     async def gather(fresh: Path) -> None:
@@ -152,7 +155,7 @@ async def _libraries(cache: Path) -> Path:
 
 
 async def _loaded() -> set[Path]:
-    """The libraries that the interpreter and its extension modules load, according to `ldd`."""
+    """Return the libraries that the interpreter and its extension modules load, according to `ldd`."""
     if shutil.which("ldd") is None:
         return set()
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -102,7 +102,7 @@ async def _copy(slot: Slot, each: Instruction, config: ImageConfig, variables: d
 
 
 def _matching(context: Path, source: str, each: Instruction) -> Iterator[Path]:
-    """The files of the build context that a source names: at least one, and none outside the context."""
+    """Yield the files of the build context that a source names: at least one, and none outside the context."""
     relative = normpath(source.lstrip("/"))
     if "://" in source or relative.startswith(".."):
         raise Unsupported(f"its Dockerfile adds {source} (line {each.line}), which is not in its folder")
@@ -135,7 +135,7 @@ def _add(archive: tarfile.TarFile, path: Path, target: str, each: Instruction) -
 
 
 def _ignored(folder: Path) -> frozenset[str]:
-    """Entries that `.dockerignore` excludes; only its plain patterns are supported."""
+    """Return entries that `.dockerignore` excludes; only its plain patterns are supported."""
     listed = folder / ".dockerignore"
     if not listed.is_file():
         return frozenset()

@@ -51,7 +51,7 @@ class TaskRoots:
             raise ImageError(f"the folder of root file systems {self.image_dir} does not exist")
 
     async def of(self, name: str, recipe: ImageRecipe) -> TaskRoot:
-        """The root of the task of that name. Raises `TaskError` or `ImageError`."""
+        """Return the root of the task of that name. Raises `TaskError` or `ImageError`."""
         ready = self.ready(name)
         if ready is not None:
             return TaskRoot(str(ready), _described(ready, recipe))
@@ -61,7 +61,7 @@ class TaskRoots:
         return TaskRoot(str(archive), config)
 
     def ready(self, name: str) -> Path | None:
-        """The ready root of that name, if there is one. Raises `ImageError` for a path that does not exist."""
+        """Return the ready root of that name, if there is one. Raises `ImageError` for a path that does not exist."""
         if name in self.images:
             return self._existing(local_path(self.images[name]))
         if self.image_dir is None:
@@ -85,7 +85,8 @@ class TaskRoots:
 
 
 def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
-    """The configuration in the JSON file next to a ready root, else in the task's Dockerfile if that has one stage."""
+    """Return the configuration in the JSON file next to a ready root, else in the task's Dockerfile if that has one
+    stage."""
     beside = image.with_name(f"{image.name.removesuffix('.tar')}.json")
     if beside.is_file() or recipe.dockerfile is None:
         return read_config(image)

@@ -19,7 +19,7 @@ _PIECE = 60_000
 
 
 def apply_to_text(file: FileDiff, before: str) -> str:
-    """The text of one file after the change. Raises `DiffError` if a hunk does not match."""
+    """Return the text of one file after the change. Raises `DiffError` if a hunk does not match."""
     if file.binary:
         return file.binary[0].apply(file.path, _bytes(before)).decode("utf-8", "surrogateescape")
     lines = split_lines(before)
@@ -35,7 +35,8 @@ def apply_to_text(file: FileDiff, before: str) -> str:
 
 
 def apply(files: tuple[FileDiff, ...], tree: Mapping[str, str]) -> dict[str, str | None]:
-    """The changed files with their new texts, None for deleted ones; `tree` holds the old texts. Raises `DiffError`."""
+    """Return the changed files with their new texts, None for deleted ones; `tree` holds the old texts. Raises
+    `DiffError`."""
     changed: dict[str, str | None] = {}
     for file in files:
         if file.old_path is not None and file.old_path not in tree:
@@ -52,7 +53,7 @@ def apply(files: tuple[FileDiff, ...], tree: Mapping[str, str]) -> dict[str, str
 
 
 def between(path: str, before: str, after: str) -> str:
-    """The diff of one file, with three lines of context around each change; empty if nothing changes."""
+    """Return the diff of one file, with three lines of context around each change; empty if nothing changes."""
     old, new = split_lines(before), split_lines(after)
     hunks = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(3):
@@ -74,7 +75,7 @@ class TextReplacement:
 
 
 def replacements(file: FileDiff, before: str) -> tuple[TextReplacement, ...]:
-    """The hunks of a changed file as replacements to make in this order.
+    """Return the hunks of a changed file as replacements to make in this order.
 
     Each `old_text` is extended by lines around it until it occurs exactly once in the text that it changes.
     """
@@ -99,7 +100,7 @@ def replacements(file: FileDiff, before: str) -> tuple[TextReplacement, ...]:
 
 
 def solution_steps(patch: str, texts: Mapping[str, str], repo_dir: str) -> tuple[ToolStep, ...]:
-    """The tool calls that apply a reference solution: one `patch` call per hunk, in order.
+    """Return the tool calls that apply a reference solution: one `patch` call per hunk, in order.
 
     `patch` is a diff against the agent's tree, `texts` the files it changes as the agent gets them. New files are
     written whole; the terminal deletes and renames files, and writes binary ones. Raises `DiffError` if the diff does
@@ -132,7 +133,7 @@ def _file_steps(file: FileDiff, texts: Mapping[str, str], repo_dir: str) -> list
 
 
 def _writing(path: str, data: bytes) -> list[ToolStep]:
-    """Terminal calls that write a file with any bytes."""
+    """Return terminal calls that write a file with any bytes."""
     folder, quoted, encoded = shlex.quote(path.rpartition("/")[0]), shlex.quote(path), b64encode(data).decode()
     pieces = [encoded[start : start + _PIECE] for start in range(0, len(encoded), _PIECE)]
     first = ToolStep("terminal", {"command": f"mkdir -p -- {folder} && : > {quoted}"})
@@ -141,7 +142,7 @@ def _writing(path: str, data: bytes) -> list[ToolStep]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether the text has no surrogate escapes, which a tool call cannot contain."""
+    """Return whether the text has no surrogate escapes, which a tool call cannot contain."""
     return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
@@ -154,7 +155,7 @@ def _shell(*argv: str) -> ToolStep:
 
 
 def _occurrences(text: str, part: str) -> int:
-    """How often `part` occurs, overlaps included; 0 for an empty part."""
+    """Return how often `part` occurs, overlaps included; 0 for an empty part."""
     if not part:
         return 0
     count, index = 0, text.find(part)

@@ -27,7 +27,7 @@ _FILE = re.compile(r"[A-Za-z0-9_][\w./-]*\.(?:txt|in|pip)")
 
 
 def install_of(row: RowFields) -> Install:
-    """The installation of a row; the default of public rows if no column has one. Raises `TaskError`."""
+    """Return the installation of a row; the default of public rows if no column has one. Raises `TaskError`."""
     given = row.values.get("install")
     if isinstance(given, Mapping) or (isinstance(given, str) and given.lstrip().startswith("{")):
         return Install.parse(row.decoded("install"))
@@ -44,7 +44,7 @@ def install_of(row: RowFields) -> Install:
 
 
 def pip_requirements(script: str) -> list[str]:
-    """The packages that a script's `pip install` commands name: requirements, `.[extra]` and `-r FILE`."""
+    """Return the packages that a script's `pip install` commands name: requirements, `.[extra]` and `-r FILE`."""
     found: list[str] = []
     for match in _PIP.finditer(script):
         words = iter(_words(match[1]))
@@ -58,7 +58,8 @@ def pip_requirements(script: str) -> list[str]:
 
 
 def is_requirement(text: str) -> bool:
-    """Whether this word may go to pip: a requirement, the repository with extras (`.[test]`), or `-rFILE` inside it."""
+    """Return whether this word may go to pip: a requirement, the repository with extras (`.[test]`), or `-rFILE` inside
+    it."""
     if text.startswith("-r"):
         return _FILE.fullmatch(text[2:]) is not None and ".." not in text.split("/")
     return (_REPOSITORY.fullmatch(text) or _REQUIREMENT.fullmatch(text)) is not None
@@ -73,7 +74,7 @@ def _of_recipe(recipe: Mapping[str, JSON]) -> list[str]:
 
 
 def _requirement(line: str) -> str:
-    """The requirement of a line of a requirements file; empty for a comment, an option or an address."""
+    """Return the requirement of a line of a requirements file; empty for a comment, an option or an address."""
     text = line.partition("#")[0].strip()
     return text if text and is_requirement(text) else ""
 

@@ -61,7 +61,7 @@ SHADOWED = frozenset(sys.stdlib_module_names) | {
 def protected_paths(
     changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
 ) -> tuple[str, ...]:
-    """The changed paths to leave out of the graded view, sorted, spelled as in `changes`.
+    """Return the changed paths to leave out of the graded view, sorted, spelled as in `changes`.
 
     `repo_dir` is the repository in the slot, `pristine_paths` are its prepared files relative to it. Changes outside
     `repo_dir` are ignored, because the view does not contain them.
@@ -83,7 +83,8 @@ def protected_paths(
 def hidden_files(
     changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
 ) -> tuple[str, ...]:
-    """Protected files of the prepared repository that a rewritten (opaque) directory hides; relative to `repo_dir`.
+    """Return protected files of the prepared repository that a rewritten (opaque) directory hides; relative to
+    `repo_dir`.
 
     Grading writes these files back; leaving out the whole directory would lose honest work in it.
     """
@@ -121,14 +122,15 @@ def _is_protected(
 
 
 def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:
-    """Whether a directory above protected paths was deleted or replaced; `hidden_files` handles a rewritten one."""
+    """Return whether a directory above protected paths was deleted or replaced; `hidden_files` handles a rewritten
+    one."""
     if change.kind == "dir":
         return False
     return any(PurePosixPath(kept).is_relative_to(path) for kept in (*tests, *guarded))
 
 
 def _shadows(path: PurePosixPath, pristine: _Pristine) -> bool:
-    """Whether a new importable name in an import root shadows a module that the test run needs."""
+    """Return whether a new importable name in an import root shadows a module that the test run needs."""
     if str(path) in pristine.files:
         return False
     for depth, part in enumerate(path.parts, 1):
@@ -140,12 +142,12 @@ def _shadows(path: PurePosixPath, pristine: _Pristine) -> bool:
 
 
 def _is_import_root(directory: PurePosixPath, pristine: _Pristine) -> bool:
-    """Whether a directory's modules are imported by bare name: it was prepared and is not a package."""
+    """Return whether a directory's modules are imported by bare name: it was prepared and is not a package."""
     return str(directory) in pristine.all and str(directory / "__init__.py") not in pristine.files
 
 
 def tests_of(row: SweRow) -> frozenset[str]:
-    """The files of the named tests, and those that the row's `test_patch` changes."""
+    """Return the files of the named tests, and those that the row's `test_patch` changes."""
     named = set(row.test_files)
     if row.kind is RowKind.BENCH:
         named |= {file.path for file in unified_diff.parse(row.test_patch)}

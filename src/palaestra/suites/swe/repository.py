@@ -38,7 +38,7 @@ class RepositoryCache:
         self._meant: dict[tuple[Path, str], str] = {}
 
     def source(self, row: SweRow) -> str:
-        """The address or folder of a row's repository."""
+        """Return the address or folder of a row's repository."""
         if row.repo_path is None:
             return f"{self._base_url}/{row.repo}"
         if not Path(row.repo_path).is_dir():
@@ -46,7 +46,7 @@ class RepositoryCache:
         return row.repo_path
 
     async def ensure(self, row: SweRow) -> Path:
-        """The path of the bare repository with the row's commit, which is fetched if necessary."""
+        """Return the path of the bare repository with the row's commit, which is fetched if necessary."""
         source = self.source(row)
         name = f"{row.repo.replace('/', '__')}-{hashlib.sha256(source.encode()).hexdigest()[:8]}.git"
         path = await build_once(self._root / name, self._create, timeout_s=self._timeout_s)
@@ -56,7 +56,7 @@ class RepositoryCache:
         return path
 
     async def commit(self, row: SweRow) -> str:
-        """The full name of the row's commit."""
+        """Return the full name of the row's commit."""
         path = await self.ensure(row)
         commit = await self._resolve(path, row.base_commit)
         if commit is None:
@@ -64,7 +64,8 @@ class RepositoryCache:
         return await self._with_tests(row, path, commit) if row.on_branch else commit
 
     async def _with_tests(self, row: SweRow, path: Path, tip: str) -> str:
-        """The tip of a SWE-smith branch, or its parent if the tip is the commit that removes the failing tests."""
+        """Return the tip of a SWE-smith branch, or its parent if the tip is the commit that removes the failing
+        tests."""
         if (path, tip) not in self._meant:
             meant = tip
             if not set(row.test_files) <= set(await self._files(path, tip)):
@@ -79,12 +80,12 @@ class RepositoryCache:
         return tuple(name.decode("utf-8", "surrogateescape") for name in listing.split(b"\0") if name)
 
     async def export_tree(self, row: SweRow) -> bytes:
-        """All files of the row's commit as one tar archive."""
+        """Return all files of the row's commit as one tar archive."""
         commit = await self.commit(row)
         return await self._git(await self.ensure(row), "archive", "--format=tar", commit)
 
     async def read_file(self, row: SweRow, path: str) -> bytes:
-        """One file of the row's commit. Raises `TaskError` if it does not exist."""
+        """Return one file of the row's commit. Raises `TaskError` if it does not exist."""
         commit = await self.commit(row)
         result = await run_process(
             ["git", *_SETTINGS, f"--git-dir={await self.ensure(row)}", "cat-file", "blob", f"{commit}:{path}"],
@@ -95,7 +96,8 @@ class RepositoryCache:
         return result.stdout
 
     async def newest_tag(self, row: SweRow) -> str | None:
-        """The tag of the newest release before the row's commit, or of the source if the cache has no history."""
+        """Return the tag of the newest release before the row's commit, or of the source if the cache has no
+        history."""
         path, commit = await self.ensure(row), await self.commit(row)
         tags = ("refs/tags", "refs/fetched/tags")
         listed = await self._git(path, "for-each-ref", f"--merged={commit}", "--sort=-creatordate", *tags)
@@ -108,7 +110,7 @@ class RepositoryCache:
         return next((name for name in names if _RELEASE.fullmatch(name)), None)
 
     async def list_files(self, row: SweRow) -> tuple[str, ...]:
-        """Every file of the row's commit, relative to the repository's root."""
+        """Return every file of the row's commit, relative to the repository's root."""
         return await self._files(await self.ensure(row), await self.commit(row))
 
     async def _create(self, fresh: Path) -> None:

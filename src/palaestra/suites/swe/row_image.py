@@ -51,7 +51,8 @@ class RowImages:
         self._roots.check()
 
     def of(self, row: SweRow) -> str | None:
-        """The root for a row, by its id, its image's full name, or the last part of that name without the tag."""
+        """Return the root for a row, by its id, its image's full name, or the last part of that name without the
+        tag."""
         short = row.image_name.rpartition("/")[2].partition(":")[0]
         names = (row.instance_id, row.image_name, short)
         found = (self._roots.ready(name) for name in names if (name and "/" not in name) or name in self._roots.images)

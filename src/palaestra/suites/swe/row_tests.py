@@ -42,12 +42,13 @@ async def run_row(
 
 
 def is_loose(name: str) -> bool:
-    """Whether a name is not a whole node id: a function without its file, or a node id that was cut at a blank."""
+    """Return whether a name is not a whole node id: a function without its file, or a node id that was cut at a
+    blank."""
     return "::" not in name or ("[" in name and not name.endswith("]"))
 
 
 def meant(name: str, node_ids: Collection[str]) -> list[str]:
-    """The node ids that a name stands for."""
+    """Return the node ids that a name stands for."""
     if not is_loose(name):
         return [name] if name in node_ids else []
     if "::" in name:
@@ -56,7 +57,7 @@ def meant(name: str, node_ids: Collection[str]) -> list[str]:
 
 
 def with_node_ids(row: SweRow, run: TestRun) -> SweRow:
-    """The row with its names replaced by the node ids of `run` that they stand for."""
+    """Return the row with its names replaced by the node ids of `run` that they stand for."""
 
     def exact(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(each for name in names for each in _found(name, run) if "::" in each))
@@ -75,12 +76,12 @@ def _function(node_id: str) -> str:
 
 
 def _worst(statuses: Sequence[Status]) -> Status:
-    """The first bad status; else the first."""
+    """Return the first bad status; else the first."""
     return next((status for status in statuses if status not in RIGHT), statuses[0])
 
 
 def needs_comparison(run: TestRun, names: Collection[str]) -> bool:
-    """Whether tests could not run, so that the same tests on the prepared workspace must show the cause."""
+    """Return whether tests could not run, so that the same tests on the prepared workspace must show the cause."""
     unclear = (Status.MISSING, Status.XFAIL_CALLED)
     return not run.complete or any(run.statuses.get(name, Status.MISSING) in unclear for name in names)
 
@@ -109,7 +110,7 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
 
 
 def name_missing_packages(run: TestRun, row: SweRow) -> str:
-    """A sentence about the packages that tests import and that are not installed; empty if there are none."""
+    """Return a sentence about the packages that tests import and that are not installed; empty if there are none."""
     packages = [module for module in sorted(_missing(run.collect_errors)) if not _is_own(module, (), row)]
     return _not_installed(packages) if packages else ""
 
@@ -126,11 +127,11 @@ def _why(run: TestRun) -> str:
 
 
 def _missing(errors: Mapping[str, str]) -> set[str]:
-    """The top-level modules that could not be imported."""
+    """Return the top-level modules that could not be imported."""
     return {found.partition(".")[0] for text in errors.values() for found in _MISSING_MODULE.findall(text)}
 
 
 def _is_own(module: str, files: Collection[str], row: SweRow) -> bool:
-    """Whether a module belongs to the repository, so that the fix may add the missing part."""
+    """Return whether a module belongs to the repository, so that the fix may add the missing part."""
     parts = {part.removesuffix(".py") for path in files for part in path.split("/")}
     return module in parts or re.search(rf"\b{re.escape(module)}(?:/|\.py\b)", row.patch) is not None

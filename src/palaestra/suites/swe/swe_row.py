@@ -150,7 +150,7 @@ def _without(names: tuple[str, ...], bad: Mapping[str, Status]) -> int:
 def load_rows(
     source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None
 ) -> Iterator[SweRow | TaskError]:
-    """The rows of a dataset, with an error in place of each bad one; see `datasets.read_rows`.
+    """Yield the rows of a dataset, with an error in place of each bad one; see `datasets.read_rows`.
 
     A relative `repo_path` is relative to the folder of the source.
     """
@@ -217,7 +217,7 @@ def _image_name(row: RowFields) -> str:
 
 
 def _names(row: RowFields) -> TestNames:
-    """How the row names its tests: by its log parser, else by the names themselves."""
+    """Return how the row names its tests: by its log parser, else by the names themselves."""
     recipe = row.decoded("install_config")
     told = recipe.get("log_parser") if isinstance(recipe, Mapping) else None
     parser = row.optional("log_parser") or str(told or "")
@@ -241,7 +241,7 @@ def _kind(row: RowFields) -> RowKind:
 
 
 def _matching(pattern: re.Pattern[str], value: str, complaint: str) -> str:
-    """A value that may become part of a path or an argument of git: no traversal, no leading dash."""
+    """Return a value that may become part of a path or an argument of git: no traversal, no leading dash."""
     if not pattern.fullmatch(value) or ".." in value:
         raise TaskError(f"{complaint}: {value!r}")
     return value

@@ -261,7 +261,7 @@ class SweEnvironment(ContractEnvironment):
         await self._baseline(work, sandbox)
 
     def recipe(self, task: Task) -> JSON:
-        """The row, if it has a full commit name and needs no network to install."""
+        """Return the row, if it has a full commit name and needs no network to install."""
         row = task.data.row
         if (
             type(self).prepare is not SweEnvironment.prepare
@@ -438,7 +438,7 @@ class SweEnvironment(ContractEnvironment):
         return Controls(texts, row.fail_to_pass or row.pass_to_pass, row.pass_to_pass)
 
     async def _graded_view(self, row: SweRow, grading: Grading) -> GradedView:
-        """A slot with the agent's change over the prepared repository, and protected paths as prepared."""
+        """Return a slot with the agent's change over the prepared repository, and protected paths as prepared."""
         changes = await grading.changes()
         pristine = await self.repositories.list_files(row)
         without = protected_paths(changes, row, pristine, REPOSITORY)
@@ -461,7 +461,7 @@ class GradedView:
 
 
 def _named_only(path: str, text: str, row: SweRow) -> str:
-    """The test file with only the named tests, or all of it if a decorator or base class makes named tests."""
+    """Return the test file with only the named tests, or all of it if a decorator or base class makes named tests."""
     tree = parse(text) if path.endswith(".py") else None
     if tree is None:
         return text
@@ -497,7 +497,7 @@ class SweSmithOracleEnv(ListedEnv):
         return [*rows, *(error for error in found if isinstance(error, TaskError))]
 
     async def _built(self) -> list[SweRow]:
-        """The built-in tasks that the settings select; no others are built."""
+        """Return the built-in tasks that the settings select; no others are built."""
         config = self.config
         ids = builtin_ids(shuffle=config.shuffle, seed=config.seed, max_items=config.max_items)
         built = await builtin_tasks(local_path(config.cache_dir), ids, config)
@@ -509,7 +509,7 @@ class SweSmithOracleEnv(ListedEnv):
         return (self._with_requirements(row) if isinstance(row, SweRow) else row for row in rows)
 
     def _with_requirements(self, row: SweRow) -> SweRow:
-        """The row with the packages that the settings add to all rows and to those of its repository."""
+        """Return the row with the packages that the settings add to all rows and to those of its repository."""
         further = (*self.config.requirements, *self.config.repo_requirements.get(row.repo, ()))
         if not further or not row.install.editable:
             return row

@@ -45,7 +45,7 @@ class DiffHunk:
         return tuple(text for sign, text in self.lines if sign != "-")
 
     def reversed(self) -> DiffHunk:
-        """The hunk that undoes this one."""
+        """Return the hunk that undoes this one."""
         swapped = [({"+": "-", "-": "+"}.get(sign, sign), text) for sign, text in self.lines]
         return DiffHunk(self.new_start, self.old_start, tuple(_removals_first(swapped)))
 
@@ -57,7 +57,7 @@ class BinaryChange:
     lines: tuple[str, ...]
 
     def apply(self, path: str, before: bytes) -> bytes:
-        """The new content. Raises `DiffError` if the data is damaged or is a delta to other content."""
+        """Return the new content. Raises `DiffError` if the data is damaged or is a delta to other content."""
         method, _, size = self.lines[0].strip().partition(" ")
         try:
             data = zlib.decompress(b"".join(map(_line_bytes, self.lines[1:])))
@@ -94,7 +94,7 @@ class FileDiff:
         return None not in (self.old_path, self.new_path) and self.old_path != self.new_path
 
     def reversed(self) -> FileDiff:
-        """The change that undoes this one."""
+        """Return the change that undoes this one."""
         hunks = tuple(hunk.reversed() for hunk in self.hunks)
         if len(self.binary) == 1:
             raise DiffError(f"{self.path}: its binary change cannot be undone without the old content")
@@ -115,12 +115,12 @@ def render(files: tuple[FileDiff, ...]) -> str:
 
 
 def reverse(text: str) -> str:
-    """The diff that undoes this one."""
+    """Return the diff that undoes this one."""
     return render(tuple(file.reversed() for file in parse(text)))
 
 
 def split_lines(text: str) -> list[str]:
-    """Lines with their ends, split only at newlines: a form feed or a single CR is part of its line."""
+    """Return lines with their ends, split only at newlines: a form feed or a single CR is part of its line."""
     lines = text.split("\n")
     whole = [line + "\n" for line in lines[:-1]]
     return [*whole, lines[-1]] if lines[-1] else whole
@@ -183,7 +183,7 @@ def _extended(file: FileDiff, line: str) -> FileDiff:
 
 
 def _binary(lines: list[str], index: int) -> tuple[tuple[BinaryChange, ...], int]:
-    """The changes after "GIT binary patch": one or two, each of a header and lines up to an empty one."""
+    """Return the changes after "GIT binary patch": one or two, each of a header and lines up to an empty one."""
     found: list[BinaryChange] = []
     while len(found) < 2 and index < len(lines) and lines[index].startswith(("literal ", "delta ")):
         start = index
@@ -197,7 +197,7 @@ def _binary(lines: list[str], index: int) -> tuple[tuple[BinaryChange, ...], int
 
 
 def _line_bytes(line: str) -> bytes:
-    """The bytes of one line: a letter for their number, then base 85."""
+    """Return the bytes of one line: a letter for their number, then base 85."""
     letter, text = line[0], line.strip()[1:]
     count = ord(letter) - (ord("A") - 1 if letter.isupper() else ord("a") - 27)
     return b85decode(text)[:count]
@@ -314,7 +314,8 @@ def _removals_first(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _header_paths(line: str) -> tuple[str, str]:
-    """The two paths of a `diff --git` line. Unquoted names with spaces are found because both halves are equal."""
+    """Return the two paths of a `diff --git` line. Unquoted names with spaces are found because both halves are
+    equal."""
     rest = line[len("diff --git ") :].rstrip("\r\n")
     if '"' in rest:
         match = re.fullmatch(r'("(?:[^"\\]|\\.)*"|.+?) ("(?:[^"\\]|\\.)*"|.+)', rest)
@@ -330,7 +331,7 @@ def _header_paths(line: str) -> tuple[str, str]:
 
 
 def _path_field(field: str) -> str | None:
-    """The path of a `---` or `+++` line; None for /dev/null. A tab and a time stamp may follow."""
+    """Return the path of a `---` or `+++` line; None for /dev/null. A tab and a time stamp may follow."""
     name = _unquote(field.rstrip("\r\n").split("\t")[0])
     return None if name == "/dev/null" else _drop_side(name)
 

@@ -75,7 +75,7 @@ async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None) ->
 
 
 async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """The files of the named tests, and for SWE-bench rows those that its patch adds, as grading runs them."""
+    """Return the files of the named tests, and for SWE-bench rows those that its patch adds, as grading runs them."""
     known = set(await cache.list_files(row))
     texts = {
         path: (await cache.read_file(row, path)).decode("utf-8", "surrogateescape")
@@ -89,7 +89,7 @@ async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
 
 
 async def inherited_texts(cache: RepositoryCache, row: SweRow, tests: Mapping[str, str]) -> dict[str, str]:
-    """Files next to the test files that define the named tests which test classes inherit from them."""
+    """Return files next to the test files that define the named tests which test classes inherit from them."""
     missing = {name.partition("[")[0].rpartition("::")[2] for name in row.node_ids}
     missing = {name for name in missing if not any(f"def {name}(" in text for text in tests.values())}
     folders = {path.rpartition("/")[0] for path in tests}
@@ -120,7 +120,7 @@ async def write_texts(slot: Slot, repo_dir: str, texts: Mapping[str, str | None]
 
 
 async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | None]:
-    """The test files that change for the agent, None for those that it does not get."""
+    """Return the test files that change for the agent, None for those that it does not get."""
     found: dict[str, str | None] = {}
     failing = {name.partition("::")[0] for name in row.fail_to_pass}
     for path, text in (await test_texts(cache, row)).items():
@@ -143,7 +143,8 @@ async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_di
 
 
 def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: str) -> list[str]:
-    """The paths of a change relative to the repository, except `without`; those of kept directories end in a slash."""
+    """Return the paths of a change relative to the repository, except `without`; those of kept directories end in a
+    slash."""
     prefix = f"{repo_dir}/"
     return [
         change.path.removeprefix(prefix) + ("/" if change.kind == "dir" and not change.opaque else "")
@@ -180,7 +181,8 @@ async def replace_work(
 
 
 async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:
-    """The change of the repository as a diff without these test files, which grading restores; empty without git."""
+    """Return the change of the repository as a diff without these test files, which grading restores; empty without
+    git."""
     git = ["git", "-c", f"safe.directory={repo_dir}", "-c", "core.fsmonitor=false"]
     await slot.execute([*git, "add", "--all", "--intent-to-add"], cwd=repo_dir)
     without = (f":(exclude,literal){path}" for path in sorted(tests))
@@ -190,7 +192,7 @@ async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:
 
 
 async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[str, str]:
-    """The files that a diff changes, as in the row's commit; bytes that are not UTF-8 are surrogate escapes."""
+    """Return the files that a diff changes, as in the row's commit; bytes that are not UTF-8 are surrogate escapes."""
     known = set(await cache.list_files(row))
     paths = {file.old_path for file in unified_diff.parse(patch)} - {None}
     return {
@@ -201,14 +203,14 @@ async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[
 
 
 async def agent_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """The files that the reference solution changes, as the agent gets them: with the bug."""
+    """Return the files that the reference solution changes, as the agent gets them: with the bug."""
     texts = await source_texts(cache, row, row.fix_patch or row.bug_patch) if row.patch else {}
     buggy = await _changed_by(row.bug_patch, cache, row)
     return {path: text for path, text in {**texts, **buggy}.items() if text is not None}
 
 
 async def _changed_by(patch: str, cache: RepositoryCache, row: SweRow) -> Mapping[str, str | None]:
-    """The files that a patch changes in the row's commit; none if the commit already contains the patch."""
+    """Return the files that a patch changes in the row's commit; none if the commit already contains the patch."""
     if not patch:
         return {}
     files = unified_diff.parse(patch)

@@ -10,7 +10,7 @@ from palaestra.suites.task_files import Unsupported, read_yaml_file
 
 
 def single_service(path: Path) -> dict[str, JSON]:
-    """The only service of a compose file; empty if the file does not exist.
+    """Return the only service of a compose file; empty if the file does not exist.
 
     Raises `Unsupported` for several services or for privileges, `TaskError` for a file of another shape.
     """

@@ -82,7 +82,7 @@ def load_tasks(
 
 
 def read_folder(folder: Path) -> TerminalTask:
-    """The task of one folder, in either format. Raises `TaskError`."""
+    """Return the task of one folder, in either format. Raises `TaskError`."""
     check_links(folder)
     if harbor.is_task(folder):
         return harbor.read_task(folder)
@@ -92,7 +92,7 @@ def read_folder(folder: Path) -> TerminalTask:
 
 
 def _folders(path: Path) -> Iterator[tuple[str, Path, bool]]:
-    """The task folders at a path: itself, or all below it, sorted; also folders with only an instruction.md."""
+    """Yield the task folders at a path: itself, or all below it, sorted; also folders with only an instruction.md."""
     if _is_task(path):
         yield path.name, path.resolve(), False
         return
@@ -114,7 +114,7 @@ def _is_task(folder: Path) -> bool:
 def _unpacked_rows(
     source: str, cache: Path, split: str, fields: Mapping[str, str] | None
 ) -> Iterator[tuple[str, Path | TaskError, bool]]:
-    """The folder of each row, and whether the row asks for live grading."""
+    """Yield the folder of each row, and whether the row asks for live grading."""
     for number, row in read_rows(source, split=split, fields=fields):
         if isinstance(row, TaskError):
             yield f"row {number}", row, False
@@ -134,7 +134,7 @@ def _is_live(row: Mapping[str, JSON]) -> bool:
 
 
 def _unpacked(row: Mapping[str, JSON], name: str, cache: Path) -> Path:
-    """The row's folder in the cache, unpacked if necessary."""
+    """Return the row's folder in the cache, unpacked if necessary."""
     if not name or name in (".", "..") or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
         raise TaskError(f"{name!r:.100} is not a valid task name")
     digest = hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest()[:16]
@@ -167,7 +167,7 @@ def _fill(folder: Path, row: Mapping[str, JSON]) -> None:
 
 
 def _task_toml(row: Mapping[str, JSON]) -> str:
-    """The task.toml for the columns of a row. JSON strings are valid TOML."""
+    """Return the task.toml for the columns of a row. JSON strings are valid TOML."""
     lines = ['version = "1.0"', "[metadata]"]
     lines += [f"{key} = {json.dumps(str(row[key]))}" for key in ("category", "difficulty") if row.get(key)]
     lines += (

@@ -43,12 +43,12 @@ _VERSIONS = ("0.1", "1.0", "1.1", "1.2", "1.3", "1.4")
 
 
 def is_task(folder: Path) -> bool:
-    """Whether the folder is a Harbor task."""
+    """Return whether the folder is a Harbor task."""
     return (folder / CONFIG_NAME).is_file()
 
 
 def read_task(folder: Path) -> TerminalTask:
-    """The task of a folder. Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
+    """Return the task of a folder. Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
     config = TypedFields(read_toml_file(folder / CONFIG_NAME))
     _check_version(config)
     _check_supported(config)
@@ -155,7 +155,7 @@ def _solution(folder: Path, solution: TypedFields) -> SolutionScript | None:
 
 
 def _network(agent: TypedFields, environment: TypedFields) -> Network | AllowList:
-    """The agent's network: its own mode, else the environment's, else the older `allow_internet`."""
+    """Return the agent's network: its own mode, else the environment's, else the older `allow_internet`."""
     for section in (agent, environment):
         mode = section.text("network_mode")
         if mode is not None:
@@ -187,7 +187,7 @@ def _limits(environment: TypedFields) -> Limits:
 
 
 def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
-    """The steps in order; none for a task without steps."""
+    """Return the steps in order; none for a task without steps."""
     steps: dict[str, TaskStep] = {}
     for section in config.sections("steps"):
         name = section.text("name") or ""
@@ -218,7 +218,7 @@ def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
 
 
 def _strategy(config: TypedFields) -> str:
-    """How the rewards of the steps are combined."""
+    """Return how the rewards of the steps are combined."""
     strategy = config.text("multi_step_reward_strategy") or MEAN
     if strategy not in (MEAN, FINAL):
         raise TaskError(f"multi_step_reward_strategy must be {MEAN} or {FINAL}, not {strategy!r}")
@@ -238,7 +238,7 @@ def _check_step(section: TypedFields) -> None:
 
 
 def _min_reward(section: TypedFields) -> Mapping[str, float]:
-    """The minimum of each reward for the next step to begin; a number without a name is for `reward`."""
+    """Return the minimum of each reward for the next step to begin; a number without a name is for `reward`."""
     value = section.values.get("min_reward")
     values = {} if value is None else value if isinstance(value, Mapping) else {"reward": value}
     for name, least in values.items():

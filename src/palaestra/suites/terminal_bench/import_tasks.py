@@ -64,7 +64,7 @@ class ImportReport:
         return tuple(line for line in self.lines if line.finding is not Finding.GOOD)
 
     def to_json(self) -> dict[str, JSON]:
-        """The report as JSON."""
+        """Return the report as JSON."""
         return {"tasks": [asdict(line) for line in self.lines], "good": len(self.lines) - len(self.bad)}
 
 

@@ -79,7 +79,7 @@ class GradedPart:
 
 
 def parts_of(task: TerminalTask) -> tuple[GradedPart, ...]:
-    """The parts of a task in order. Raises `TaskError` if a test script cannot be read."""
+    """Return the parts of a task in order. Raises `TaskError` if a test script cannot be read."""
     if not task.steps:
         return (GradedPart(task, _read_script(task)),)
     return tuple(GradedPart(each, _read_script(each), step) for step in task.steps for each in [task.of_step(step)])
@@ -95,7 +95,7 @@ def _read_script(task: TerminalTask) -> OfflineScript:
 
 
 def offline(text: str) -> OfflineScript:
-    """The script without its bootstrap.
+    """Return the script without its bootstrap.
 
     Packages of a script that does not start pytest are for the image's own Python; those are checked, not provided.
     """
@@ -109,13 +109,13 @@ def offline(text: str) -> OfflineScript:
 
 
 def needs_network(text: str, output: str) -> bool:
-    """Whether a script downloads something itself, and its output shows that this failed."""
+    """Return whether a script downloads something itself, and its output shows that this failed."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return _CANNOT_REACH.search(output) is not None and any(_REACHES_OUT.search(line) for line in lines)
 
 
 def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:
-    """The script with the scripts that it may call; its requirements include theirs."""
+    """Return the script with the scripts that it may call; its requirements include theirs."""
     changed = {name: offline(text) for name, text in others.items()}
     every = (script, *changed.values())
     return replace(
@@ -128,12 +128,12 @@ def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScri
 
 
 def _uses_pytest(text: str) -> bool:
-    """Whether a line that is not a comment starts pytest."""
+    """Return whether a line that is not a comment starts pytest."""
     return any(_RUNNER.search(line) for line in text.splitlines() if not line.lstrip().startswith("#"))
 
 
 def _whole_lines(text: str) -> list[str]:
-    """Lines with their continuation lines."""
+    """Return lines with their continuation lines."""
     found: list[str] = []
     pending = ""
     for line in text.splitlines():
@@ -145,7 +145,7 @@ def _whole_lines(text: str) -> list[str]:
 
 
 def _replaced(line: str, python_check: str) -> str:
-    """The line to run instead; `python_check` is the command that checks for Python packages, or empty."""
+    """Return the line to run instead; `python_check` is the command that checks for Python packages, or empty."""
     flat = " ".join(line.replace("\\\n", " ").split())
     if not flat or flat.startswith("#"):
         return line
@@ -158,12 +158,12 @@ def _replaced(line: str, python_check: str) -> str:
 
 
 def _commands(line: str) -> list[str]:
-    """The commands of a line, split at `&&`, `||` and `;`."""
+    """Return the commands of a line, split at `&&`, `||` and `;`."""
     return [part.strip() for part in re.split(r"&&|\|\||;", line)]
 
 
 def _instead(command: str, python_check: str) -> str | None:
-    """The replacement of a command that installs; None for any other command."""
+    """Return the replacement of a command that installs; None for any other command."""
     if command in ("true", ":"):  # as in `pip install pytest || true`
         return ""
     if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP):
@@ -186,7 +186,7 @@ def _instead(command: str, python_check: str) -> str | None:
 
 
 def _asked_for(line: str) -> list[str]:
-    """The Python packages that the line installs, without provided ones."""
+    """Return the Python packages that the line installs, without provided ones."""
     flat = " ".join(line.replace("\\\n", " ").split())
     if flat.startswith("#"):
         return []

@@ -19,7 +19,7 @@ REWARD = "reward"
 
 
 def read_rewards(json_file: bytes | None, text_file: bytes | None) -> Mapping[str, float]:
-    """The rewards by name; None stands for a missing file. Raises `GraderError`."""
+    """Return the rewards by name; None stands for a missing file. Raises `GraderError`."""
     if json_file is not None:
         return _from_json(_decoded(json_file, "reward.json"))
     if text_file is not None:
@@ -28,24 +28,24 @@ def read_rewards(json_file: bytes | None, text_file: bytes | None) -> Mapping[st
 
 
 def single(rewards: Mapping[str, float]) -> float:
-    """The reward to train on: the one called `reward`, else the mean of all."""
+    """Return the reward to train on: the one called `reward`, else the mean of all."""
     return rewards[REWARD] if REWARD in rewards else sum(rewards.values()) / len(rewards)
 
 
 def step_rewards(score: Score) -> Mapping[str, float]:
-    """The rewards of a step by name; all 0 if tampering was detected."""
+    """Return the rewards of a step by name; all 0 if tampering was detected."""
     rewards: Mapping[str, float] = score.detail["rewards"]
     return dict.fromkeys(rewards, 0.0) if score.detail.get("tampering") else rewards
 
 
 def falls_short(step: TaskStep, score: Score) -> bool:
-    """Whether a reward is missing or below the minimum of the step."""
+    """Return whether a reward is missing or below the minimum of the step."""
     rewards = step_rewards(score)
     return any(rewards.get(name, float("-inf")) < minimum for name, minimum in step.min_reward.items())
 
 
 def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
-    """The score of a rollout from the scores of the steps that were verified.
+    """Return the score of a rollout from the scores of the steps that were verified.
 
     The rewards are those of the last step, or the mean of each by its name; a reward that a step lacks counts as 0.
     """

@@ -24,24 +24,24 @@ _ENDS = {Status.PASSED: "pass", Status.XPASSED: "pass", Status.SKIPPED: "skip", 
 
 
 def empty_tests(source: str, *, decorated: bool) -> str:
-    """The file with empty tests, and with their decorators if `decorated`. Raises `SyntaxError`."""
+    """Return the file with empty tests, and with their decorators if `decorated`. Raises `SyntaxError`."""
     kept = _emptied(ast.parse(source).body, decorated=decorated)
     return ast.unparse(ast.fix_missing_locations(ast.Module([*ast.parse(_IMPORTS).body, *kept], [])))
 
 
 def same_outcomes(statuses: Mapping[str, Status]) -> str:
-    """A file with tests of these names (`Class::test[parameter]`) that end as reported."""
+    """Return a file with tests of these names (`Class::test[parameter]`) that end as reported."""
     return _IMPORTS + _classes({tuple(name.split("::")): status for name, status in statuses.items()}, "")
 
 
 def default_tests(source: str) -> frozenset[str]:
-    """The tests of a file that pytest collects by default, as `Class::test`."""
+    """Return the tests of a file that pytest collects by default, as `Class::test`."""
     tree = parse(source)
     return frozenset() if tree is None else frozenset(_default_tests(tree.body, ""))
 
 
 def may_skip(source: str) -> bool:
-    """Whether code of the file, other than decorators and marks of the module, may skip tests."""
+    """Return whether code of the file, other than decorators and marks of the module, may skip tests."""
     tree = parse(source)
     if tree is None:
         return True
@@ -98,7 +98,8 @@ def _emptied(body: Sequence[ast.stmt], *, decorated: bool) -> list[ast.stmt]:
 
 
 def _empty(test: Function) -> ast.stmt:
-    """The test without its body, its annotations and its defaults; never asynchronous, which would need a plugin."""
+    """Return the test without its body, its annotations and its defaults; never asynchronous, which would need a
+    plugin."""
     (made,) = ast.parse(f"def {test.name}(): pass").body
     assert isinstance(made, ast.FunctionDef)
     names = [*test.args.posonlyargs, *test.args.args, *test.args.kwonlyargs]
@@ -120,7 +121,7 @@ def _is_plain(value: ast.expr) -> bool:
 
 
 def _classes(statuses: Mapping[tuple[str, ...], Status], indent: str) -> str:
-    """The source text of these tests, each inside its classes."""
+    """Return the source text of these tests, each inside its classes."""
     text = ""
     own = {names[0]: status for names, status in statuses.items() if len(names) == 1}
     for name in dict.fromkeys(each.partition("[")[0] for each in own):
@@ -134,7 +135,7 @@ def _classes(statuses: Mapping[tuple[str, ...], Status], indent: str) -> str:
 
 
 def _function(name: str, statuses: Mapping[str, Status], indent: str) -> str:
-    """A test that ends with the outcome of each parameter; an empty parameter stands for none."""
+    """Return a test that ends with the outcome of each parameter; an empty parameter stands for none."""
     ends = [_ENDS.get(each, "fail") for each in statuses.values()]
     arguments, decorator = (["self"] if indent else []), ""
     start = f"end = {ends[0]!r}"

@@ -168,7 +168,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         )
 
     def _solution(self, work: ResolvedTask) -> Sequence[ToolStep | Say] | None:
-        """The reference solutions of all parts in order."""
+        """Return the reference solutions of all parts in order."""
         steps: list[ToolStep | Say] = []
         for part in work.parts:
             own = solution_steps(part.task, work.user, self._agent_s(part.task), fresh=bool(steps))
@@ -234,7 +234,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return await rollout.run_agent(tool_handler=handler)
 
     async def agent_slot(self, rollout: Rollout) -> Slot:
-        """The rollout's slot as the image's user sees it."""
+        """Return the rollout's slot as the image's user sees it."""
         work: ResolvedTask = rollout.task.data
         slot = await rollout.sandbox()
         return slot if is_root(work.user) else UserSlot(slot, work.user, self._prepared[rollout.task.id].home)
@@ -246,7 +246,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return await self.verified(rollout, grading, work.parts[0])
 
     async def verified(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Score:
-        """The score that the verifier of a part gives, 0 if tampering is detected."""
+        """Yield the score that the verifier of a part gives, 0 if tampering is detected."""
         slot, hidden, made = await self._graded(rollout, grading, part)
         setup = self._setup(rollout.task, part)
 
@@ -278,7 +278,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
     async def _graded(
         self, rollout: Rollout, grading: Grading, part: GradedPart
     ) -> tuple[Slot, Sequence[str], Sequence[str]]:
-        """The slot to verify in, the agent's changes that it hides, and the files that the agent made or changed."""
+        """Return the slot to verify in, the agent's changes that it hides, and the files that the agent made or
+        changed."""
         work: ResolvedTask = rollout.task.data
         if grading.live:
             return await grading.slot(), (), ()
@@ -335,7 +336,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
 
 def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
-    """The texts that show what a task is about, without the verifier's bootstrap."""
+    """Yield the texts that show what a task is about, without the verifier's bootstrap."""
     for part in parts:
         task = part.task
         yield task.instruction
@@ -437,7 +438,7 @@ async def _remove_verifier(slot: Slot) -> None:
 def solution_steps(
     task: TerminalTask, user: str, seconds: float, *, fresh: bool = False
 ) -> tuple[ToolStep, ...] | None:
-    """The calls that solve a task in at most `seconds`; None for a task without a solution. Raises `TaskError`.
+    """Return the calls that solve a task in at most `seconds`; None for a task without a solution. Raises `TaskError`.
 
     `fresh`: remove an earlier solution first.
     """
@@ -469,7 +470,7 @@ def _files(solution: SolutionScript) -> dict[str, bytes]:
 
 
 def _writing(path: str, data: bytes) -> list[str]:
-    """Commands that write a file."""
+    """Return commands that write a file."""
     text, quoted = base64.b64encode(data).decode(), shlex.quote(path)
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)] or [""]
     folder = shlex.quote(path.rpartition("/")[0])

@@ -36,12 +36,12 @@ VARIABLES = {
 
 
 def is_task(folder: Path) -> bool:
-    """Whether the folder is a Terminal-Bench 1 task."""
+    """Return whether the folder is a Terminal-Bench 1 task."""
     return (folder / CONFIG_NAME).is_file()
 
 
 def read_task(folder: Path) -> TerminalTask:
-    """The task of a folder. Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
+    """Return the task of a folder. Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
     config = TypedFields(read_yaml_file(folder / CONFIG_NAME))
     parser = config.text("parser_name") or "pytest"
     if parser != "pytest":
@@ -87,7 +87,7 @@ def _solution(folder: Path) -> SolutionScript | None:
 
 
 def commands(path: Path) -> list[str]:
-    """The commands of a `solution.yaml`; none if it also types into a running program. Raises `TaskError`."""
+    """Return the commands of a `solution.yaml`; none if it also types into a running program. Raises `TaskError`."""
     steps = read_yaml_file(path)
     if not isinstance(steps, list):
         return []

@@ -45,7 +45,7 @@ class Verifier:
     shared: Path | None = None
 
     def files(self) -> dict[str, Path]:
-        """The files and directories of both folders by their path below `TESTS_DIR`, sorted."""
+        """Return the files and directories of both folders by their path below `TESTS_DIR`, sorted."""
         folders = [each for each in (self.shared, self.folder) if each is not None and each.is_dir()]
         found = {str(path.relative_to(each)): path for each in folders for path in each.rglob("*")}
         return dict(sorted(found.items()))
@@ -109,7 +109,7 @@ class TerminalTask:
     reward_strategy: str = MEAN
 
     def of_step(self, step: TaskStep) -> TerminalTask:
-        """A step of this task as a separate task."""
+        """Return a step of this task as a separate task."""
         return replace(
             self,
             instruction=step.instruction,
@@ -120,7 +120,7 @@ class TerminalTask:
         )
 
     def is_named(self, wanted: str | None) -> bool:
-        """Whether a comma-separated list of names, patterns (`git-*`) and `category:NAME` matches this task."""
+        """Return whether a comma-separated list of names, patterns (`git-*`) and `category:NAME` matches this task."""
         words = [word.strip() for word in (wanted or "").split(",") if word.strip()]
         return any(
             self.category == word.partition(":")[2]

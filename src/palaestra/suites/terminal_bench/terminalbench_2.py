@@ -77,7 +77,7 @@ class TerminalBench2EvalEnv(ListedEnv):
         raise NotImplementedError("rollouts of this environment are graded by TerminalBenchEnvironment.score")
 
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
-        """One attempt, with the field names of the established samples of this environment."""
+        """Return one attempt, with the field names of the established samples of this environment."""
         categories = {task.name: task.category for task in self.items}
         return pass_at_k.sample(trajectory) | {
             "task_name": trajectory.task_id,

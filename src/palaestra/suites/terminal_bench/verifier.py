@@ -94,7 +94,7 @@ class VerifierVerdict:
     doubt: str | None = None
 
     def detail(self) -> dict[str, JSON]:
-        """The part of the result to record."""
+        """Return the part of the result to record."""
         found: dict[str, JSON] = {"rewards": dict(self.rewards), "output": self.output, "exit_status": self.exit_status}
         if self.run is not None:
             statuses = self.run.statuses
@@ -195,7 +195,8 @@ class _Again:
         return TestRun({}, complete=False)
 
     async def unearned(self, verdict: VerifierVerdict, run: TestRun) -> str | None:
-        """Why tests are missing from the outcomes, or the outcomes do not earn the reward; None if all is well."""
+        """Return why tests are missing from the outcomes, or the outcomes do not earn the reward; None if all is
+        well."""
         texts = _test_files(self.task)
         if problem := await self._left_out(run, texts):
             return problem
@@ -210,7 +211,7 @@ class _Again:
         return "the verifier gives less for the same outcomes of tests that do not use the work"
 
     async def _left_out(self, run: TestRun, texts: Mapping[str, str]) -> str | None:
-        """A message about a test that the work, not the verifier, left out; None if there is none."""
+        """Return a message about a test that the work, not the verifier, left out; None if there is none."""
         skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
         parsed = {name: text for name, text in texts.items() if parse(text) is not None}
         wanted = {(name, test) for name, text in parsed.items() if _is_collected(name) for test in default_tests(text)}
@@ -234,19 +235,19 @@ class _Again:
 
 
 def _test_files(task: TerminalTask) -> dict[str, str]:
-    """The Python files of a verifier by their path below its folder."""
+    """Return the Python files of a verifier by their path below its folder."""
     files = task.verifier.files().items()
     return {name: read_text(path, "replace") for name, path in files if name.endswith(".py") and path.is_file()}
 
 
 def _is_collected(name: str) -> bool:
-    """Whether pytest looks for tests in a file of this name by default."""
+    """Return whether pytest looks for tests in a file of this name by default."""
     base = name.rpartition("/")[2]
     return base.startswith("test_") or base.endswith("_test.py")
 
 
 def _files_of(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, tuple[str, str]]:
-    """The files of these tests by the path in node ids: each file's name below the folder, and its text."""
+    """Return the files of these tests by the path in node ids: each file's name below the folder, and its text."""
     found = {}
     for at in {node_id.partition("::")[0] for node_id in node_ids}:
         match = next((name for name in texts if at == name or at.endswith(f"/{name}")), None)
@@ -256,7 +257,7 @@ def _files_of(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, 
 
 
 def _in_file(statuses: Mapping[str, Status], path: str) -> dict[str, Status]:
-    """The statuses of a file's tests by the part of their node ids after its path."""
+    """Return the statuses of a file's tests by the part of their node ids after its path."""
     return {name.partition("::")[2]: each for name, each in statuses.items() if name.partition("::")[0] == path}
 
 
@@ -332,7 +333,7 @@ async def _once(
 
 
 async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
-    """Why the reward is not the verifier's: tests failed, or another process writes rewards."""
+    """Return why the reward is not the verifier's: tests failed, or another process writes rewards."""
     failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
     if reward > 0 and run is not None and not run.complete:
         return "the tests gave a reward but did not all report, or their session did not end"
@@ -380,7 +381,7 @@ def _tail(output: str) -> str:
 
 
 def _last_error(text: str) -> str:
-    """The error line of a collection's traceback."""
+    """Return the error line of a collection's traceback."""
     errors = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
     return errors[-1] if errors else text[-600:]
 
@@ -388,7 +389,7 @@ def _last_error(text: str) -> str:
 def _work_is_broken(
     task: TerminalTask, errors: Mapping[str, str], made: Collection[str], out_of_reach: Collection[str]
 ) -> bool:
-    """Whether the workspace prevented the collection of tests.
+    """Return whether the workspace prevented the collection of tests.
 
     Either a module that the task mentions is missing, or the traceback contains a file that the agent made. A module
     that the image has, but not for the interpreter of the tests, is not the work's fault.

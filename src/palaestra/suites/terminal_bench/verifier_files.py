@@ -99,7 +99,7 @@ for name in sys.argv[1:]:
 
 
 def script_name(task: TerminalTask) -> str:
-    """The name of the script below `TESTS_DIR`."""
+    """Return the name of the script below `TESTS_DIR`."""
     return task.verifier.script.rpartition("/")[2]
 
 
@@ -178,7 +178,7 @@ async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> t
 
 
 async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
-    """Whether a link ends below a hidden path. A chain of too many links counts as one."""
+    """Return whether a link ends below a hidden path. A chain of too many links counts as one."""
     path = f"/tmp{path.removeprefix(carried)}" if is_below(path, (carried,)) else path  # noqa: S108  in the slot
     parts = [part for part in path.split("/") if part]
     at, followed = "", 0
@@ -220,7 +220,7 @@ class ShadowScope:
     carried: str
 
     def place(self, path: str) -> tuple[str, str]:
-        """The directory and the name of a path as the script will find it."""
+        """Return the directory and the name of a path as the script will find it."""
         if is_below(path, (self.carried,)):
             path = f"/tmp{path.removeprefix(self.carried)}"  # noqa: S108  in the slot
         return dirname(path), basename(path)
@@ -355,7 +355,7 @@ def _is_module(inside: str, had: Collection[str]) -> bool:
 
 
 async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str]:
-    """The paths of these modules that the prepared workspace lacks, and that its packages have elsewhere."""
+    """Return the paths of these modules that the prepared workspace lacks, and that its packages have elsewhere."""
     async with prepared() as before:
         names = names_in(before)
         modules = await image_modules(before)
@@ -369,7 +369,8 @@ async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str
 
 
 async def _real(slot: Slot, folders: set[str], changes: Sequence[Change], scope: ShadowScope) -> set[str]:
-    """The directories and the targets of links among them, also where a link leads to the moved files of `/tmp`."""
+    """Return the directories and the targets of links among them, also where a link leads to the moved files of
+    `/tmp`."""
     if not folders:
         return folders
     each = 'for each; do readlink -f -- "$each" || echo; done'
@@ -386,12 +387,12 @@ async def _real(slot: Slot, folders: set[str], changes: Sequence[Change], scope:
 
 
 def _leads_to(link: str, folders: Collection[str]) -> bool:
-    """Whether one of the directories is this path or below it."""
+    """Return whether one of the directories is this path or below it."""
     return any(is_below(folder, (link,)) for folder in folders)
 
 
 def shadows(change: Change, folders: SearchedFolders, scope: ShadowScope) -> bool:
-    """Whether programs would find this change before a file of the image with the same name."""
+    """Return whether programs would find this change before a file of the image with the same name."""
     if change.kind not in ("file", "symlink") or change.path in scope.paths:
         return False
     folder, name = scope.place(change.path)
@@ -403,7 +404,8 @@ def shadows(change: Change, folders: SearchedFolders, scope: ShadowScope) -> boo
 
 
 def _module(change: Change, folders: Collection[str], scope: ShadowScope) -> str:
-    """The module that Python would import from this change in one of the directories, unless the texts name it."""
+    """Return the module that Python would import from this change in one of the directories, unless the texts name
+    it."""
     folder, name = scope.place(change.path)
     if change.kind not in ("file", "symlink"):
         return ""
@@ -415,14 +417,14 @@ def _module(change: Change, folders: Collection[str], scope: ShadowScope) -> str
 
 
 def _entries(env: Mapping[str, str], name: str, workdir: str) -> set[str]:
-    """The directories of a search path; an empty or relative one is below the working directory."""
+    """Return the directories of a search path; an empty or relative one is below the working directory."""
     value = env.get(name, "")
     return {normpath(join(workdir, each)) for each in value.split(":")} if value else set()
 
 
 def python_folders(script: str, workdir: str, made: Collection[str]) -> set[str]:
-    """The directories in which Python looks for modules first when this script starts it: the working directory of a
-    command, a module or standard input, and the directory of a program that is not among the files that the agent
+    """Return the directories in which Python looks for modules first when this script starts it: the working directory
+    of a command, a module or standard input, and the directory of a program that is not among the files that the agent
     `made`."""
     for name, value in _ASSIGNED.findall(script):
         script = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value, script)
@@ -444,8 +446,8 @@ def hidden_paths(
     declared: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """The paths to leave out of the graded view: `planted`, and those that could influence this `script`, which has the
-    variables `env`.
+    """Return the paths to leave out of the graded view: `planted`, and those that could influence this `script`, which
+    has the variables `env`.
 
     A shell's start-up file that the task is about (`declared`) stays visible.
     """

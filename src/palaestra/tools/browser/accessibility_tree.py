@@ -73,14 +73,14 @@ class Numbers:
         self._known: dict[str, Known] = {}
 
     def of(self, document: int, element: PageElement) -> str:
-        """The element's reference."""
+        """Return the element's reference."""
         known = Known(document, element.own, element.role, element.name)
         number = self._numbers.setdefault(known, len(self._numbers) + 1)
         self._known[f"e{number}"] = known
         return f"@e{number}"
 
     def find(self, reference: str) -> Known | None:
-        """The element of a model's `@e5` (or `e5`), or None."""
+        """Return the element of a model's `@e5` (or `e5`), or None."""
         match = _REFERENCE.match(reference)
         return self._known.get(match[1]) if match else None
 
@@ -97,14 +97,14 @@ class PageView:
 
 
 def parse(source: str) -> list[PageElement]:
-    """The elements of Playwright's snapshot, in order."""
+    """Return the elements of Playwright's snapshot, in order."""
     return [_element(line) for line in source.splitlines() if line.strip()]
 
 
 def show(
     source: str, numbers: Numbers, document: int, *, full: bool, most_chars: int, skipped_lines: int = 0
 ) -> PageView:
-    """The text for a model: after the first `skipped_lines` lines, up to `most_chars` characters."""
+    """Return the text for a model: after the first `skipped_lines` lines, up to `most_chars` characters."""
     elements = parse(source)
     kept = elements if full else _compact(elements)
     lines = [_line(each, numbers.of(document, each) if each.own else "") for each in kept]
@@ -139,7 +139,7 @@ def _element(line: str) -> PageElement:
 
 
 def _plain(text: str) -> str:
-    """A quoted scalar without its quotes."""
+    """Return a quoted scalar without its quotes."""
     if len(text) > 1 and text[0] == text[-1] == '"':
         return re.sub(r"\\(.)", lambda found: {"n": " ", "t": " "}.get(found[1], found[1]), text[1:-1])
     if len(text) > 1 and text[0] == text[-1] == "'":
@@ -148,7 +148,7 @@ def _plain(text: str) -> str:
 
 
 def _compact(elements: Sequence[PageElement]) -> list[PageElement]:
-    """Usable elements and those that orient the reader, indented by their nesting.
+    """Return usable elements and those that orient the reader, indented by their nesting.
 
     An element without a name shows the first text inside it.
     """
@@ -167,7 +167,7 @@ def _compact(elements: Sequence[PageElement]) -> list[PageElement]:
 
 
 def _inside(elements: Sequence[PageElement], place: int) -> Iterator[str]:
-    """The texts inside an element."""
+    """Yield the texts inside an element."""
     for each in elements[place + 1 :]:
         if each.depth <= elements[place].depth:
             return

@@ -87,7 +87,7 @@ class PageEvents:
         return notes
 
     def read(self, *, clear: bool) -> dict[str, JSON]:
-        """All kept entries, in the contract's shape."""
+        """Return all kept entries, in the contract's shape."""
         reply: dict[str, JSON] = {
             "console_messages": list(self._console),
             "js_errors": list(self._errors),
@@ -170,7 +170,7 @@ class BrowserSession:
         return response.status
 
     async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
-        """The response of the address; None without one, or if a script navigated elsewhere first."""
+        """Return the response of the address; None without one, or if a script navigated elsewhere first."""
         page, limit_s = self.page, settings.browser_navigation_timeout_s
         for _ in range(3):
             try:
@@ -185,7 +185,7 @@ class BrowserSession:
         raise ToolMistake(f"{url} cannot be opened: {why or words}")
 
     async def snapshot(self, settings: ToolSettings, *, full: bool, skipped_lines: int = 0) -> PageView:
-        """The page as text, with references for `element`."""
+        """Return the page as text, with references for `element`."""
         page = self.page
         for _ in range(3):
             document = await self._current_document(page)
@@ -202,7 +202,7 @@ class BrowserSession:
         )
 
     async def element(self, reference: str) -> Locator:
-        """The element of a reference. Raises `ToolMistake` for an unknown or outdated reference."""
+        """Return the element of a reference. Raises `ToolMistake` for an unknown or outdated reference."""
         page, known = self.page, self._numbers.find(reference)
         if known is None:
             raise ToolMistake(f"There is no reference {reference!r}. browser_snapshot gives references such as @e5")
@@ -265,7 +265,7 @@ class BrowserSession:
         await self.settle()
 
     def with_notes(self, reply: dict[str, JSON]) -> dict[str, JSON]:
-        """The reply, extended by the notes since the last reply."""
+        """Return the reply, extended by the notes since the last reply."""
         notes = self.events.take_notes()
         return {**reply, "notes": list(notes)} if notes else reply
 
@@ -282,7 +282,7 @@ class BrowserSession:
             await self.ask(self._lease.context.new_page())
 
     async def _hangs(self, page: Page) -> bool:
-        """Whether a script keeps the page from answering. Such a page cannot navigate either."""
+        """Return whether a script keeps the page from answering. Such a page cannot navigate either."""
         from playwright.async_api import Error
 
         try:
@@ -303,7 +303,7 @@ class BrowserSession:
             await self.ask(self._lease.context.new_page())
 
     async def _current_document(self, page: Page) -> int:
-        """The number of the document that the page shows. Handles into earlier documents are invalid."""
+        """Return the number of the document that the page shows. Handles into earlier documents are invalid."""
         from playwright.async_api import Error
 
         if page in self._documents:
@@ -353,7 +353,7 @@ class BrowserSession:
 
 
 def _address(url: str) -> tuple[str, str, int]:
-    """The complete address, its host and port. Raises `ToolMistake` for an address that must not be opened."""
+    """Return the complete address, its host and port. Raises `ToolMistake` for an address that must not be opened."""
     url = url.strip()
     if not url:
         raise ToolMistake("url is empty: say which page to open")

@@ -54,7 +54,7 @@ _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwrigh
 
 @functools.cache
 def absent(executable: str | None = None) -> str | None:
-    """The missing component and its remedy, or None. Starts nothing, so it is cheap.
+    """Return the missing component and its remedy, or None. Starts nothing, so it is cheap.
 
     A Chromium that does not start is an infrastructure failure of the first rollout that browses (`problem`).
     """
@@ -65,7 +65,7 @@ def absent(executable: str | None = None) -> str | None:
 
 @functools.cache
 def problem(executable: str | None = None) -> str | None:
-    """The reason why no browser starts here, and the remedy, or None. Tries it once per process."""
+    """Return the reason why no browser starts here, and the remedy, or None. Tries it once per process."""
     if importlib.util.find_spec("playwright") is None:
         return f"install the extra `browser`: {install_command('browser')}"
     from playwright.async_api import Page
@@ -79,7 +79,7 @@ def problem(executable: str | None = None) -> str | None:
 
 @functools.cache
 def usable(executable: str | None = None) -> str | None:
-    """The first Chromium that shows an empty page, or None. `executable` is the only candidate if given."""
+    """Return the first Chromium that shows an empty page, or None. `executable` is the only candidate if given."""
     return next((path for path in _candidates(executable) if _probe(path) is None), None)
 
 

@@ -74,11 +74,11 @@ class BrowserProxy:
         self._resolver.shutdown(wait=False, cancel_futures=True)
 
     def settings(self) -> ProxySettings:
-        """The proxy settings in Playwright's form."""
+        """Return the proxy settings in Playwright's form."""
         return {"server": self.address, "username": self.user, "password": self.password}
 
     def why(self, host: str, port: int) -> str | None:
-        """Why the last connection to the host failed, or None."""
+        """Return why the last connection to the host failed, or None."""
         return self._refused.get((host, port))
 
     def _note(self, host: str, port: int, why: str) -> None:
@@ -231,7 +231,8 @@ async def _started(settings: ToolSettings) -> RunningBrowser:
 
 
 def new_home() -> tuple[Path, int]:
-    """A new directory and its lock, held while the directory is used. Removes directories of killed processes first."""
+    """Return a new directory and its lock, held while the directory is used. Removes directories of killed processes
+    first."""
     for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
         with contextlib.suppress(OSError):
             if left.lstat().st_uid == os.getuid():

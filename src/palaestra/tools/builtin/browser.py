@@ -40,7 +40,7 @@ _Action = Callable[[_Call], Awaitable[dict[str, JSON]]]
 
 
 def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
-    """The tools with these settings."""
+    """Return the tools with these settings."""
 
     def missing() -> str | None:
         return launch.absent(settings.browser_executable)
@@ -160,7 +160,7 @@ async def _where(session: BrowserSession) -> dict[str, JSON]:
 
 
 def _view(shown: PageView, skipped: int) -> dict[str, JSON]:
-    """A snapshot; its text ends with a note on omissions, so that a model cannot miss it."""
+    """Return a snapshot; its text ends with a note on omissions, so that a model cannot miss it."""
     lacks = []
     if shown.cut:
         lacks.append(f"{shown.cut} more lines: browser_snapshot with offset={shown.lines - shown.cut} goes on")

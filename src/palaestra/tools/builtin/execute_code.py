@@ -83,7 +83,7 @@ class Programs:
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def folder(self) -> str:
-        """The folder of the next program."""
+        """Return the folder of the next program."""
         return f"{FOLDER}/{self.prefix}{next(self.numbers)}"
 
 
@@ -162,7 +162,7 @@ async def _start(slot: Slot, folder: str) -> Process:
 
 
 async def _own_end(process: Process) -> int:
-    """The exit code of a supervisor that reported none for its program. Raises `ToolMistake` without Python."""
+    """Return the exit code of a supervisor that reported none for its program. Raises `ToolMistake` without Python."""
     status = await process.wait()
     if status.exit_code == _NOT_FOUND and not status.output_total_bytes:
         raise ToolMistake("There is no python3 in this sandbox; nothing was run. Use the terminal")
@@ -170,7 +170,7 @@ async def _own_end(process: Process) -> int:
 
 
 def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None]:
-    """The output, and its full size if a part was dropped."""
+    """Return the output, and its full size if a part was dropped."""
     if channel is None:
         return "", None
     head, tail = channel.output.parts()

@@ -84,7 +84,7 @@ class FileMaker(Tool):
 
 
 def image_tool(settings: ToolSettings) -> Tool:
-    """The `image_generate` tool with these settings."""
+    """Return the `image_generate` tool with these settings."""
     missing = partial(_missing, settings.image_base_url, "no model that makes images is", "image")
     request = FunctionTool(
         IMAGE, partial(_image, settings), toolset="image_gen", missing=missing, touches_world=True, parallel_safe=True
@@ -93,7 +93,7 @@ def image_tool(settings: ToolSettings) -> Tool:
 
 
 def speech_tool(settings: ToolSettings) -> Tool:
-    """The `text_to_speech` tool with these settings."""
+    """Return the `text_to_speech` tool with these settings."""
     missing = partial(_missing, settings.speech_base_url, "no model that speaks is", "speech")
     request = FunctionTool(
         SPEECH, partial(_speech, settings), toolset="tts", missing=missing, touches_world=True, parallel_safe=True
@@ -102,7 +102,7 @@ def speech_tool(settings: ToolSettings) -> Tool:
 
 
 def _missing(base_url: str | None, what: str, prefix: str) -> str | None:
-    """The reason why the tool cannot be used, and the remedy, or None."""
+    """Return the reason why the tool cannot be used, and the remedy, or None."""
     return missing_model(what, prefix) if base_url is None else None
 
 

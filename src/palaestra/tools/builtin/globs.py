@@ -26,7 +26,8 @@ _NOTHING = re.compile(r"(?!)")
 
 
 def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = False) -> Callable[[str], bool]:
-    """A test for paths below `root`. A glob without a slash matches base names; with one, it matches paths from `root`.
+    """Return a test for paths below `root`. A glob without a slash matches base names; with one, it matches paths from
+    `root`.
 
     With `loose`, a glob without wildcards matches every name that contains it. None matches everything. Raises
     `ToolMistake`.
@@ -49,7 +50,7 @@ def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = Fals
 
 
 def simple_names(glob: str | None) -> list[str]:
-    """The alternatives of a glob if every search backend interprets all of them in the same way, else none.
+    """Return the alternatives of a glob if every search backend interprets all of them in the same way, else none.
 
     Backends may use them to skip files early; `name_filter` filters the result in any case.
     """
@@ -69,7 +70,7 @@ def _compiled(glob: str) -> list[list[re.Pattern[str] | None]]:
 
 
 def _expanded(glob: str) -> list[str]:
-    """The alternatives of a glob, without braces."""
+    """Return the alternatives of a glob, without braces."""
     if glob.count("{") > _MAX_ALTERNATIVES:
         raise ToolMistake("the glob has too many alternatives")
     braces = _BRACES.search(glob)
@@ -109,7 +110,8 @@ def _parts(glob: str) -> list[re.Pattern[str] | None]:
 
 
 def _checked(found: re.Match[str]) -> str:
-    """A character class in the form of `fnmatch`. Raises `re.error` for an empty range, which `fnmatch` accepts."""
+    """Return a character class in the form of `fnmatch`. Raises `re.error` for an empty range, which `fnmatch`
+    accepts."""
     negated, members = found.groups()
     if any(first > last for first, last in re.findall("(.)-(.)", members, re.DOTALL)):
         raise re.error(f"bad character range in {found[0]}")
@@ -117,7 +119,7 @@ def _checked(found: re.Match[str]) -> str:
 
 
 def _matches(parts: list[re.Pattern[str] | None], names: list[str]) -> bool:
-    """Whether the names match. Backtracks only to the last `**`."""
+    """Return whether the names match. Backtracks only to the last `**`."""
     at = here = 0
     again: tuple[int, int] | None = None
     while here < len(names):

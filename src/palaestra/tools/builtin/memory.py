@@ -57,7 +57,7 @@ class Notes:
     folder: Path | None = None
 
     def read(self, target: str) -> list[str]:
-        """All notes of `target` (memory or user), oldest first."""
+        """Return all notes of `target` (memory or user), oldest first."""
         try:
             text = self._path(target).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:

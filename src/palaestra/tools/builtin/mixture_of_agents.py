@@ -35,7 +35,7 @@ _AGGREGATE = (
 
 
 def mixture_tool(settings: ToolSettings) -> Tool:
-    """The tool with these settings."""
+    """Return the tool with these settings."""
     return FunctionTool(
         SCHEMA,
         partial(_run, settings),
@@ -47,7 +47,7 @@ def mixture_tool(settings: ToolSettings) -> Tool:
 
 
 def mixture_problem(settings: ToolSettings) -> str | None:
-    """The reason why no models can be asked, and the remedy, or None."""
+    """Return the reason why no models can be asked, and the remedy, or None."""
     if settings.moa_base_url is None or not settings.moa_models:
         return missing_model("no models to ask are", "moa", "moa_models")
     return None
@@ -80,7 +80,7 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 
 async def _ask(settings: ToolSettings, model: str, messages: list[JSON]) -> str:
-    """The text of a model's answer. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+    """Return the text of a model's answer. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
     server = model_server(
         f"the model {model}",
         "moa",

@@ -144,13 +144,14 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
 
 
 async def _computed(size: int, function: Callable[[], T]) -> T:
-    """The result of a function on texts of `size` characters. For long texts it runs in a thread, so other rollouts do
-    not wait, and is abandoned when the call is cancelled."""
+    """Return the result of a function on texts of `size` characters. For long texts it runs in a thread, so other
+    rollouts do not wait, and is abandoned when the call is cancelled."""
     return function() if size <= _SHORT_CHARS else await in_own_thread(function)
 
 
 def _paths(changes: list[FileChange]) -> list[str]:
-    """All paths of a patch. Raises `PatchError` for two spellings of one file, whose result would depend on order."""
+    """Return all paths of a patch. Raises `PatchError` for two spellings of one file, whose result would depend on
+    order."""
     paths = [path for change in changes for path in (change.path, change.target) if path is not None]
     if len({in_slot(path) for path in paths}) < len(set(paths)):
         raise PatchError("The patch names one file by two different paths")

@@ -105,7 +105,7 @@ class Setup:
 
 
 def rl_tools(settings: ToolSettings, command: Sequence[str] = TRAIN) -> tuple[Tool, ...]:
-    """The tools with these settings. `command` takes the arguments of `palaestra train`."""
+    """Return the tools with these settings. `command` takes the arguments of `palaestra train`."""
     functions: dict[str, Callable[..., Awaitable[ToolReply]]] = {
         "rl_list_environments": _list_environments,
         "rl_select_environment": _select,
@@ -382,7 +382,7 @@ async def _test_inference(settings: ToolSettings, arguments: Mapping[str, JSON],
 
 
 async def _tested(setup: Setup, model: str, words: list[str]) -> dict[str, JSON]:
-    """The test results of one model. `steps` are tasks with scored rollouts; a score above 0 is correct."""
+    """Return the test results of one model. `steps` are tasks with scored rollouts; a score above 0 is correct."""
     reply: dict[str, JSON] = {"model": model, "steps": [], "steps_tested": 0, "total_completions": 0,
                               "correct_completions": 0, "accuracy": 0.0}  # fmt: skip
     try:
@@ -422,7 +422,7 @@ def _training(settings: ToolSettings, arguments: Mapping[str, JSON]) -> Training
 
 
 def _locked(settings: ToolSettings, setup: Setup) -> dict[str, JSON]:
-    """The locked settings of a training on the chosen environment, with their values."""
+    """Return the locked settings of a training on the chosen environment, with their values."""
     return {
         name: setup.rows[name]["value"] if value is None else value
         for name, value in settings.rl_locked.items()
@@ -438,7 +438,7 @@ def _flags(settings: ToolSettings, on_training: Mapping[str, JSON]) -> list[str]
 
 
 def _metrics(training: TrainingProcess) -> dict[str, JSON]:
-    """The latest step and the latest evaluation."""
+    """Return the latest step and the latest evaluation."""
     latest = {str(each.get("kind")): each for each in training.lines()}
     step, evaluation = latest.get("step", {}), latest.get("evaluation", {})
     return {
@@ -467,7 +467,8 @@ def _fits(value: JSON, default: JSON) -> bool:
 
 
 async def _palaestra(*words: str, timeout_s: float = COMMAND_S) -> JSON:
-    """The JSON output of a `palaestra` command. Raises `ToolMistake` with its error, `ToolUnavailable` on a timeout."""
+    """Return the JSON output of a `palaestra` command. Raises `ToolMistake` with its error, `ToolUnavailable` on a
+    timeout."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "palaestra", *words),
         stdin=asyncio.subprocess.DEVNULL,

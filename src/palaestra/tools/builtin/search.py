@@ -71,7 +71,7 @@ SCHEMA = ToolSchema(
 
 
 async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """One page of results, `total_count` of all, and a `hint` on how to continue if there are more."""
+    """Return one page of results, `total_count` of all, and a `hint` on how to continue if there are more."""
     slot = await run.slot()
     path = await in_full(slot, arguments.get("path", ".") or ".")
     if any("\0" in text for text in (path, arguments["pattern"], arguments.get("file_glob", ""))):
@@ -100,7 +100,8 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
 
 
 async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: float) -> list[str]:
-    """The matching names, filtered in steps so that other tasks can run. Raises `ToolMistake` for a slow glob."""
+    """Return the matching names, filtered in steps so that other tasks can run. Raises `ToolMistake` for a slow
+    glob."""
     kept: list[str] = []
     deadline = asyncio.get_running_loop().time() + timeout_s
     for first in range(0, len(names), _NAMES_AT_ONCE):
@@ -112,7 +113,7 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
 
 
 async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
-    """The page of matching lines. Only the files on it are searched again."""
+    """Return the page of matching lines. Only the files on it are searched again."""
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
     before, files, reached = 0, [], 0
     for name, count in counts.items():
@@ -155,7 +156,8 @@ class SearchQuery:
 
 
 async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
-    """Matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad pattern."""
+    """Return matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad
+    pattern."""
     _check_pattern(query.pattern)
     engine = await _ripgrep(slot)
     names = simple_names(query.file_glob)
@@ -180,7 +182,8 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
 
 
 async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], context: int, most: int) -> list[JSON]:
-    """The matching lines of these files as the reply has them, at most `most` per file, in order of path and line."""
+    """Return the matching lines of these files as the reply has them, at most `most` per file, in order of path and
+    line."""
     engine = await _ripgrep(slot)
     argv = _rg(engine, query) if engine else _grep(query)
     options = ["--line-number", f"--context={context}", f"--max-count={most}", "--regexp", query.pattern, "--"]
@@ -197,7 +200,7 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
 
 
 async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
-    """Files and symlinks below `root`, sorted, except those in `.git`."""
+    """Return files and symlinks below `root`, sorted, except those in `.git`."""
     argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", "(", "-type", "f", "-o", "-type", "l", ")", "-print0"]
     result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
     _check(result)
@@ -215,7 +218,7 @@ def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Ite
 
 
 def _records(output: str) -> Iterator[tuple[str, str]]:
-    """Pairs of a file name and the line printed for it. Names end at a NUL byte, so they may hold line ends.
+    """Yield pairs of a file name and the line printed for it. Names end at a NUL byte, so they may hold line ends.
 
     Takes linear time whatever is printed: an agent may replace the programs of its slot.
     """
@@ -277,7 +280,7 @@ def _engine_error(result: ExecutionResult, query: SearchQuery) -> str:
 
 
 async def _ripgrep(slot: Slot) -> str | None:
-    """The path of ripgrep in the slot, or None. A file check costs less than a failing command."""
+    """Return the path of ripgrep in the slot, or None. A file check costs less than a failing command."""
     for path in RIPGREP_PATHS:
         if await slot.stat(path) is not None:
             return path
@@ -285,7 +288,7 @@ async def _ripgrep(slot: Slot) -> str | None:
 
 
 def _safe(path: str) -> str:
-    """The path in a form that no program reads as an option."""
+    """Return the path in a form that no program reads as an option."""
     return f"./{path}" if path.startswith("-") else path
 
 

@@ -106,7 +106,7 @@ class Sessions:
         return path
 
     def search(self, query: str, roles: Collection[str] = (), limit: int = 3) -> list[SessionMatch]:
-        """The conversations that contain words of `query`, best first; only messages of `roles` count, if given.
+        """Return the conversations that contain words of `query`, best first; only messages of `roles` count, if given.
 
         A word that few conversations contain weighs more (as in BM25), and repetitions add little.
         """
@@ -183,7 +183,8 @@ def _rarity(having: int, of: int) -> float:
 
 
 def _excerpts(said: Sequence[tuple[str, str]], words: Sequence[str]) -> list[dict[str, str]]:
-    """The messages with the most of these words, in their order, each cut to the text around its first such word."""
+    """Return the messages with the most of these words, in their order, each cut to the text around its first such
+    word."""
     scored = [(len(set(words) & set(_words(text))), place) for place, (_, text) in enumerate(said)]
     best = sorted(sorted((-score, place) for score, place in scored if score)[:EXCERPTS], key=lambda each: each[1])
     return [{"role": said[place][0], "text": _around(said[place][1], words)} for _, place in best]

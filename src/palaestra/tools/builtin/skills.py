@@ -96,7 +96,8 @@ class Skills:
         self.folder = folder
 
     def all(self) -> list[Skill]:
-        """The skills with a valid header, by category and name. Of two skills with one name, the first counts."""
+        """Return the skills with a valid header, by category and name. Of two skills with one name, the first
+        counts."""
         found: dict[str, Skill] = {}
         for document in sorted([*self.folder.glob(f"*/{DOCUMENT}"), *self.folder.glob(f"*/*/{DOCUMENT}")]):
             folder = document.parent
@@ -108,7 +109,7 @@ class Skills:
         return sorted(found.values(), key=lambda skill: (skill.category, skill.name))
 
     def find(self, name: str) -> Skill:
-        """The skill of this name. Raises `ToolMistake` with the known names."""
+        """Return the skill of this name. Raises `ToolMistake` with the known names."""
         skills = self.all()
         for skill in skills:
             if skill.name == name:
@@ -116,7 +117,7 @@ class Skills:
         raise ToolMistake(f"There is no skill {name!r}", skills=[skill.name for skill in skills])
 
     def view(self, name: str, file_path: str = DOCUMENT) -> dict[str, JSON]:
-        """The text of a file of the skill, and the files of the skill."""
+        """Return the text of a file of the skill, and the files of the skill."""
         skill = self.find(name)
         text = _read(skill.folder, file_path)
         return {"name": name, "file_path": file_path, "content": text, "files": _files(skill.folder)}
@@ -184,7 +185,7 @@ class Skills:
 
 
 def read_header(text: str) -> tuple[str, str]:
-    """The name and description in a document's header. Raises `ToolMistake` if they are missing."""
+    """Return the name and description in a document's header. Raises `ToolMistake` if they are missing."""
     match = _FRONT.match(text)
     try:
         header = yaml.safe_load(match[1]) if match else None
@@ -199,7 +200,7 @@ def read_header(text: str) -> tuple[str, str]:
 
 
 def skills_tools(settings: ToolSettings) -> tuple[Tool, ...]:
-    """The three tools with these settings."""
+    """Return the three tools with these settings."""
     return tuple(
         FunctionTool(
             schema,
@@ -268,7 +269,7 @@ def _check(name: str, content: str) -> None:
 
 
 def _inside(folder: Path, file_path: str) -> Path:
-    """The path of a file of the skill. Raises `ToolMistake` for a path that could lead outside."""
+    """Return the path of a file of the skill. Raises `ToolMistake` for a path that could lead outside."""
     parts = PurePosixPath(file_path).parts
     if not parts or file_path.startswith("/") or "\0" in file_path or any(part.startswith(".") for part in parts):
         raise ToolMistake(f"{file_path!r} is not a file of the skill: give a path relative to it, without hidden names")

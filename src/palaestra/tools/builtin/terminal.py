@@ -84,7 +84,7 @@ SCHEMA = ToolSchema(
 
 
 def clamp_timeout(timeout_s: float) -> float:
-    """The time limit in seconds, within the bounds of any call."""
+    """Return the time limit in seconds, within the bounds of any call."""
     return float(min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S))
 
 
@@ -177,7 +177,7 @@ async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
 
 
 async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dict[str, JSON]:
-    """The tool's reply for a finished command. Long output is truncated; the reply then states its full size."""
+    """Return the tool's reply for a finished command. Long output is truncated; the reply then states its full size."""
     kept = None
     if result.metadata.get("truncated"):
         names = ("output_total_bytes", "full_output_path", "full_output_bytes")
@@ -187,7 +187,7 @@ async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dic
 
 
 async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tuple[str, dict[str, JSON]]:
-    """The output for a reply, and the keys that describe a cut.
+    """Return the output for a reply, and the keys that describe a cut.
 
     `kept` is given if `text` is incomplete: it has `output_total_bytes` and the place of the rest.
     """
@@ -203,7 +203,7 @@ async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tup
 
 
 def contract_facts(result: ExecutionResult) -> dict[str, JSON]:
-    """The keys that `ContractReplies` adds to a reply."""
+    """Return the keys that `ContractReplies` adds to a reply."""
     facts = {name: result.metadata[name] for name in _FACTS}
     streams = {name: str(result.metadata[name]) for name in ("stdout", "stderr") if name in result.metadata}
     return facts | {
@@ -213,7 +213,7 @@ def contract_facts(result: ExecutionResult) -> dict[str, JSON]:
 
 
 def cut(text: str, total: str) -> str:
-    """Head and tail of an output, `MAX_OUTPUT_CHARS` together, with a line between that marks the cut."""
+    """Return head and tail of an output, `MAX_OUTPUT_CHARS` together, with a line between that marks the cut."""
     note = f"\n... [OUTPUT CUT HERE: this is the beginning and the end of {total}] ...\n"
     tail = MAX_OUTPUT_CHARS - HEAD_CHARS - len(note)
     return text[:HEAD_CHARS] + note + text[-tail:]

@@ -51,7 +51,7 @@ class StatefulShell:
         self._shell: Shell | None = None
 
     async def of(self, slot: Slot) -> Shell:
-        """The rollout's shell, opened in its slot if necessary."""
+        """Return the rollout's shell, opened in its slot if necessary."""
         async with self._opening:
             if self._shell is None:
                 self._shell = await slot.shell()

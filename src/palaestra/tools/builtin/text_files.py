@@ -45,12 +45,12 @@ class DecodedFile:
     mode: int | None = None
 
     def encode(self) -> bytes:
-        """The bytes to write."""
+        """Return the bytes to write."""
         text = self.text.replace("\n", "\r\n") if self.crlf else self.text
         return ((_BOM if self.bom else "") + text).encode("utf-8", "surrogateescape")
 
     def with_text(self, text: str) -> DecodedFile:
-        """A copy with this text and the same encoding, line ends and mode."""
+        """Return a copy with this text and the same encoding, line ends and mode."""
         return replace(self, text=text)
 
 
@@ -64,17 +64,17 @@ def decode(data: bytes) -> DecodedFile:
 
 
 def is_binary(data: bytes) -> bool:
-    """Whether the beginning of a file has a NUL byte, which text never has."""
+    """Return whether the beginning of a file has a NUL byte, which text never has."""
     return b"\0" in data[:_SNIFFED_BYTES]
 
 
 def in_slot(path: str) -> str:
-    """The absolute, normalised form of a path in the slot."""
+    """Return the absolute, normalised form of a path in the slot."""
     return posixpath.normpath(posixpath.join(WORKSPACE, path))
 
 
 async def read_text_file(slot: Slot, path: str) -> DecodedFile:
-    """A text file of the slot. Raises `ToolMistake` for anything else."""
+    """Return a text file of the slot. Raises `ToolMistake` for anything else."""
     info = await file_info(slot, path)
     data = await read_file_bytes(slot, path, info)
     if is_binary(data):
@@ -87,7 +87,7 @@ async def read_text_file(slot: Slot, path: str) -> DecodedFile:
 
 
 async def in_full(slot: Slot, path: str) -> str:
-    """The path with a leading `~` expanded as a shell in the slot does: models write paths as in commands."""
+    """Return the path with a leading `~` expanded as a shell in the slot does: models write paths as in commands."""
     if path != "~" and not path.startswith("~/"):
         return path
     home = await slot.execute('printf %s "$HOME"')
@@ -106,7 +106,8 @@ def as_mistake(problem: str) -> Iterator[None]:
 
 
 async def file_info(slot: Slot, path: str) -> FileInfo | None:
-    """The file information of a path, without following links, or None. Raises `ToolMistake` for an invalid path."""
+    """Return the file information of a path, without following links, or None. Raises `ToolMistake` for an invalid
+    path."""
     _check_name(path)
     with as_mistake(f"The path {shortened(path, _SHOWN_CHARS)} cannot be used"):
         return await slot.stat(path)
@@ -126,7 +127,7 @@ async def remove_file(slot: Slot, path: str) -> None:
 
 
 async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """A file of the slot with this `stat` result. Raises `ToolMistake` if it is not a file or is too large."""
+    """Return a file of the slot with this `stat` result. Raises `ToolMistake` if it is not a file or is too large."""
     if info is not None and info.kind == "dir":
         raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
     if info is not None and info.kind == "other":
@@ -143,7 +144,7 @@ async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_
 
 
 async def not_found(slot: Slot, path: str) -> ToolMistake:
-    """A `ToolMistake` for a file that does not exist, with similar names."""
+    """Return a `ToolMistake` for a file that does not exist, with similar names."""
     parent, name = posixpath.split(in_slot(path))
     try:
         entries = [posixpath.basename(info.path) for info in await slot.list_dir(parent)]
@@ -161,7 +162,7 @@ async def not_found(slot: Slot, path: str) -> ToolMistake:
 
 
 def reason(error: OSError) -> str:
-    """The operating system's message in one line."""
+    """Return the operating system's message in one line."""
     return error.strerror or str(error) or type(error).__name__
 
 

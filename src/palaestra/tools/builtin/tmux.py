@@ -83,7 +83,7 @@ class RolloutPane:
         self.cursor = 0
 
     def open(self) -> Terminal:
-        """The terminal. Raises `ToolMistake` if none is open."""
+        """Return the terminal. Raises `ToolMistake` if none is open."""
         if self.terminal is None:
             raise ToolMistake("No terminal is open; start opens one")
         return self.terminal

@@ -61,7 +61,7 @@ class TodoList:
         self._steps = {**self._steps, **given} if merge else given
 
     def read(self) -> dict[str, JSON]:
-        """All steps, and the count of each state."""
+        """Return all steps, and the count of each state."""
         steps = [dict(step) for step in self._steps.values()]
         counts = {state: sum(step["status"] == state for step in steps) for state in STATES}
         return {"todos": steps, "summary": {"total": len(steps), **counts}}

@@ -56,12 +56,12 @@ class Image:
     type: str
 
     def data_url(self) -> str:
-        """The image as a data URL (RFC 2397), the form that chat servers accept."""
+        """Return the image as a data URL (RFC 2397), the form that chat servers accept."""
         return f"data:{self.type};base64,{base64.b64encode(self.data).decode()}"
 
 
 def vision_tool(settings: ToolSettings) -> Tool:
-    """The tool with these settings."""
+    """Return the tool with these settings."""
     return FunctionTool(
         SCHEMA,
         partial(_run, settings),
@@ -74,7 +74,7 @@ def vision_tool(settings: ToolSettings) -> Tool:
 
 
 def vision_problem(settings: ToolSettings) -> str | None:
-    """The reason why no image can be analysed, and the remedy, or None."""
+    """Return the reason why no image can be analysed, and the remedy, or None."""
     if settings.vision_base_url is None:
         return missing_model("no model that looks at images is", "vision")
     return None
@@ -112,7 +112,7 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 
 async def _key(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
-    """The arguments, and for a path the file's hash too, because the reply depends on its content."""
+    """Return the arguments, and for a path the file's hash too, because the reply depends on its content."""
     where = arguments["image_url"]
     if where.startswith(("http://", "https://", "data:")):
         return arguments
@@ -144,7 +144,7 @@ async def _read(settings: ToolSettings, path: str, run: ToolRun) -> Image:
 
 
 def _from_data_url(url: str, most_bytes: int) -> Image:
-    """The image in a data URL. Raises `ToolMistake`."""
+    """Return the image in a data URL. Raises `ToolMistake`."""
     head, comma, body = url.partition(",")
     if not comma:
         raise ToolMistake("This data URL has no comma, so it holds no data")
@@ -160,7 +160,7 @@ def _from_data_url(url: str, most_bytes: int) -> Image:
 
 
 def _recognised(data: bytes, most_bytes: int, name: str) -> Image:
-    """The bytes as an image. Raises `ToolMistake` for other data, and for too many bytes."""
+    """Return the bytes as an image. Raises `ToolMistake` for other data, and for too many bytes."""
     if len(data) > most_bytes:
         raise ToolMistake(f"{name} has {len(data)} bytes, more than the {most_bytes} that an image may have")
     if not data:
@@ -172,5 +172,6 @@ def _recognised(data: bytes, most_bytes: int, name: str) -> Image:
 
 
 def image_type(data: bytes) -> str | None:
-    """The media type of an image by its first bytes, None for other data (https://mimesniff.spec.whatwg.org/#matching-an-image-type-pattern)."""
+    """Return the media type of an image by its first bytes, None for other data
+    (https://mimesniff.spec.whatwg.org/#matching-an-image-type-pattern)."""
     return next((kind for kind, pattern in _MAGIC.items() if re.match(pattern, data, re.DOTALL)), None)

@@ -63,7 +63,7 @@ EXTRACT_SCHEMA = ToolSchema(
 
 
 def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
-    """Both tools with these settings. Raises `ConfigError`."""
+    """Return both tools with these settings. Raises `ConfigError`."""
     asked, read = choose_searcher(settings), choose_reader(settings)
 
     async def search(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -80,7 +80,8 @@ def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
 
 
 def page_reader(name: str, settings: ToolSettings) -> PageReader:
-    """A reader on this machine, or a provider. A user's own server only gets pages that this machine may read."""
+    """Return a reader on this machine, or a provider. A user's own server only gets pages that this machine may
+    read."""
     policy = AddressPolicy(settings.web_allow)
     if name == "fetch":
         return Fetcher(policy, settings.lane())

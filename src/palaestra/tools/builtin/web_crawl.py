@@ -60,7 +60,7 @@ SCHEMA = ToolSchema(
 
 
 def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTool:
-    """The tool with these settings. Raises `ConfigError`."""
+    """Return the tool with these settings. Raises `ConfigError`."""
 
     def missing() -> str | None:
         if settings.web_extract_provider != "fetch":
@@ -82,7 +82,8 @@ def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTo
 
 
 def _reply(crawl: _Crawl, over_s: float | None) -> dict[str, JSON]:
-    """The reply: `results` as in `web_extract`, the number `links_left`, and a `note` if the time `over_s` ran out."""
+    """Return the reply: `results` as in `web_extract`, the number `links_left`, and a `note` if the time `over_s` ran
+    out."""
     results = [shown(page, 0, PAGE_CHARS, "read it whole with web_extract") for page in crawl.pages]
     reply: dict[str, JSON] = {"results": results, "links_left": crawl.left}
     if over_s is not None:
@@ -148,7 +149,7 @@ class _Crawl:
                 self._note(visit.links, link.depth + 1)
 
     def _next(self, most: int) -> list[_Link]:
-        """The next links, without those to a page that was already read at another address."""
+        """Return the next links, without those to a page that was already read at another address."""
         self._waiting = sorted(link for link in self._waiting if link.url not in self._read)
         batch, self._waiting = self._waiting[:most], self._waiting[most:]
         self.left = len(self._waiting)
@@ -202,7 +203,7 @@ class _Crawl:
 
 
 def _links(fetched: Fetched) -> list[tuple[str, str]]:
-    """The targets of an HTML page's links, each once and without its fragment, with the text of the link."""
+    """Return the targets of an HTML page's links, each once and without its fragment, with the text of the link."""
     if fetched.content_type.lower() not in HTML:
         return []
     html = importlib.import_module("lxml.html")

@@ -72,7 +72,7 @@ _MOST_CHARS = 20_000
 
 
 def dangers(command: str) -> list[str]:
-    """The kinds of danger in the first 20,000 characters of a command line, each once."""
+    """Return the kinds of danger in the first 20,000 characters of a command line, each once."""
     text = command[:_MOST_CHARS].replace("\\\n", " ")
     return list(dict.fromkeys(danger for danger, pattern in _COMPILED if pattern.search(text)))
 
@@ -86,7 +86,7 @@ class Approvals:
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def refusal(self, command: str, task_id: str) -> str | None:
-        """The reason why the command must not run, or None."""
+        """Return the reason why the command must not run, or None."""
         if self.ask is None:
             return None
         async with self._asking:

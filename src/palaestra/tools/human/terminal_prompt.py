@@ -51,13 +51,13 @@ class TerminalPerson:
             ) from None
 
     async def approve(self, request: ApprovalRequest) -> ApprovalAnswer:
-        """Whether a command may run: the `ask` of `Approvals`."""
+        """Return whether a command may run: the `ask` of `Approvals`."""
         what = f"A command of task {_plain(request.task_id)} {', '.join(request.dangers)}:\n{_quoted(request.command)}"
         prompt = "Run it? y: this time, s: this kind from now on, n: no [n] "
         return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:
-        """The answer to a question, which need not be one of the choices, or None: the `ask` of a `User`."""
+        """Return the answer to a question, which need not be one of the choices, or None: the `ask` of a `User`."""
         offered = "".join(f"\n  {number}: {_plain(choice)}" for number, choice in enumerate(choices, 1))
 
         def understood(line: str) -> str | None:
@@ -68,7 +68,7 @@ class TerminalPerson:
         return await self._ask(f"A question:\n{_quoted(question)}{offered}", prompt, understood, None)
 
     async def _ask(self, what: str, prompt: str, understood: Callable[[str], T | None], refused: T) -> T:
-        """The value of the first line that `understood` accepts; `refused` if there is none."""
+        """Return the value of the first line that `understood` accepts; `refused` if there is none."""
         async with self._asking:
             with contextlib.suppress(OSError, termios.error), self._opened() as terminal, _line_by_line(terminal):
                 try:
@@ -109,7 +109,7 @@ def _line_by_line(terminal: int) -> Iterator[None]:
 
 
 def _asking_mode(mode: list[int | list[bytes | int]]) -> list[int | list[bytes | int]]:
-    """A terminal mode that passes on a line at its end or at Ctrl-C, and in which Ctrl-C sends no signal."""
+    """Return a terminal mode that passes on a line at its end or at Ctrl-C, and in which Ctrl-C sends no signal."""
     iflag, oflag, cflag, lflag, ispeed, ospeed, characters = mode
     assert isinstance(iflag, int)
     assert isinstance(lflag, int)
@@ -130,7 +130,7 @@ async def _write(terminal: int, text: str) -> None:
 
 
 async def _line(terminal: int) -> str | None:
-    """The next line; None at an interrupt or the end of input."""
+    """Return the next line; None at an interrupt or the end of input."""
     while True:
         try:
             data = os.read(terminal, 1 << 16)
@@ -156,5 +156,5 @@ def _quoted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with all characters escaped that could move the cursor or change the order of display."""
+    """Return the text with all characters escaped that could move the cursor or change the order of display."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -68,7 +68,7 @@ class StderrTail:
                     await self._at_end.wait()
 
     def text(self) -> str:
-        """The last output."""
+        """Return the last output."""
         return self._data.decode(errors="replace").strip()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Connection:
         return self._task is not None and not self._task.done() and not self._stderr.ended and not self._stop.is_set()
 
     async def list_tools(self) -> list[Tool]:
-        """All tools of the server, page by page. Raises `ToolServerError`."""
+        """Return all tools of the server, page by page. Raises `ToolServerError`."""
         from mcp import MCPError
 
         tools: list[Tool] = []
@@ -298,7 +298,7 @@ class Connection:
         await asyncio.sleep(0)
 
     def _said(self) -> str:
-        """The end of the server's stderr, for a message."""
+        """Return the end of the server's stderr, for a message."""
         text = self._stderr.text()
         return f"; its last words:\n{text}" if text else ""
 
@@ -316,7 +316,7 @@ async def _need_extra(name: str) -> None:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first error inside groups of errors."""
+    """Return the first error inside groups of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -35,7 +35,7 @@ class MCPToolChoice(Settings):
     exclude: list[str] = Field(default_factory=list, description="Do not offer these.")
 
     def has(self, name: str) -> bool:
-        """Whether the tool is chosen."""
+        """Return whether the tool is chosen."""
         return (self.include is None or name in self.include) and name not in self.exclude
 
 
@@ -94,7 +94,7 @@ class MCPServerConfig(Settings):
 
     @field_serializer("env", "headers")
     def _without_values(self, values: dict[str, str]) -> dict[str, str]:
-        """The mapping for records: values that name no variable are hidden."""
+        """Return the mapping for records: values that name no variable are hidden."""
         return {name: value if _VARIABLE.search(value) else HIDDEN for name, value in values.items()}
 
     def __repr_args__(self) -> Iterable[tuple[str | None, JSON]]:
@@ -116,7 +116,7 @@ class MCPServerConfig(Settings):
                 )
 
     def resolved(self) -> MCPServerConfig:
-        """A copy with every variable replaced. Raises `ConfigError` for a variable that was not passed."""
+        """Return a copy with every variable replaced. Raises `ConfigError` for a variable that was not passed."""
         env = {name: self._value(value) for name, value in self.env.items()}
         headers = {name: self._value(value) for name, value in self.headers.items()}
         remember_named({**self._variables, **env, **headers})
@@ -151,7 +151,7 @@ class MCPServerConfig(Settings):
 
 
 def read_servers(path: Path) -> dict[str, JSON]:
-    """The servers of a JSON or YAML file by name, unchecked. Raises `ConfigError`."""
+    """Return the servers of a JSON or YAML file by name, unchecked. Raises `ConfigError`."""
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML too
     except OSError as error:
@@ -164,7 +164,8 @@ def read_servers(path: Path) -> dict[str, JSON]:
 def servers_of(
     told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
 ) -> dict[str, MCPServerConfig]:
-    """The servers in a file, or in its content, with their variables. Raises `ConfigError`, also if one is not set."""
+    """Return the servers in a file, or in its content, with their variables. Raises `ConfigError`, also if one is not
+    set."""
     written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
     servers = configured(written)
     checked_names(servers)
@@ -181,7 +182,7 @@ def _by_name(content: JSON, where: str) -> dict[str, JSON]:
 
 
 def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServerConfig]:
-    """The servers, checked. Raises `ConfigError` with the server's name."""
+    """Return the servers, checked. Raises `ConfigError` with the server's name."""
     made: dict[str, MCPServerConfig] = {}
     for name, written in servers.items():
         try:

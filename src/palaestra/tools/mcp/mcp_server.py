@@ -34,7 +34,7 @@ _MOST_NAME = 64
 
 
 def toolset_of(server: str) -> str:
-    """The toolset of a server's tools."""
+    """Return the toolset of a server's tools."""
     return TOOLSET_PREFIX + server
 
 
@@ -88,7 +88,8 @@ class MCPServer:
     async def _called(
         self, known: _Known, arguments: Mapping[str, JSON], not_carried_out: type[ToolServerUnavailable]
     ) -> CallToolResult:
-        """The result of a call. If its session ended, a call that had no effect or may be repeated is sent again."""
+        """Return the result of a call. If its session ended, a call that had no effect or may be repeated is sent
+        again."""
         connection = await self._session()
         try:
             return await connection.call(known.name, arguments)
@@ -98,7 +99,7 @@ class MCPServer:
         return await (await self._session(instead_of=connection)).call(known.name, arguments)
 
     async def _session(self, instead_of: Connection | None = None) -> Connection:
-        """The live session, opened if necessary. `instead_of` is a session that has just ended."""
+        """Return the live session, opened if necessary. `instead_of` is a session that has just ended."""
         from palaestra.tools.mcp.connection import Connection
 
         async with self._opening:
@@ -142,7 +143,7 @@ class MCPServer:
 
 
 def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
-    """A tool of a server with a recorded schema, for runs that replay that recording."""
+    """Return a tool of a server with a recorded schema, for runs that replay that recording."""
 
     async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise ToolServerUnavailable(f"MCP server '{server}' is not open: {schema.name} is known from a record alone")
@@ -152,13 +153,13 @@ def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
 
 
 def owner_of(tool: str, servers: Iterable[str]) -> str | None:
-    """The server of a tool with a name made by `tool_names`."""
+    """Return the server of a tool with a name made by `tool_names`."""
     found = [server for server in servers if tool.startswith(f"mcp_{_plain(server)}_")]
     return max(found, key=len, default=None)
 
 
 def schema_of(name: str, tool: ServersTool) -> ToolSchema:
-    """The server's own schema of a tool, under the name that models see."""
+    """Return the server's own schema of a tool, under the name that models see."""
     given = dict(tool.input_schema)
     parameters, required = given.pop("properties", None) or {}, given.pop("required", None) or ()
     given.pop("type", None)
@@ -188,7 +189,7 @@ def _hash(text: str) -> str:
 
 
 def _problem(schema: ToolSchema) -> str | None:
-    """The reason why the schema cannot check calls, or None."""
+    """Return the reason why the schema cannot check calls, or None."""
     try:
         compiled(schema)
     except ConfigError as error:
@@ -216,7 +217,7 @@ def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
 
 
 def _bounded(text: str, most_chars: int) -> str:
-    """The beginning and the end of a long text, with the number of missing characters between them."""
+    """Return the beginning and the end of a long text, with the number of missing characters between them."""
     if len(text) <= most_chars:
         return text
     head = most_chars // 2
@@ -225,7 +226,7 @@ def _bounded(text: str, most_chars: int) -> str:
 
 
 def _says(text: str, structured: JSON) -> bool:
-    """Whether the text repeats the structured content: servers send both for clients that support only one."""
+    """Return whether the text repeats the structured content: servers send both for clients that support only one."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):

@@ -62,7 +62,7 @@ class MCPServers:
         *,
         without: Collection[str] = (),
     ) -> MCPServers:
-        """The servers of a recording: tools with the schemas of `definitions`; no server is opened."""
+        """Return the servers of a recording: tools with the schemas of `definitions`; no server is opened."""
         servers = cls(configs, without=without)
         known: dict[str, list[FunctionTool]] = {name: [] for name in servers._configs}
         for definition in definitions:
@@ -93,15 +93,15 @@ class MCPServers:
         await asyncio.gather(*(server.aclose() for server in servers.values()))
 
     def tools(self) -> list[FunctionTool]:
-        """The tools of all servers."""
+        """Return the tools of all servers."""
         return [tool for server in self._servers.values() for tool in server.tools]
 
     def toolsets(self) -> list[str]:
-        """The servers' toolsets, in the order of the settings."""
+        """Return the servers' toolsets, in the order of the settings."""
         return [toolset_of(name) for name in self._configs]
 
     def installed(self) -> tuple[Installed, ...]:
-        """The servers' tools, in the form of installed packages."""
+        """Return the servers' tools, in the form of installed packages."""
         return self._installed
 
 

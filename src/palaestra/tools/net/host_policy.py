@@ -63,7 +63,7 @@ class AddressPolicy:
                 raise ConfigError(f"web_allow: {each!r} is no address and no network such as 10.1.0.0/16") from None
 
     def covers(self, address: IPAddress) -> bool:
-        """Whether tools may connect to the address. Cloud metadata is refused, whatever `allowed` has."""
+        """Return whether tools may connect to the address. Cloud metadata is refused, whatever `allowed` has."""
         if allowlist.is_metadata(address):
             return False
         address = _carried(address)
@@ -76,7 +76,7 @@ class AddressPolicy:
         return address.is_global and not address.is_multicast and not address.is_reserved
 
     def socket(self, info: tuple[Any, ...]) -> socket.socket:
-        """A socket for a resolved address, as aiohttp's `socket_factory`. Raises `PrivateAddress`."""
+        """Return a socket for a resolved address, as aiohttp's `socket_factory`. Raises `PrivateAddress`."""
         family, kind, protocol, _, where = info
         self.check(str(where[0]))
         return socket.socket(family, kind, protocol)
@@ -89,7 +89,7 @@ class AddressPolicy:
 
 
 def _carried(address: IPAddress) -> IPAddress:
-    """The IPv4 address that an IPv6 address carries, which is then the target, else the address itself."""
+    """Return the IPv4 address that an IPv6 address carries, which is then the target, else the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address in allowlist.TRANSLATED:
@@ -105,7 +105,7 @@ class HostPolicy:
         self._blocked = tuple(allowlist.parse(entry) for entry in blocked)
 
     def refusal(self, host: str, port: int) -> str | None:
-        """The reason why a host must not be reached, or None if it may be looked up."""
+        """Return the reason why a host must not be reached, or None if it may be looked up."""
         try:
             host = allowlist.normal(host)
         except ValueError as error:
@@ -124,7 +124,7 @@ class HostPolicy:
         return None
 
     def address_refusal(self, host: str, port: int, address: Address) -> str | None:
-        """The reason not to connect to `address` for `host`, which may be the address itself, or None."""
+        """Return the reason not to connect to `address` for `host`, which may be the address itself, or None."""
         if allowlist.is_metadata(address):
             return f"{_as(host, address)} answers questions about the machine and is never reached"
         if any(_covers(rule, str(address), port) for rule in self._blocked):
@@ -140,7 +140,7 @@ class HostPolicy:
         return None
 
     def _names(self, host: str, port: int) -> bool:
-        """Whether the allow-list names this host or a range that contains it."""
+        """Return whether the allow-list names this host or a range that contains it."""
         return any(rule.name != "*" and _covers(rule, host, port) for rule in self._allowed)
 
 
@@ -153,7 +153,8 @@ def _is_localhost(host: str) -> bool:
 
 
 def _covers(rule: allowlist.Rule, host: str, port: int) -> bool:
-    """Whether a rule covers a host. A range covers every spelling of its addresses: IPv4 may be written inside IPv6."""
+    """Return whether a rule covers a host. A range covers every spelling of its addresses: IPv4 may be written inside
+    IPv6."""
     address = allowlist.literal(host)
     if rule.range is None or not isinstance(address, ipaddress.IPv6Address):
         return rule.covers(host, port)

@@ -53,15 +53,15 @@ class JsonServer:
     rng: random.Random | None = None
 
     async def get(self, path: str, query: Mapping[str, str]) -> JSON:
-        """The JSON reply to a GET. Raises as `post` does."""
+        """Return the JSON reply to a GET. Raises as `post` does."""
         return await self._ask("GET", (URL(self.base_url) / path.lstrip("/")).with_query(query), None)
 
     async def post(self, path: str, payload: JSON) -> JSON:
-        """The JSON reply to a POST. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+        """Return the JSON reply to a POST. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
         return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def post_for_bytes(self, path: str, payload: JSON) -> bytes:
-        """The unparsed reply to a POST. Raises as `post` does."""
+        """Return the unparsed reply to a POST. Raises as `post` does."""
         return await self._ask_for_bytes("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:
@@ -123,7 +123,7 @@ class JsonServer:
         return ToolUnavailable(f"{self.name} at {URL(self.base_url).origin()} {what}")
 
     def malformed(self, told: JSON) -> ToolUnavailable:
-        """The error for a reply of an unexpected shape."""
+        """Return the error for a reply of an unexpected shape."""
         return self._down(f"answers in another shape than it promises: {_said(msgspec.json.encode(told))}")
 
 
@@ -139,7 +139,8 @@ class ChatAnswer:
 def model_server(
     name: str, prefix: str, base_url: str, key: str | None, lane: asyncio.Semaphore, timeout_s: float
 ) -> JsonServer:
-    """A model server with OpenAI's API, at `/v1` of its address; the names of its settings begin with `prefix`."""
+    """Return a model server with OpenAI's API, at `/v1` of its address; the names of its settings begin with
+    `prefix`."""
     base_url = base_url.rstrip("/")
     return JsonServer(
         name,
@@ -152,7 +153,7 @@ def model_server(
 
 
 def missing_model(what: str, prefix: str, models: str = "") -> str:
-    """The message that `what` is not configured, with the settings to set: `models`, or else `prefix`_model."""
+    """Return the message that `what` is not configured, with the settings to set: `models`, or else `prefix`_model."""
     return (
         f"{what} configured: set {prefix}_base_url (--env.{prefix}_base_url http://HOST/v1), "
         f"{models or f'{prefix}_model'} and, if the server needs a key, {prefix}_api_key"
@@ -160,7 +161,8 @@ def missing_model(what: str, prefix: str, models: str = "") -> str:
 
 
 async def chat_answer(server: JsonServer, model: str | None, messages: JSON, max_tokens: int) -> ChatAnswer:
-    """The model's answer to these messages. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+    """Return the model's answer to these messages. Raises `ToolMistake` for a refused request, else
+    `ToolUnavailable`."""
     request = {"model": model, "messages": messages, "max_tokens": max_tokens}
     reply = await server.post("chat/completions", request)
     try:
@@ -174,7 +176,7 @@ async def chat_answer(server: JsonServer, model: str | None, messages: JSON, max
 
 
 def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
-    """The list of objects at `path` of a reply; empty if it is missing. Raises `ToolUnavailable`."""
+    """Return the list of objects at `path` of a reply; empty if it is missing. Raises `ToolUnavailable`."""
     value = told
     for name in path:
         if not isinstance(value, dict):
@@ -188,7 +190,7 @@ def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
 
 
 def text(row: Mapping[str, JSON], *names: str) -> str:
-    """The first of these fields that holds text, or the empty string."""
+    """Return the first of these fields that holds text, or the empty string."""
     return next((str(row[name]) for name in names if isinstance(row.get(name), str) and row[name]), "")
 
 

@@ -20,7 +20,7 @@ _CONTEXT = 3
 
 
 def unified_diff(before: str | None, after: str | None, path: str) -> str:
-    """The change of `path` in git's format; None stands for no file. A note marks a cut at `MAX_DIFF_CHARS`."""
+    """Return the change of `path` in git's format; None stands for no file. A note marks a cut at `MAX_DIFF_CHARS`."""
     old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
     new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
     old, new = _lines(before), _lines(after)
@@ -35,7 +35,7 @@ def unified_diff(before: str | None, after: str | None, path: str) -> str:
 
 
 def _lines(text: str | None) -> list[str]:
-    """The lines with their ends, split only at line feeds, as other tools count them."""
+    """Return the lines with their ends, split only at line feeds, as other tools count them."""
     if not text:
         return []
     lines = [line + "\n" for line in text.split("\n")]
@@ -77,7 +77,7 @@ class _Trimmed(difflib.SequenceMatcher[str]):
         self._left = _MAX_LOOKED_AT
 
     def _line_by_line(self) -> list[Opcode]:
-        """The edit script if only a few of very many lines changed and none moved; empty for other edits."""
+        """Return the edit script if only a few of very many lines changed and none moved; empty for other edits."""
         old, new = self._inner
         if len(old) != len(new) or len(old) + len(new) <= _MAX_EXACT_LINES:
             return []
@@ -102,7 +102,7 @@ class _Trimmed(difflib.SequenceMatcher[str]):
         return super().find_longest_match(alo, ahi, blo, bhi)
 
     def get_opcodes(self) -> list[Opcode]:
-        """The edit script of the whole texts; a changed part beyond the limit is one replacement."""
+        """Return the edit script of the whole texts; a changed part beyond the limit is one replacement."""
         old_end, new_end = (size - self._tail for size in self._sizes)
         if self._too_large:
             inner: list[Opcode] = [("replace", self._head, old_end, self._head, new_end)]
@@ -121,7 +121,7 @@ def _common(a: list[str], b: list[str]) -> int:
 
 
 def _range(start: int, end: int) -> str:
-    """A hunk range in the form of `diff -u`: an empty range names the line before it."""
+    """Return a hunk range in the form of `diff -u`: an empty range names the line before it."""
     if end - start == 1:
         return str(start + 1)
     return f"{start + 1 if end > start else start},{end - start}"

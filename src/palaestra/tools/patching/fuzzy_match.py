@@ -83,7 +83,7 @@ def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
 
 
 def _found(text: str, wanted: str, step: int) -> Iterator[int]:
-    """The places where `wanted` begins; the search continues `step` characters after each."""
+    """Yield the places where `wanted` begins; the search continues `step` characters after each."""
     at = text.find(wanted)
     while at >= 0:
         yield at
@@ -131,7 +131,7 @@ def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[EditSp
 def _of_lines(
     text: str, old: str, new: str, apart: bool, *, begins: bool = True, ends: bool = True
 ) -> Iterator[EditSpan]:
-    """The places of `old` that begin at the start of a line (`begins`) and end at the end of one (`ends`)."""
+    """Yield the places of `old` that begin at the start of a line (`begins`) and end at the end of one (`ends`)."""
     wanted = "\n" * begins + old + "\n" * ends
     for at in _found(f"\n{text}\n", wanted, len(old) if apart else 1):
         start = at + begins - 1
@@ -176,7 +176,7 @@ class _Window:
     text_length: int
 
     def span(self, new: str, ends_line: bool) -> EditSpan:
-        """The window as a span, with the line end after it if the model's text ended with one."""
+        """Return the window as a span, with the line end after it if the model's text ended with one."""
         takes_end = ends_line and self.end < self.text_length
         new = new if takes_end or not ends_line else new.removesuffix("\n")
         if end := carriage_return(self.lines):
@@ -191,7 +191,7 @@ def _windows(
     apart: bool,
     fits: Callable[[list[str]], bool] | None = None,
 ) -> Iterator[_Window]:
-    """Windows whose lines equal `keys` after `same` and pass `fits`; none if too many lines would be compared."""
+    """Yield windows whose lines equal `keys` after `same` and pass `fits`; none if too many lines would be compared."""
     lines = text.split("\n")
     starts = places([same(line) for line in lines], keys)
     if fits is not None and len(starts) * len(keys) > _MAX_LINES_LOOKED_AT:
@@ -204,7 +204,7 @@ def _windows(
 
 
 def _located(text: str, lines: list[str], size: int) -> Callable[[int], _Window]:
-    """A function from the index of a line to the window of `size` lines that begins there."""
+    """Return a function from the index of a line to the window of `size` lines that begins there."""
     offsets = [0]
     for line in lines:
         offsets.append(offsets[-1] + len(line) + 1)
@@ -212,7 +212,7 @@ def _located(text: str, lines: list[str], size: int) -> Callable[[int], _Window]
 
 
 def _split(old: str) -> tuple[list[str], bool]:
-    """The lines of a model's text, and whether it ends with a line end."""
+    """Return the lines of a model's text, and whether it ends with a line end."""
     lines = old.split("\n")
     ends_line = len(lines) > 1 and lines[-1] == ""
     return (lines[:-1] if ends_line else lines), ends_line
@@ -241,7 +241,7 @@ _NUMBERED = re.compile(r" *(\d+)\|(.*)", re.DOTALL)
 
 
 def _without_numbers(text: str) -> str | None:
-    """The text without `12|` prefixes if every line has one and the numbers are consecutive, else None."""
+    """Return the text without `12|` prefixes if every line has one and the numbers are consecutive, else None."""
     lines, ends_line = _split(text)
     matches = [_NUMBERED.fullmatch(line) for line in lines]
     parts = [(int(match[1]), match[2]) for match in matches if match is not None]
@@ -259,12 +259,12 @@ def _unescape(text: str) -> str:
 
 
 def _unlike(a: list[str], b: list[str]) -> list[tuple[str, str]]:
-    """The pairs of lines at the same position that differ, each cut to 500 characters."""
+    """Return the pairs of lines at the same position that differ, each cut to 500 characters."""
     return [(x[:500], y[:500]) for x, y in zip(a, b, strict=True) if x != y]
 
 
 def _similarity(unlike: list[tuple[str, str]], count: int) -> float:
-    """The mean similarity (0 to 1) of `count` pairs of lines; `unlike` holds those that differ."""
+    """Return the mean similarity (0 to 1) of `count` pairs of lines; `unlike` holds those that differ."""
     ratios = [difflib.SequenceMatcher(None, x, y, autojunk=False).ratio() for x, y in unlike]
     return (count - len(unlike) + sum(ratios)) / count
 

@@ -15,7 +15,7 @@ _MAX_LINES = 20_000
 
 
 def places(lines: Sequence[str], wanted: Sequence[str], start: int = 0) -> list[int]:
-    """Every index from `start` on where `wanted` begins in `lines`; places may overlap.
+    """Return every index from `start` on where `wanted` begins in `lines`; places may overlap.
 
     Source: Knuth, Morris, Pratt: Fast pattern matching in strings (1977).
     """
@@ -41,7 +41,7 @@ def _falls(wanted: Sequence[str]) -> list[int]:
 
 
 def nearest(text: str, old: str) -> str:
-    """A message with the lines of `text` most similar to `old`, so that a model can try again."""
+    """Return a message with the lines of `text` most similar to `old`, so that a model can try again."""
     wanted = [line.strip() for line in old.split("\n") if line.strip()]
     lines = text.split("\n")[:_MAX_LINES]
     if not wanted or not any(lines):
@@ -59,7 +59,7 @@ def nearest(text: str, old: str) -> str:
 
 
 def _sharing_words(line: str, others: set[str]) -> list[str]:
-    """The few lines that share the most words with `line`: a cheap filter before the costly comparison."""
+    """Return the few lines that share the most words with `line`: a cheap filter before the costly comparison."""
     words = set(_WORD.findall(line))
     shared = {other: len(words.intersection(_WORD.findall(other))) for other in others}
     return heapq.nlargest(_COMPARED_LINES, sorted(other for other in others if shared[other]), key=shared.__getitem__)
@@ -81,7 +81,8 @@ class Reindent:
         return cls(mapping)
 
     def apply(self, text: str) -> str:
-        """The text with every line's indentation translated. One deeper than a known one keeps the difference."""
+        """Return the text with every line's indentation translated. One deeper than a known one keeps the
+        difference."""
         return "\n".join(self._line(line) for line in text.split("\n"))
 
     def _line(self, line: str) -> str:
@@ -103,10 +104,10 @@ class Reindent:
 
 
 def indent_of(line: str) -> str:
-    """The leading white space of a line."""
+    """Return the leading white space of a line."""
     return line[: len(line) - len(line.lstrip())]
 
 
 def carriage_return(real: Sequence[str]) -> str:
-    """A carriage return if each of these lines ends with one, else nothing: files may have mixed line ends."""
+    """Return a carriage return if each of these lines ends with one, else nothing: files may have mixed line ends."""
     return "\r" if real and all(line.endswith("\r") for line in real) else ""

@@ -50,7 +50,7 @@ class PatchHunk:
         return [line for mark, line in self.lines if mark != "+"]
 
     def result(self, real: Sequence[str]) -> list[str]:
-        """The lines that replace `real`, the lines found for `old`. Context stays exactly as the file has it."""
+        """Return the lines that replace `real`, the lines found for `old`. Context stays exactly as the file has it."""
         reindent, end = Reindent.between(self.old, real), carriage_return(real)
         rest = iter(real)
         done = []
@@ -73,7 +73,7 @@ class FileChange:
 
 
 def parse_patch(patch: str) -> list[FileChange]:
-    """The file changes of a patch, in order. Raises `PatchError`."""
+    """Return the file changes of a patch, in order. Raises `PatchError`."""
     lines = patch.replace("\r\n", "\n").strip("\n").split("\n")
     if lines[0].strip() != BEGIN:
         raise PatchError(f"A patch must start with the line '{BEGIN}', got {lines[0][:80]!r}")
@@ -147,7 +147,7 @@ def _take_hunk_line(hunks: list[PatchHunk], line: str) -> None:
 
 
 def _anchor(line: str) -> str:
-    """The text after `@@`; the ranges of a unified diff (`@@ -1,2 +1,3 @@ text`) are dropped."""
+    """Return the text after `@@`; the ranges of a unified diff (`@@ -1,2 +1,3 @@ text`) are dropped."""
     text = line[2:].strip()
     if text.startswith("-") and "@@" in text:
         text = text.partition("@@")[2].strip()
@@ -174,7 +174,7 @@ _MAX_LINES_LOOKED_AT = 20_000_000
 
 
 def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The new text of each touched path; None if the file is removed.
+    """Return the new text of each touched path; None if the file is removed.
 
     `contents` has the current text of every path that the patch names (line ends are \\n), None for a missing file.
     Raises `PatchError` for the first change that does not fit.
@@ -221,7 +221,7 @@ def _updated(change: FileChange, before: str) -> str:
 
 
 def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
-    """The line index of the hunk, at or after `at`. Raises `PatchError` unless there is exactly one."""
+    """Return the line index of the hunk, at or after `at`. Raises `PatchError` unless there is exactly one."""
     below = _below_anchors(lines, at, hunk.anchors)
     if not hunk.old:
         return _insertion(lines, below, hunk)
@@ -238,7 +238,7 @@ def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
 
 
 def _insertion(lines: list[str], below: list[int], hunk: PatchHunk) -> int:
-    """The line index for added lines without context."""
+    """Return the line index for added lines without context."""
     if hunk.at_end or not lines:
         return len(lines)
     if not hunk.anchors:
@@ -249,7 +249,7 @@ def _insertion(lines: list[str], below: list[int], hunk: PatchHunk) -> int:
 
 
 def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[int]:
-    """The index below every place where the anchors occur in sequence."""
+    """Return the index below every place where the anchors occur in sequence."""
     starts: list[int] | None = None
     for anchor in anchors:
         found = _anchor_places(lines, at, anchor)
@@ -264,13 +264,13 @@ def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[in
 
 
 def _first(found: Sequence[int], start: int) -> int | None:
-    """The first of these sorted places that is not before `start`."""
+    """Return the first of these sorted places that is not before `start`."""
     index = bisect_left(found, start)
     return found[index] if index < len(found) else None
 
 
 def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
-    """The lines that match the anchor: equal ones, else equal except for white space, else beginning with it."""
+    """Return the lines that match the anchor: equal ones, else equal except for white space, else beginning with it."""
     bare = anchor.strip()
     tests: tuple[Callable[[str], bool], ...] = (
         lambda line: line == anchor,
@@ -282,7 +282,7 @@ def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
 
 
 def _places(lines: list[str], at: int, hunk: PatchHunk) -> list[int]:
-    """The places of the old lines, from the strictest comparison that finds any."""
+    """Return the places of the old lines, from the strictest comparison that finds any."""
     old = hunk.old
     for same in _SAME:
         found = places([same(line) for line in lines], [same(line) for line in old], at)

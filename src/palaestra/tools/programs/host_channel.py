@@ -74,14 +74,16 @@ def _call(name, arguments):
 
 
 def module_text(schemas: Iterable[ToolSchema]) -> str:
-    """The source of the module. `call_tool(name, arguments)` calls tools whose names are not valid for a function."""
+    """Return the source of the module. `call_tool(name, arguments)` calls tools whose names are not valid for a
+    function."""
     functions = [_function(schema) for schema in schemas if _usable(schema.name)]
     any_tool = 'def call_tool(name, arguments=None):\n    """Call a tool by its name."""\n'
     return "\n\n".join([_HEAD, f"{any_tool}    return _call(name, dict(arguments or {{}}))\n", *functions])
 
 
 def _function(schema: ToolSchema) -> str:
-    """One function: required parameters, then the others; `**others` takes names that are not valid for a parameter."""
+    """Return one function: required parameters, then the others; `**others` takes names that are not valid for a
+    parameter."""
     names = [name for name in schema.parameters if _usable(name)]
     required = [name for name in names if name in schema.required]
     optional = [f"{name}=_LEFT_OUT" for name in names if name not in schema.required]

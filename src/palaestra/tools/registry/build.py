@@ -78,7 +78,8 @@ class Installed:
 
 
 def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str] | None = None) -> tuple[Tool, ...]:
-    """The tools of the package, or of some of its `toolsets`, in a fixed order; includes tools that cannot be used."""
+    """Return the tools of the package, or of some of its `toolsets`, in a fixed order; includes tools that cannot be
+    used."""
     settings = settings or ToolSettings()
     wanted = _BUILTIN if toolsets is None else [toolset for toolset in _BUILTIN if toolset in toolsets]
     found: list[Tool] = []
@@ -93,7 +94,7 @@ def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str
 
 @functools.cache
 def installed_tools() -> tuple[Installed, ...]:
-    """The tools of installed packages, by entry point. Looked up once per process."""
+    """Return the tools of installed packages, by entry point. Looked up once per process."""
     return tuple(
         load(point) for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     )
@@ -119,12 +120,14 @@ def _tools(offered: object) -> tuple[Tool, ...]:
 
 
 def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
-    """Every tool of the package, then those of others (`usable_packages`); includes tools that cannot be used."""
+    """Return every tool of the package, then those of others (`usable_packages`); includes tools that cannot be
+    used."""
     return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
-    """The tools of other packages, by default of entry points. A package with a taken name has a `problem` instead."""
+    """Return the tools of other packages, by default of entry points. A package with a taken name has a `problem`
+    instead."""
     taken = set(BUILTIN_NAMES)
     kept: list[Installed] = []
     for each in installed_tools() if others is None else others:
@@ -164,7 +167,7 @@ def build_tool_registry(
     conditions: RunConditions = RunConditions(),
     provided: Iterable[Tool] = (),
 ) -> ToolRegistry:
-    """The tools of the enabled toolsets (None: all that work here) without those of the disabled toolsets.
+    """Return the tools of the enabled toolsets (None: all that work here) without those of the disabled toolsets.
 
     `extra` are an environment's own tools, which only `disabled_toolsets` removes. `provided` tools replace known tools
     of the same name, such as built-in ones that need a provider. `installed` are tools of other packages, by default
@@ -220,8 +223,8 @@ def get_tool_definitions(
 def unrestricted(
     registry: ToolRegistry | None = None, settings: ToolSettings | None = None, *, replayed: bool = False
 ) -> ToolRegistry:
-    """Every known tool, also those that cannot be used, for calls from code; models never see it. Tools of `registry`
-    replace others of the same name; the other tools get `settings`, or the registry's."""
+    """Return every known tool, also those that cannot be used, for calls from code; models never see it. Tools of
+    `registry` replace others of the same name; the other tools get `settings`, or the registry's."""
     registry = ToolRegistry(replayed=replayed) if registry is None else registry
     settings = settings or registry.settings
     others = (tool for tool in all_tools(settings) if registry.get(tool.name) is None)
@@ -232,7 +235,7 @@ def unrestricted(
 def chosen_tools(
     tools: Iterable[Tool], enabled_toolsets: Iterable[str] | None, disabled_toolsets: Iterable[str] | None
 ) -> list[Tool]:
-    """The tools in the enabled toolsets (None: all except those on request) that are in no disabled one.
+    """Return the tools in the enabled toolsets (None: all except those on request) that are in no disabled one.
 
     Raises `ConfigError` for an unknown toolset.
     """
@@ -247,7 +250,7 @@ def chosen_tools(
 
 
 def _toolsets_of(brought: Sequence[Tool], others: Sequence[Installed]) -> dict[str, Toolset]:
-    """The toolsets of tools from outside the package."""
+    """Return the toolsets of tools from outside the package."""
     made = {tool.toolset: Toolset("Tools of the environment") for tool in brought}
     for each in others:
         before = made[each.toolset].tools if each.toolset in made else ()

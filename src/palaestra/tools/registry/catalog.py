@@ -24,12 +24,12 @@ TOOLSET_REQUIREMENTS: Mapping[str, Mapping[str, JSON]] = MappingProxyType(
 
 
 def get_all_tool_names() -> list[str]:
-    """The names of all known tools, including those that cannot be used."""
+    """Return the names of all known tools, including those that cannot be used."""
     return [tool.name for tool in all_tools()]
 
 
 def get_toolset_for_tool(tool_name: str) -> str | None:
-    """The toolset of a tool, given any of its names; None for an unknown name."""
+    """Return the toolset of a tool, given any of its names; None for an unknown name."""
     name = TOOL_ALIASES.get(tool_name, tool_name)
     return next((tool.toolset for tool in all_tools() if tool.name == name), None)
 
@@ -37,8 +37,8 @@ def get_toolset_for_tool(tool_name: str) -> str | None:
 def get_available_toolsets(
     settings: ToolSettings | None = None, others: Iterable[Installed] | None = None
 ) -> dict[str, dict[str, JSON]]:
-    """Each toolset: `available` (at least one tool works here), `tools`, `description`, and `missing` tools with the
-    reason. `others` defaults to the tools of installed packages."""
+    """Return each toolset: `available` (at least one tool works here), `tools`, `description`, and `missing` tools with
+    the reason. `others` defaults to the tools of installed packages."""
     known = {tool.name: tool for tool in all_tools(settings, others)}
     builtin = ((name, toolset.description, resolve_toolsets([name])) for name, toolset in TOOLSETS.items())
     offered = (
@@ -49,12 +49,13 @@ def get_available_toolsets(
 
 
 def check_toolset_requirements() -> dict[str, bool]:
-    """Whether each toolset is available."""
+    """Return whether each toolset is available."""
     return {name: each["available"] for name, each in get_available_toolsets().items()}
 
 
 def check_tool_availability(quiet: bool = False) -> tuple[list[str], list[dict[str, JSON]]]:
-    """The available toolsets, and `name`, `env_vars`, `tools` and `missing` of the others, logged unless `quiet`."""
+    """Return the available toolsets, and `name`, `env_vars`, `tools` and `missing` of the others, logged unless
+    `quiet`."""
     toolsets = get_available_toolsets()
     unavailable = [
         {"name": name, "env_vars": [], "tools": each["tools"], "missing": each["missing"]}

@@ -65,7 +65,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
 
 
 def find_distribution(name: str) -> Distribution:
-    """The distribution of that name. Raises `ConfigError`, with the nearest name, for an unknown one."""
+    """Return the distribution of that name. Raises `ConfigError`, with the nearest name, for an unknown one."""
     found = DISTRIBUTIONS.get(name)
     if found is None:
         raise ConfigError(
@@ -76,7 +76,7 @@ def find_distribution(name: str) -> Distribution:
 
 
 def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random | None = None) -> list[str]:
-    """One draw: each toolset by its own chance; if none is drawn, the likeliest one (the first of equals).
+    """Return one draw: each toolset by its own chance; if none is drawn, the likeliest one (the first of equals).
 
     Without `rng` a draw cannot be repeated. Raises `ConfigError` for an unknown name.
     """
@@ -92,14 +92,14 @@ def get_distribution(name: str) -> dict[str, JSON] | None:
 
 
 def list_distributions() -> dict[str, dict[str, JSON]]:
-    """All distributions by name, each as `get_distribution` returns it."""
+    """Return all distributions by name, each as `get_distribution` returns it."""
     return {
         name: {"description": each.description, "toolsets": dict(each.chances)} for name, each in DISTRIBUTIONS.items()
     }
 
 
 def validate_distribution(distribution_name: str) -> bool:
-    """Whether a distribution of this name exists."""
+    """Return whether a distribution of this name exists."""
     return distribution_name in DISTRIBUTIONS
 
 

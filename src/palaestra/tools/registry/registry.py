@@ -54,7 +54,7 @@ class ToolRegistry:
             self._arguments[tool.name] = arguments
 
     def with_tools(self, tools: Iterable[Tool] | None = None, *, replayed: bool | None = None) -> ToolRegistry:
-        """A copy, with other `tools` if given."""
+        """Return a copy, with other `tools` if given."""
         return ToolRegistry(
             self._tools.values() if tools is None else tools,
             self.missing,
@@ -67,19 +67,20 @@ class ToolRegistry:
         return self._tools.get(name)
 
     def argument_schema(self, name: str) -> ArgumentSchema:
-        """The compiled argument schema of a tool. Raises `KeyError`, or `ConfigError` if it is not a JSON schema."""
+        """Return the compiled argument schema of a tool. Raises `KeyError`, or `ConfigError` if it is not a JSON
+        schema."""
         schema = self._arguments.get(name)
         if schema is None:
             schema = self._arguments[name] = compiled(self._tools[name].schema)
         return schema
 
     def missing_reason(self, name: str) -> str | None:
-        """The reason why the tool cannot be used here; None if it can be used or is unknown."""
+        """Return the reason why the tool cannot be used here; None if it can be used or is unknown."""
         tool = self._tools.get(name)
         return None if tool is None else tool.missing_in(replayed=self.replayed)
 
     def known_as(self, name: str) -> str:
-        """The registered name of a tool that code calls by the alias `name`, else `name`."""
+        """Return the registered name of a tool that code calls by the alias `name`, else `name`."""
         other = TOOL_ALIASES.get(name, name)
         return other if name not in self._tools and other in self._tools else name
 
@@ -87,7 +88,7 @@ class ToolRegistry:
         return list(self._tools)
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the tools."""
+        """Return the names of the tools."""
         return iter(self._tools)
 
     def __repr__(self) -> str:
@@ -110,22 +111,23 @@ class ToolRegistry:
         return [tool.schema for tool in self._tools.values()]
 
     def definitions(self) -> list[dict[str, JSON]]:
-        """All schemas as OpenAI function definitions: fresh copies that the caller may change."""
+        """Return all schemas as OpenAI function definitions: fresh copies that the caller may change."""
         return [schema.to_dict() for schema in self.get_schemas()]
 
     def shown(self) -> tuple[list[dict[str, JSON]], str]:
-        """The definitions and their `schema_hash`, computed once. All callers share the list: do not change it."""
+        """Return the definitions and their `schema_hash`, computed once. All callers share the list: do not change
+        it."""
         if self._shown is None:
             definitions = self.definitions()
             self._shown = definitions, schema_hash(definitions)
         return self._shown
 
     def get_prompt_description(self) -> str:
-        """One JSON line per tool, for prompts that list tools as text."""
+        """Return one JSON line per tool, for prompts that list tools as text."""
         return "\n".join(schema.to_prompt_description() for schema in self.get_schemas())
 
     def parallel_safe(self) -> frozenset[str]:
-        """The names of tools whose calls may run concurrently."""
+        """Return the names of tools whose calls may run concurrently."""
         return frozenset(tool.name for tool in self._tools.values() if tool.parallel_safe)
 
     async def execute(self, call: ToolCall) -> ToolResult:

@@ -109,8 +109,8 @@ def resolve_toolsets(
     disabled: Iterable[str] | None = None,
     toolsets: Mapping[str, Toolset] = TOOLSETS,
 ) -> list[str]:
-    """The tool names of the enabled toolsets (None: all except those on request) without those of the disabled ones,
-    each once, in table order. Raises `ConfigError` for an unknown toolset, with the nearest name."""
+    """Return the tool names of the enabled toolsets (None: all except those on request) without those of the disabled
+    ones, each once, in table order. Raises `ConfigError` for an unknown toolset, with the nearest name."""
     chosen: set[str] = set()
     if enabled is None:  # only their own tools, because included toolsets have entries of their own
         chosen.update(*(toolset.tools for toolset in toolsets.values() if not toolset.on_request))
@@ -139,7 +139,7 @@ def _canonical(name: str, toolsets: Mapping[str, Toolset]) -> str:
 
 
 def _members(name: str, toolsets: Mapping[str, Toolset], above: frozenset[str] = frozenset()) -> set[str]:
-    """The tools of a toolset and of those it includes; circular includes count once."""
+    """Return the tools of a toolset and of those it includes; circular includes count once."""
     toolset = toolsets[name]
     inner = [included for included in toolset.includes if included not in above]
     return set(toolset.tools).union(*(_members(included, toolsets, above | {name}) for included in inner))

@@ -15,7 +15,7 @@ Parameters = Mapping[str, Mapping[str, JSON]]
 def unavailable(
     toolset: str, reason: str, tools: Mapping[str, tuple[str, Parameters, tuple[str, ...]]]
 ) -> tuple[FunctionTool, ...]:
-    """Tools that always refuse. `tools` maps names to a description, parameters, and required parameters."""
+    """Return tools that always refuse. `tools` maps names to a description, parameters, and required parameters."""
 
     async def refuse(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise ToolMistake(f"This tool cannot be used here: {reason}")

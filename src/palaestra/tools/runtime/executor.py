@@ -73,7 +73,7 @@ class DelegationSource(Protocol):
     """Does the work of `delegate_task` for the trajectories of a `ToolExecutor`, whose agents run elsewhere."""
 
     def work(self, tools: ToolRuntime) -> Work:
-        """The work function of the trajectory with these tools."""
+        """Return the work function of the trajectory with these tools."""
         ...
 
     async def aclose(self) -> None:
@@ -145,7 +145,7 @@ class ToolExecutor:
         await self.close()
 
     def queue_size(self) -> int:
-        """The number of calls that run or wait for a slot or their turn."""
+        """Return the number of calls that run or wait for a slot or their turn."""
         return self._in_flight
 
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
@@ -201,12 +201,12 @@ class ToolExecutor:
         return await artifacts.or_error(work, ArtifactArchiveResponsePayload)
 
     def slot_of(self, trajectory_id: str) -> Slot | None:
-        """The trajectory's current slot; None before its first call that needs one."""
+        """Return the trajectory's current slot; None before its first call that needs one."""
         known = self.trajectories.get(trajectory_id)
         return None if known is None else known.slot
 
     def trajectory(self, trajectory_id: str) -> TrajectoryTools:
-        """The trajectory with this id, created if it is new. Raises `StaleLease` if the executor is closed."""
+        """Return the trajectory with this id, created if it is new. Raises `StaleLease` if the executor is closed."""
         if self._closed:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
         known = self.trajectories.get(trajectory_id)
@@ -240,7 +240,7 @@ class ToolExecutor:
         await self._own.aclose()
 
     async def lease(self, trajectory_id: str) -> Slot:
-        """A fresh slot that meets the configuration. Raises `IsolationUnavailable`."""
+        """Return a fresh slot that meets the configuration. Raises `IsolationUnavailable`."""
         slot = await self.source.acquire(trajectory_id, spec=self.spec)
         if (self.config.require_sandbox or self.config.require_stateful_sandbox) and slot.rung < Rung.USERNS:
             await self.source.release(slot)
@@ -287,11 +287,11 @@ class TrajectoryTools:
             return await self.tools.state(ProcessRegistry).spawn(slot, command, task_id=self._trajectory_id, **options)
 
     async def is_busy(self) -> bool:
-        """Whether the trajectory has a running background process."""
+        """Return whether the trajectory has a running background process."""
         return await self.tools.state(ProcessRegistry).has_active_processes(self._trajectory_id)
 
     async def lease(self) -> Slot:
-        """The trajectory's slot, acquired if it has none yet."""
+        """Return the trajectory's slot, acquired if it has none yet."""
         if self.slot is None:
             slot = await self._executor.lease(self._trajectory_id)
             if self._released:  # it was released while this call waited for a slot
@@ -312,7 +312,7 @@ class TrajectoryTools:
                 await self._executor.source.release(slot)
 
     def _ending(self, done: Work) -> Work:
-        """The same work, ended with the trajectory, because it may wait long for a model."""
+        """Return the same work, ended with the trajectory, because it may wait long for a model."""
 
         async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
             released = StaleLease(f"Trajectory {self._trajectory_id} was released while sub-agents worked for it")

@@ -132,13 +132,14 @@ class ToolSession:
     async def handle_async(
         self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
     ) -> str:
-        """The async form of `handle`. Cancelling it kills the command."""
+        """Return the async form of `handle`. Cancelling it kills the command."""
         return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
 
     def definitions(
         self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
     ) -> list[dict[str, JSON]]:
-        """The OpenAI definitions of the tools that work here. Starts all MCP servers; their toolsets are `mcp-NAME`.
+        """Return the OpenAI definitions of the tools that work here. Starts all MCP servers; their toolsets are
+        `mcp-NAME`.
 
         Raises `ConfigError` for an unknown toolset, `ToolServerError` for a required server that does not start.
         """
@@ -165,7 +166,7 @@ class ToolSession:
         return self._post(work)
 
     def task_tools(self, task_id: str) -> ToolRuntime:
-        """The tools of a task, bound to its slot, for coroutines on the session's loop."""
+        """Return the tools of a task, bound to its slot, for coroutines on the session's loop."""
         return self._executor.trajectory(task_id).tools
 
     def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
@@ -185,7 +186,7 @@ class ToolSession:
             self._wait(self._release(task_id))
 
     def tasks(self) -> list[str]:
-        """The ids of the tasks that have a slot now."""
+        """Return the ids of the tasks that have a slot now."""
         return self._wait(self._holders()) if self._thread.is_alive() or self._lasting is not None else []
 
     def close(self) -> None:
@@ -335,7 +336,8 @@ _choosing = threading.Lock()
 
 
 def default_session() -> ToolSession:
-    """The process's session: the one of `use_session`, else a plain one. It is closed when the interpreter exits."""
+    """Return the process's session: the one of `use_session`, else a plain one. It is closed when the interpreter
+    exits."""
     global _own
     with _choosing:
         if _own is None:
@@ -373,7 +375,7 @@ async def handle_function_call_async(
     task_id: str | None = None,
     user_task: str | None = None,
 ) -> str:
-    """The async form of `handle_function_call`; `HermesAgentLoop` calls it by default."""
+    """Return the async form of `handle_function_call`; `HermesAgentLoop` calls it by default."""
     if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
         return await found.tools().handle(function_name, function_args)
     return await default_session().handle_async(function_name, function_args, task_id, user_task)

@@ -42,7 +42,7 @@ class InnerCalls:
 
 
 def _kept(text: str) -> str:
-    """The text to record: encodable as UTF-8, and cut in the middle if it is too long."""
+    """Return the text to record: encodable as UTF-8, and cut in the middle if it is too long."""
     text = text.encode("utf-8", "replace").decode()
     if len(text) <= KEPT_CHARS:
         return text

@@ -59,7 +59,7 @@ class ToolRecordings(Protocol):
         ...
 
     def rollout(self, rollout_id: str, /) -> ToolMiddleware:
-        """The middleware of one trajectory, starting at the beginning of its recording."""
+        """Return the middleware of one trajectory, starting at the beginning of its recording."""
         ...
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class ToolRuntime(ToolRun):
         return await (super().slot() if self._slot_once is None else self._slot_once.get())
 
     def schemas(self) -> list[ToolSchema]:
-        """The schemas of the tools that are available here."""
+        """Return the schemas of the tools that are available here."""
         registry = self.registry
         return [tool.schema for tool in registry.tools() if registry.missing_reason(tool.name) is None]
 
@@ -181,7 +181,8 @@ TASK_TOOLS: ContextVar[TaskTools | None] = ContextVar("task_tools", default=None
 
 
 def tools_of_task(task_id: str | None) -> TaskTools | None:
-    """The tools of the current rollout if `task_id` is None or its task, else None: then the task has its own slot."""
+    """Return the tools of the current rollout if `task_id` is None or its task, else None: then the task has its own
+    slot."""
     found = TASK_TOOLS.get()
     return found if found is not None and task_id in (None, found.task_id) else None
 

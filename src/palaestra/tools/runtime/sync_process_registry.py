@@ -36,7 +36,7 @@ T = TypeVar("T")
 def _of_session(
     method: Callable[Concatenate[ProcessRegistry, str, P], Coroutine[object, object, Reply]],
 ) -> Callable[Concatenate[SharedProcesses, str, P], Reply]:
-    """A method that calls the same method of the registry that has the session."""
+    """Return a method that calls the same method of the registry that has the session."""
 
     @functools.wraps(method)
     def call(self: SharedProcesses, session_id: str, /, *args: P.args, **options: P.kwargs) -> Reply:
@@ -124,7 +124,7 @@ class SharedProcesses:
         return default_session().told.pending_watchers
 
     def get(self, session_id: str) -> ProcessSession | None:
-        """The session of that id, or None."""
+        """Return the session of that id, or None."""
         found = [session for each in living() if (session := each.get(session_id)) is not None]
         return max(found, key=lambda session: session.started_at, default=None)
 
@@ -140,15 +140,15 @@ class SharedProcesses:
         return self._wait_for(session_id, timeout)
 
     def list_sessions(self, task_id: str | None = None) -> list[Reply]:
-        """All sessions of the task, or of all tasks."""
+        """Return all sessions of the task, or of all tasks."""
         return [each for listed in self._each(ProcessRegistry.list_sessions, task_id) for each in listed]
 
     def has_active_processes(self, task_id: str | None = None) -> bool:
-        """Whether any process of the task runs."""
+        """Return whether any process of the task runs."""
         return any(self._each(ProcessRegistry.has_active_processes, task_id))
 
     def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Whether the conversation has a running process that is not older than `max_age_s`."""
+        """Return whether the conversation has a running process that is not older than `max_age_s`."""
         return any(self._each(ProcessRegistry.has_active_for_session, session_key, max_age_s))
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:
@@ -169,7 +169,7 @@ class SharedProcesses:
         *args: P.args,
         **options: P.kwargs,
     ) -> list[T]:
-        """The answers of all registries, except those whose slot has ended."""
+        """Return the answers of all registries, except those whose slot has ended."""
         answers = []
         for registry in living():
             with contextlib.suppress(SlotLost, StaleLease):

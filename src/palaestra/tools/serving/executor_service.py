@@ -66,7 +66,7 @@ class ExecutorService:
         self._idle.set()
 
     def app(self) -> web.Application:
-        """The web application."""
+        """Return the web application."""
         posts = {
             "/execute": self._execute,
             "/release": self._release,
@@ -150,7 +150,7 @@ class ExecutorService:
         work: Callable[[Slot | None, RequestT], Awaitable[BaseModel]],
         response: Callable[..., BaseModel],
     ) -> Handle:
-        """A handler for artifact requests; a failure has its own HTTP status and the contract's body."""
+        """Return a handler for artifact requests; a failure has its own HTTP status and the contract's body."""
 
         async def handle(body: bytes) -> JSON:
             request = read(body, model)

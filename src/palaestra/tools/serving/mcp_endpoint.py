@@ -38,7 +38,7 @@ class McpTools:
         self._call = call
 
     async def answer(self, body: bytes) -> tuple[int, JSON]:
-        """The HTTP status and the JSON of the reply, None for an empty reply. Raises the errors of `call`."""
+        """Return the HTTP status and the JSON of the reply, None for an empty reply. Raises the errors of `call`."""
         try:
             message = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

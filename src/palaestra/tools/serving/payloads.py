@@ -78,6 +78,7 @@ class ToolServerResultPayload(ToolResultPayload):
 
 
 def encoded(value: JSON) -> bytes:
-    """A body as bytes. Characters that UTF-8 cannot encode, such as in odd file names, are replaced as in replies."""
+    """Return a body as bytes. Characters that UTF-8 cannot encode, such as in odd file names, are replaced as in
+    replies."""
     plain = value.model_dump() if isinstance(value, BaseModel) else value
     return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")

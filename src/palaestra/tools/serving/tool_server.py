@@ -53,7 +53,7 @@ class ToolServer:
         self.total_requests = self.total_errors = 0
 
     def app(self) -> web.Application:
-        """The routes."""
+        """Return the routes."""
         gets = {"/": self._root, "/health": self._health, "/tools": self._definitions}
         return application(self._token, gets, {"/execute": self._execute, "/release": self._release})
 
@@ -136,5 +136,5 @@ def _needs_no_slot(tool: Tool) -> bool:
 
 
 def external(tool: FunctionTool) -> FunctionTool:
-    """The same tool, marked as needing no slot."""
+    """Return the same tool, marked as needing no slot."""
     return replace(tool, schema=replace(tool.schema, external=True))

@@ -60,11 +60,11 @@ class ToolServerLink:
         self._session: aiohttp.ClientSession | None = None
 
     def served(self, tools: Iterable[Tool]) -> list[Tool]:
-        """The tools, with external ones replaced by calls to the server, which need no key or package here."""
+        """Return the tools, with external ones replaced by calls to the server, which need no key or package here."""
         return [self._proxy(tool) if tool.schema.external and self._address is not None else tool for tool in tools]
 
     async def offered(self) -> list[ToolSchema]:
-        """The tools of the server; none with `inprocess`. Raises `ToolServerError`."""
+        """Return the tools of the server; none with `inprocess`. Raises `ToolServerError`."""
         if self._address is None:
             return []
         body = await self._send("GET", "/tools", None, _CONNECT_S, "the list of its tools")
@@ -126,7 +126,7 @@ class ToolServerLink:
         return ToolServerUnavailable(text) if status >= 500 else ToolServerRefused(text)
 
     async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
-        """The body of the reply with status 200. Raises an error about `name` for another status."""
+        """Return the body of the reply with status 200. Raises an error about `name` for another status."""
         import aiohttp  # imported here because most runs have no tool server
 
         assert self._address is not None
@@ -175,7 +175,7 @@ class _Used:
 
 
 def elsewhere(schema: ToolSchema) -> FunctionTool:
-    """A tool that exists only at its server; `served` makes it callable."""
+    """Return a tool that exists only at its server; `served` makes it callable."""
     return FunctionTool(schema, _elsewhere, "tool-server")
 
 

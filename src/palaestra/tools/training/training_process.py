@@ -96,7 +96,7 @@ class TrainingProcess:
             raise ToolUnavailable(f"the training {self.id} cannot be read: {error}") from None
 
     def alive(self) -> bool:
-        """Whether a training process runs in this folder."""
+        """Return whether a training process runs in this folder."""
         with contextlib.suppress(ChildProcessError, OSError):
             os.waitpid(self.request().pid, os.WNOHANG)  # reap it if it is our child
         try:
@@ -123,7 +123,7 @@ class TrainingProcess:
             return FAILED
 
     def result(self) -> dict[str, JSON] | None:
-        """The result of a training that ended by itself: `TrainingReport.to_json`."""
+        """Return the result of a training that ended by itself: `TrainingReport.to_json`."""
         try:
             found = json.loads((self.path / "result.json").read_bytes())
         except (OSError, ValueError):
@@ -131,7 +131,7 @@ class TrainingProcess:
         return found if isinstance(found, dict) else None
 
     def error(self) -> str:
-        """The reason why the training failed: its error message, or the end of its log."""
+        """Return the reason why the training failed: its error message, or the end of its log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
@@ -144,7 +144,7 @@ class TrainingProcess:
             return text
 
     def lines(self) -> list[dict[str, JSON]]:
-        """The metrics of steps and evaluations, in order. An incomplete last line is left out."""
+        """Return the metrics of steps and evaluations, in order. An incomplete last line is left out."""
         return list(read_lines(self.run / "training" / "steps.jsonl"))
 
     async def start(self, request: TrainingRequest, command: Sequence[str] = TRAIN) -> str:
@@ -213,13 +213,13 @@ class TrainingProcess:
 
 
 def trainings(folder: Path) -> list[TrainingProcess]:
-    """The trainings of a folder, the oldest first."""
+    """Return the trainings of a folder, the oldest first."""
     found = [TrainingProcess(path.parent) for path in folder.glob("*/request.json")]
     return sorted(found, key=lambda each: (each.request().created, each.id))
 
 
 def words_of(settings: Mapping[str, JSON]) -> list[str]:
-    """The settings as flags of `palaestra train`, without those that are None."""
+    """Return the settings as flags of `palaestra train`, without those that are None."""
     return [f"--{name.replace('_', '-')}={json.dumps(value) if isinstance(value, bool) else value}"
             for name, value in settings.items() if value is not None]  # fmt: skip
 

@@ -32,7 +32,7 @@ class Article:
 
 
 async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Article:
-    """The article of a page; its text may be empty. A separate process reads a large page."""
+    """Return the article of a page; its text may be empty. A separate process reads a large page."""
     if len(source) <= LARGE_CHARS:
         return await asyncio.to_thread(find_article, source, url)
     found = await _apart(source, url, limit_s)
@@ -43,7 +43,7 @@ async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Ar
 
 
 def find_article(source: str, url: str) -> Article:
-    """The article of a page. This may take very long, so the caller must limit the time."""
+    """Return the article of a page. This may take very long, so the caller must limit the time."""
     title, everything = all_text(source)
     extracted = importlib.import_module("trafilatura").extract(
         source, url=url, output_format="markdown", include_links=True, include_tables=True, include_comments=False
@@ -52,7 +52,7 @@ def find_article(source: str, url: str) -> Article:
 
 
 def all_text(source: str) -> tuple[str, str]:
-    """The title, and all visible text."""
+    """Return the title, and all visible text."""
     html = importlib.import_module("lxml.html")
     try:
         tree = html.document_fromstring(source.encode("utf-8", "replace"), parser=html.HTMLParser(encoding="utf-8"))

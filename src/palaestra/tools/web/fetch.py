@@ -108,7 +108,7 @@ async def _taken(reply: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
 
 
 def _checked(url: str) -> URL:
-    """The parsed address. Raises `PageUnreadable` unless it is http or https without a user."""
+    """Return the parsed address. Raises `PageUnreadable` unless it is http or https without a user."""
     try:
         parsed = URL(url.strip())
     except ValueError:

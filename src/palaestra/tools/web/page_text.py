@@ -75,7 +75,7 @@ class Screened:
 
 
 async def as_text(url: str, fetched: Fetched) -> WebPage:
-    """The document as text. Raises `PageUnreadable` if it has none."""
+    """Return the document as text. Raises `PageUnreadable` if it has none."""
     kind = fetched.content_type.lower()
     if kind in _REFUSED or fetched.body.startswith(b"%PDF-"):
         raise PageUnreadable(_REFUSED.get(kind, _REFUSED["application/pdf"]))
@@ -95,7 +95,7 @@ async def as_text(url: str, fetched: Fetched) -> WebPage:
 
 
 def decoded(fetched: Fetched) -> str:
-    """The text, decoded with the declared charset or else UTF-8; invalid bytes are marked."""
+    """Return the text, decoded with the declared charset or else UTF-8; invalid bytes are marked."""
     body, charset = fetched.body, fetched.charset
     if charset is None and fetched.content_type.lower() in HTML:
         charset = _declared(body)
@@ -107,7 +107,7 @@ def decoded(fetched: Fetched) -> str:
 
 
 def _declared(body: bytes) -> str | None:
-    """The charset in the head of a page (HTML Standard, 4.2.5.4: within its first 1024 bytes)."""
+    """Return the charset in the head of a page (HTML Standard, 4.2.5.4: within its first 1024 bytes)."""
     found = _CHARSET.search(body[:1024])
     return found.group(1).decode("ascii") if found is not None else None
 
@@ -123,7 +123,7 @@ def _pretty(kind: str, text: str) -> str:
 
 
 def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
-    """At most `most` characters of a page from `offset`, or its error. `way` is the hint on how to continue."""
+    """Return at most `most` characters of a page from `offset`, or its error. `way` is the hint on how to continue."""
     if page.error:
         return {"url": page.url, "error": page.error}
     total = len(page.content)

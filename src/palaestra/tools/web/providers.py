@@ -47,7 +47,8 @@ class Searcher(Protocol):
     """Searches the web."""
 
     async def search(self, query: str, limit: int) -> list[SearchResult]:
-        """The best results first, at most `limit`. Raises `ToolUnavailable`, or `ToolMistake` for a refused query."""
+        """Return the best results first, at most `limit`. Raises `ToolUnavailable`, or `ToolMistake` for a refused
+        query."""
         ...
 
 
@@ -55,7 +56,7 @@ class PageReader(Protocol):
     """Reads pages as text."""
 
     async def read(self, urls: Sequence[str]) -> list[WebPage]:
-        """One page for each address, in their order. Raises `ToolUnavailable`."""
+        """Return one page for each address, in their order. Raises `ToolUnavailable`."""
         ...
 
 
@@ -64,7 +65,7 @@ class _Provider:
     server: JsonServer
 
     def results(self, reply: JSON, path: tuple[str, ...], url: str, *description: str) -> list[SearchResult]:
-        """The results at `path` of a reply, with their address and extract in the fields of these names."""
+        """Return the results at `path` of a reply, with their address and extract in the fields of these names."""
         return [
             SearchResult(text(row, "title"), text(row, url), text(row, *description))
             for row in rows(self.server, reply, *path)
@@ -223,7 +224,7 @@ class ProviderChoice:
 
 
 def choose_searcher(settings: ToolSettings) -> ProviderChoice:
-    """The provider of web_search."""
+    """Return the provider of web_search."""
     name = settings.web_provider
     if name != "auto":
         return ProviderChoice(name, _lacks(name, settings))
@@ -238,7 +239,7 @@ def choose_searcher(settings: ToolSettings) -> ProviderChoice:
 
 
 def choose_reader(settings: ToolSettings) -> ProviderChoice:
-    """The page reader of web_extract."""
+    """Return the page reader of web_extract."""
     name = settings.web_extract_provider
     if name != "fetch":
         return ProviderChoice(name, _lacks(name, settings))
@@ -251,13 +252,13 @@ def choose_reader(settings: ToolSettings) -> ProviderChoice:
 
 
 def searcher(name: str, settings: ToolSettings) -> Searcher:
-    """The search provider of that name, whose requirements must be met."""
+    """Return the search provider of that name, whose requirements must be met."""
     made: Searcher = Ddgs(settings.lane()) if name == "ddgs" else _made(name, settings)
     return made
 
 
 def reader(name: str, settings: ToolSettings) -> PageReader:
-    """The page provider of that name, whose requirements must be met; `fetch` is not a provider."""
+    """Return the page provider of that name, whose requirements must be met; `fetch` is not a provider."""
     made: PageReader = _made(name, settings)
     return made
 
@@ -275,7 +276,7 @@ def _made(name: str, settings: ToolSettings) -> Any:  # each class is a Searcher
 
 
 def _lacks(name: str, settings: ToolSettings) -> str | None:
-    """The missing requirement of a provider, or None."""
+    """Return the missing requirement of a provider, or None."""
     if name == "ddgs":
         installed = importlib.util.find_spec("ddgs") is not None
         return None if installed else f"web_provider ddgs needs the extra `web`: {install_command('web')}"

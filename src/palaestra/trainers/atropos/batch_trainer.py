@@ -137,7 +137,7 @@ class BatchTrainer:
                 raise RequestRefusal(422, message, field=field)
 
     def _received(self, step: int) -> list[ScoredData] | None:
-        """The batch of a step, if an earlier process received it."""
+        """Return the batch of a step, if an earlier process received it."""
         path = self._path(step)
         try:
             return msgspec.json.decode(path.read_bytes(), type=list[ScoredData])
@@ -179,7 +179,7 @@ class BatchTrainer:
     async def _asked(
         self, method: str, path: str, payload: Mapping[str, object] | None = None
     ) -> dict[str, object] | None:
-        """The answer, or None if it reports no success. A silent API is asked again for up to `PATIENCE_S`."""
+        """Return the answer, or None if it reports no success. A silent API is asked again for up to `PATIENCE_S`."""
         until = self._clock.monotonic() + PATIENCE_S
         while True:
             try:
@@ -195,8 +195,8 @@ class BatchTrainer:
 
 
 def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None, scaled: bool = True) -> Batch:
-    """The rows of a batch, without those of more than `most_tokens`. The advantages are the groups' own, else those of
-    `trainers.batch.advantages`."""
+    """Return the rows of a batch, without those of more than `most_tokens`. The advantages are the groups' own, else
+    those of `trainers.batch.advantages`."""
     batch = Batch()
     for number, group in enumerate(groups):
         batch.rewards += group.scores
@@ -222,7 +222,7 @@ def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None
 
 
 def _only(values: Sequence[float]) -> float:
-    """The advantage of a row, which must be the same for all its tokens."""
+    """Return the advantage of a row, which must be the same for all its tokens."""
     found = {value for value in values if value}
     if len(found) > 1:
         raise ConfigError("the environment gives each token another advantage; this trainer takes one per sequence")
@@ -232,7 +232,7 @@ def _only(values: Sequence[float]) -> float:
 def _row(
     tokens: list[int], masks: Sequence[int], logprobs: Sequence[float], score: float, name: str
 ) -> ExportedRow | None:
-    """A sequence as a row; None if no token of it is trained."""
+    """Return a sequence as a row; None if no token of it is trained."""
     start = next((place for place, mask in enumerate(masks) if mask != UNTRAINED), None)
     if not start:  # without a prompt, nothing predicts the first token
         return None

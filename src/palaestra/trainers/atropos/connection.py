@@ -52,7 +52,7 @@ class ServerAnswer:
     retry_s: float | None = None
 
     def read(self, shape: type[T]) -> T:
-        """The body as a `shape`. Raises `TrainerRefused` if a trajectory server would not send such a body."""
+        """Return the body as a `shape`. Raises `TrainerRefused` if a trajectory server would not send such a body."""
         try:
             return msgspec.convert(self.body, shape, strict=False)
         except msgspec.ValidationError as error:
@@ -188,7 +188,7 @@ class TrainerConnection:
         self._asking = asyncio.Lock()
 
     async def standing(self) -> Standing:
-        """The server's last report, after registration. Waits until a trainer has started.
+        """Return the server's last report, after registration. Waits until a trainer has started.
 
         Raises `TrainerRefused` for a server that rejects the environment, or is not a trajectory server.
         """

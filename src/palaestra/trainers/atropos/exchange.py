@@ -161,7 +161,7 @@ class Exchange:
         self.buffers[kind] = [each for place, each in enumerate(buffer) if place not in set(places)]
 
     def _short_kind(self, event: GroupReceived) -> _EnvKind | None:
-        """The kind of the environment if the group has fewer sequences than the environment registered."""
+        """Return the kind of the environment if the group has fewer sequences than the environment registered."""
         if event.env_id is None:
             return None
         registration = self.envs[event.env_id].registration
@@ -169,14 +169,14 @@ class Exchange:
         return kind if event.sequences < registration.group_size else None
 
     def buffered(self, event: GroupReceived) -> int | None:
-        """How many sequences wait with a short group to make up a whole one; None for a whole group."""
+        """Return how many sequences wait with a short group to make up a whole one; None for a whole group."""
         kind = self._short_kind(event)
         return None if kind is None else sum(each.sequences for each in self.buffers[kind])
 
     def register(self, registration: Registration) -> TrainerRegistered:
-        """The registration of a trainer, another process of it, or a restarted trainer. A restarted one has another
-        `starting_step` or `num_steps`, and steps are counted from there. Raises `RequestRefusal` (409) if its batches
-        differ from the first one's.
+        """Return the registration of a trainer, another process of it, or a restarted trainer. A restarted one has
+        another `starting_step` or `num_steps`, and steps are counted from there. Raises `RequestRefusal` (409) if its
+        batches differ from the first one's.
         """
         if registration.batch_size < 1 or registration.max_token_len < 1:
             field = "batch_size" if registration.batch_size < 1 else "max_token_len"
@@ -189,8 +189,8 @@ class Exchange:
         return TrainerRegistered(registration=registration)
 
     def register_env(self, registration: EnvRegistration, now_s: float) -> EnvRegistered | None:
-        """The registration of an environment; None until a trainer has started. Raises `RequestRefusal`: 422, or 503
-        while others hold the share of a batch that it needs. Its own former process holds one until it counts as
+        """Return the registration of an environment; None until a trainer has started. Raises `RequestRefusal`: 422, or
+        503 while others hold the share of a batch that it needs. Its own former process holds one until it counts as
         silent."""
         share = registration.min_batch_allocation
         if registration.group_size < 1:
@@ -211,20 +211,20 @@ class Exchange:
         return EnvRegistered(registration=registration)
 
     def disconnect(self, env_id: int) -> EnvDisconnected:
-        """The disconnection of an environment. Raises `RequestRefusal` (404)."""
+        """Return the disconnection of an environment. Raises `RequestRefusal` (404)."""
         self.env(env_id)
         return EnvDisconnected(env_id=env_id)
 
     def env(self, env_id: int) -> Env:
-        """The environment with this id. Raises `RequestRefusal` (404)."""
+        """Return the environment with this id. Raises `RequestRefusal` (404)."""
         if not 0 <= env_id < len(self.envs):
             detail = f"env_id: no environment has registered as {env_id}; register again"
             raise RequestRefusal(404, detail, field="env_id")
         return self.envs[env_id]
 
     def receive(self, data: ScoredData) -> GroupReceived | None:
-        """The receipt of a group; None if its delivery was accepted before. Raises `RequestRefusal`: 404, 422, 429 or
-        503."""
+        """Return the receipt of a group; None if its delivery was accepted before. Raises `RequestRefusal`: 404, 422,
+        429 or 503."""
         if self.trainer is None:
             raise RequestRefusal(503, "no trainer has registered, so this group would go to none", retry_s=5.0)
         if data.delivery_id is not None and data.delivery_id in self._deliveries:
@@ -253,7 +253,7 @@ class Exchange:
                 raise RequestRefusal(422, detail, field=f"tokens[{number}]")
 
     def batch(self, now_s: float) -> list[WaitingGroup] | None:
-        """The groups of the next batch; None while the waiting groups do not fill one. Raises `RequestRefusal`
+        """Return the groups of the next batch; None while the waiting groups do not fill one. Raises `RequestRefusal`
         (503)."""
         if self.trainer is None:
             raise RequestRefusal(503, "no trainer has registered: POST /register comes first", retry_s=5.0)
@@ -261,7 +261,7 @@ class Exchange:
         return None if chosen is None else self._filled(chosen, self.trainer.batch_size)
 
     def status(self, env_id: int, now_s: float) -> EnvStatus:
-        """The queues and the share of an environment, from which it decides when to begin a group.
+        """Return the queues and the share of an environment, from which it decides when to begin a group.
 
         Sizes count its own groups and those of other environments that no minimum reserves. Source of the meaning:
         `/status-env` of atroposlib 0.4, without its packing of others' groups. Raises `RequestRefusal` (404).
@@ -289,15 +289,15 @@ class Exchange:
         )
 
     def _starving(self, now_s: float) -> bool:
-        """Whether enough sequences wait for a batch but no choice of groups fills it exactly: only new groups can
-        help."""
+        """Return whether enough sequences wait for a batch but no choice of groups fills it exactly: only new groups
+        can help."""
         if self.trainer is None or sum(each.sequences for each in self.queue) < self.trainer.batch_size:
             return False
         chosen = self._promised(self.trainer.batch_size, now_s)
         return chosen is not None and self._filled(chosen, self.trainer.batch_size) is None
 
     def _filled(self, chosen: Mapping[int, WaitingGroup], batch_size: int) -> list[WaitingGroup] | None:
-        """The chosen groups, with others of the queue that fill the batch exactly; None if no choice does."""
+        """Return the chosen groups, with others of the queue that fill the batch exactly; None if no choice does."""
         left = batch_size - sum(each.sequences for each in chosen.values())
         others = [each for each in self.queue if each.serial not in chosen]
         places = exact([each.sequences for each in others], left)
@@ -306,7 +306,7 @@ class Exchange:
         return sorted([*chosen.values(), *(others[place] for place in places)], key=attrgetter("serial"))
 
     def _promised(self, room: int, now_s: float) -> dict[int, WaitingGroup] | None:
-        """The oldest groups that meet the environments' minima, by serial number; None while some are lacking.
+        """Return the oldest groups that meet the environments' minima, by serial number; None while some are lacking.
 
         Environments take turns, and groups that no longer fit stay in the queue: if groups do not fill the minima
         exactly, the minima may need more groups than a batch has room for.
@@ -326,7 +326,7 @@ class Exchange:
         return chosen
 
     def _minima(self, batch_size: int, now_s: float) -> Iterator[tuple[int, int]]:
-        """Each environment's least number of sequences in a batch."""
+        """Yield each environment's least number of sequences in a batch."""
         for env_id, env in enumerate(self.envs):
             share = env.registration.min_batch_allocation
             if share is not None and self._alive(env, now_s):
@@ -347,7 +347,7 @@ def _counts_from(registration: Registration) -> tuple[int, int]:
 
 
 def exact(sizes: Sequence[int], target: int) -> list[int] | None:
-    """Places of `sizes` (each at least 1), in order, that sum to `target`; None if no choice does.
+    """Return places of `sizes` (each at least 1), in order, that sum to `target`; None if no choice does.
 
     It considers as few as possible, and of several choices takes the one with the oldest entries. Bit `s` of
     `reached[n]` is set if some of the first n sizes sum to s.
@@ -372,7 +372,7 @@ def _walk_back(sizes: Sequence[int], reached: Sequence[int], left: int) -> list[
 
 
 def combined(sizes: Sequence[int], unit: int) -> list[int] | None:
-    """Places of `sizes` that sum to `unit`, else to its smallest possible multiple; None if there is none.
+    """Return places of `sizes` that sum to `unit`, else to its smallest possible multiple; None if there is none.
 
     Among any `unit` sizes, some sum to a multiple of it, so fewer than `unit` ever have to wait.
     """

@@ -83,7 +83,7 @@ class Feed:
             return not connection.finished
 
     def _has_room(self) -> bool:
-        """Whether the off-policy limit leaves room, or the next batch lacks groups of any environment.
+        """Return whether the off-policy limit leaves room, or the next batch lacks groups of any environment.
 
         If the waiting groups do not fill a batch, one more at a time may begin; otherwise the trainer would wait
         forever.

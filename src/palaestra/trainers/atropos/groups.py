@@ -23,7 +23,7 @@ _SENT_TOO = ("generation_params", "overrides", "images")
 
 
 def fitting(group: Group, most_tokens: int | None) -> Group:
-    """The group without those rollouts that have no reward, no output of the model, or a row of more than
+    """Return the group without those rollouts that have no reward, no output of the model, or a row of more than
     `most_tokens`."""
     most = most_tokens or 1 << 62
     kept = [each for each in group.scored if not each.unsaid and longest_row(each) <= most]
@@ -31,14 +31,14 @@ def fitting(group: Group, most_tokens: int | None) -> Group:
 
 
 def longest_row(trajectory: Trajectory) -> int:
-    """The number of tokens of the longest row."""
+    """Return the number of tokens of the longest row."""
     return max((tokens for tokens, _ in trajectory.row_sizes), default=0)
 
 
 def scored_data(
     group: Group, *, group_size: int, messages: bool = False, placeholders: bool = False
 ) -> dict[str, JSON] | None:
-    """The group in the shape of `/scored_data`, or None if nothing in it can be trained on.
+    """Return the group in the shape of `/scored_data`, or None if nothing in it can be trained on.
 
     If the number of rows is not `group_size`, `group_overrides` has it. Raises `ConfigError` for rows without sampled
     tokens, unless `placeholders`.
@@ -136,7 +136,7 @@ class UnsavedGroups:
         self._busy = False
 
     def room(self, batch_size: int) -> bool:
-        """Whether one more group may be sent: with it, at most one batch waits."""
+        """Return whether one more group may be sent: with it, at most one batch waits."""
         return self._short or not self.given or (len(self.given) + 1) * self._group_size <= batch_size
 
     def begin(self) -> None:
@@ -154,7 +154,7 @@ class UnsavedGroups:
             self.given.append(GivenGroup(self._count, delivery_id, line))
 
     def asking(self) -> QuestionTime:
-        """The state when a status request is sent, which `heard` takes with the answer."""
+        """Return the state when a status request is sent, which `heard` takes with the answer."""
         return QuestionTime(self._count, self._busy)
 
     def heard(self, waiting: int, asked: QuestionTime) -> None:

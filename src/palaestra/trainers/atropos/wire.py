@@ -124,7 +124,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
 
 
 def read(body: bytes, shape: type[T]) -> T:
-    """The body as a `shape`. Numbers may be text, as in the original. Raises `RequestRefusal` (422)."""
+    """Return the body as a `shape`. Numbers may be text, as in the original. Raises `RequestRefusal` (422)."""
     try:
         return msgspec.json.decode(body, type=shape, strict=False)
     except msgspec.ValidationError as error:

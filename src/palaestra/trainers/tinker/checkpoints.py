@@ -133,14 +133,14 @@ class CheckpointFolder:
         return checkpoint
 
     def find(self, path: str) -> Checkpoint:
-        """The checkpoint at a `tinker://` path. Raises `UserError` if there is none."""
+        """Return the checkpoint at a `tinker://` path. Raises `UserError` if there is none."""
         found = self._read(self._file(CheckpointPath.read(path)))
         if found is None:
             raise UserError(f"There is no checkpoint {path}: it was never saved here, or it expired or was deleted.")
         return found
 
     def load(self, checkpoint: Checkpoint, base: BaseModel, *, optimizer: bool) -> TrainedModel:
-        """A model in training as it was saved; with `optimizer`, AdamW's state too. Raises `UserError` if the
+        """Return a model in training as it was saved; with `optimizer`, AdamW's state too. Raises `UserError` if the
         checkpoint belongs to another base model or lacks the optimizer's state."""
         if checkpoint.digest != base.digest:
             raise UserError(
@@ -166,7 +166,7 @@ class CheckpointFolder:
         model.restore(weights, state, steps if optimizer else 0)
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
-        """The folder with the tensors."""
+        """Return the folder with the tensors."""
         return self._file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
 
     def delete(self, path: str) -> None:
@@ -185,7 +185,7 @@ class CheckpointFolder:
             out.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
 
     def all(self) -> list[Checkpoint]:
-        """The checkpoints, oldest first."""
+        """Return the checkpoints, oldest first."""
         found = (self._read(file) for file in self.folder.glob("*/*/*.json"))
         return sorted((each for each in found if each is not None), key=lambda each: each.created_s)
 
@@ -254,7 +254,7 @@ def _weights_file(lora: LoraSettings | None) -> str:
 
 
 def _public_names(state: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> dict[str, torch.Tensor]:
-    """The names that peft gives adapters in files; those of full weights stay."""
+    """Return the names that peft gives adapters in files; those of full weights stay."""
     if lora is None:
         return {name: tensor.contiguous() for name, tensor in state.items()}
     return {f"base_model.model.{name.replace('.default.', '.')}": value.contiguous() for name, value in state.items()}
@@ -283,7 +283,7 @@ def _sync(path: Path) -> None:
 
 
 def runs(checkpoints: list[Checkpoint]) -> Iterator[tuple[str, list[Checkpoint]]]:
-    """The checkpoints of each run, in the order of its first one."""
+    """Yield the checkpoints of each run, in the order of its first one."""
     found: dict[str, list[Checkpoint]] = {}
     for checkpoint in checkpoints:
         found.setdefault(checkpoint.run, []).append(checkpoint)

@@ -42,7 +42,7 @@ class FutureAnswer:
 
     @classmethod
     def failure(cls, message: str, category: Literal["user", "server"]) -> FutureAnswer:
-        """An answer for which the SDK raises `RequestFailedError` with this message and does not ask again."""
+        """Return an answer for which the SDK raises `RequestFailedError` with this message and does not ask again."""
         return cls.of({"error": message, "category": category})
 
 

@@ -117,7 +117,7 @@ and a weighted `cross_entropy`."""
 
 
 def total(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """The loss of one datum. For losses of policies, a datum's `weights` multiply each position."""
+    """Return the loss of one datum. For losses of policies, a datum's `weights` multiply each position."""
     kind = LOSSES[name]
     positions = kind.positions(logprobs, inputs, {**kind.settings, **config})
     if "weights" in inputs and name != "cross_entropy":

@@ -131,7 +131,7 @@ class BaseModel:
         return str(self.module.device)
 
     def known_as(self, name: str) -> bool:
-        """Whether a client that asks for `name` means this model."""
+        """Return whether a client that asks for `name` means this model."""
         return name.rstrip("/") in {self.name.rstrip("/"), self.source, Path(self.source).name}
 
     def stop_ids(self) -> tuple[int, ...]:
@@ -140,8 +140,8 @@ class BaseModel:
         return (found,) if isinstance(found, int) else tuple(found or ())
 
     def copy(self, lora: LoraSettings | None) -> PreTrainedModel:
-        """A new module to train: with a fresh adapter or, if `lora` is None, with weights of its own. Blocks. Raises
-        `UserError` for an adapter that this model cannot have."""
+        """Return a new module to train: with a fresh adapter or, if `lora` is None, with weights of its own. Blocks.
+        Raises `UserError` for an adapter that this model cannot have."""
         import torch
 
         if lora is None:
@@ -175,11 +175,12 @@ class TrainedModel:
         self._optimizer: torch.optim.AdamW | None = None
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The tensors that training changes, by name."""
+        """Return the tensors that training changes, by name."""
         return {name: tensor for name, tensor in self.module.named_parameters() if tensor.requires_grad}
 
     def batch(self, rows: Sequence[Row], loss: str, config: Mapping[str, float], *, backward: bool) -> BatchResult:
-        """The loss and the log-probabilities of `rows`; with `backward`, the gradient is added to the accumulated one.
+        """Return the loss and the log-probabilities of `rows`; with `backward`, the gradient is added to the
+        accumulated one.
 
         Raises `UserError` if the loss is not finite; the gradients are then as before.
         """
@@ -209,7 +210,8 @@ class TrainedModel:
     def _pass(
         self, rows: Sequence[Row], loss: str, config: Mapping[str, float], backward: bool
     ) -> tuple[list[torch.Tensor], float]:
-        """One forward pass over all `rows`, and backward. Returns their log-probabilities and the sum of the losses."""
+        """Return one forward pass over all `rows`, and backward. Returns their log-probabilities and the sum of the
+        losses."""
         import torch
 
         found: list[torch.Tensor] = []
@@ -268,12 +270,12 @@ class TrainedModel:
         return self._optimizer
 
     def snapshot(self) -> PreTrainedModel:
-        """A module with a copy of the current weights, for sampling."""
+        """Return a module with a copy of the current weights, for sampling."""
         with self.base.turns.turn():
             return _sharing(self.module).requires_grad_(False)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The trained tensors, by name."""
+        """Return the trained tensors, by name."""
         return {name: tensor.detach() for name, tensor in self.trained().items()}
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
@@ -344,7 +346,7 @@ def target_logprobs(logits_tv: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 
 def passes(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
-    """Indices of rows that are computed together, longest first, to limit padding."""
+    """Yield indices of rows that are computed together, longest first, to limit padding."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):
@@ -354,7 +356,7 @@ def passes(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
 
 
 def _sharing(module: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `module` that shares the tensors that are not trained."""
+    """Return a copy of `module` that shares the tensors that are not trained."""
     frozen = [tensor for tensor in module.parameters() if not tensor.requires_grad]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in [*frozen, *module.buffers()]})
 
@@ -369,7 +371,8 @@ def _add_adapter(module: PreTrainedModel, lora: LoraSettings) -> None:
 
 
 def adapter_targets(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
-    """The names of the layers that get an adapter: linear layers of attention, of the MLPs, and the output layer."""
+    """Return the names of the layers that get an adapter: linear layers of attention, of the MLPs, and the output
+    layer."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -389,13 +392,13 @@ def adapter_targets(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
 
 
 def loadable_name(source: str) -> str:
-    """A folder's name for clients. The SDK takes `A/B/C` for a variant of the hub's model `A/B` and would load the
-    tokenizer of that, so a path with two slashes gets a third."""
+    """Return a folder's name for clients. The SDK takes `A/B/C` for a variant of the hub's model `A/B` and would load
+    the tokenizer of that, so a path with two slashes gets a third."""
     return f"{source}/" if source.startswith("/") and source.count("/") == 2 else source
 
 
 def _digest(module: PreTrainedModel) -> str:
-    """A digest of the first numbers of each tensor, which distinguishes checkpoints of this model from those of
+    """Return a digest of the first numbers of each tensor, which distinguishes checkpoints of this model from those of
     others."""
     seen = hashlib.sha256()
     for name, tensor in module.named_parameters():

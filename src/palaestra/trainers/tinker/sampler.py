@@ -86,7 +86,7 @@ class Sampler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-scores")
 
     async def sample(self, request: SampleRequest, tokenizer: Callable[[], Tokenizer]) -> list[Sampled]:
-        """The continuations. The tokens that ended a reply are among its ids. Raises `UserError`."""
+        """Return the continuations. The tokens that ended a reply are among its ids. Raises `UserError`."""
         room = self.base.window - len(request.prompt)
         if room < 1:
             raise UserError(
@@ -112,7 +112,7 @@ class Sampler:
                 answer.cancel()
 
     async def score(self, scoring: Scoring) -> ScoredTokens:
-        """Scores of given tokens, computed together with those of other callers."""
+        """Return scores of given tokens, computed together with those of other callers."""
         answer: asyncio.Future[ScoredTokens] = asyncio.get_running_loop().create_future()
         self._waiting.append((scoring, answer))
         if self._scoring is None or self._scoring.done():
@@ -185,8 +185,8 @@ EMPTY_LOGPROB = -99999.0
 
 
 def _top(logprobs_tv: torch.Tensor, count: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and log-probabilities. For a prompt (`first` > 0) the row of position t is t, and rows before `first` are
-    empty."""
+    """Return ids and log-probabilities. For a prompt (`first` > 0) the row of position t is t, and rows before `first`
+    are empty."""
     import torch
 
     values, ids = logprobs_tv.topk(min(count, logprobs_tv.shape[-1]), dim=-1)
@@ -199,7 +199,8 @@ def _top(logprobs_tv: torch.Tensor, count: int, first: int) -> tuple[torch.Tenso
 
 
 def _draws(logprobs_tv: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens drawn with replacement at the request's temperature, and the model's own log-probabilities of them."""
+    """Return tokens drawn with replacement at the request's temperature, and the model's own log-probabilities of
+    them."""
     import torch
 
     logprobs = logprobs_tv.cpu()
@@ -213,7 +214,7 @@ def _draws(logprobs_tv: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, t
 
 
 def _stop_texts(stops: Sequence[str], tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """Whether the sampled ids now contain one of the texts. Only their end is decoded each time."""
+    """Return whether the sampled ids now contain one of the texts. Only their end is decoded each time."""
     tail = max(len(stop.encode()) for stop in stops) + _TAIL_TOKENS
 
     def ended(ids: Sequence[int]) -> bool:

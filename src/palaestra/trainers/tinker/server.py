@@ -302,7 +302,7 @@ class TinkerServer:
         raise NotFound(f"There is no training run {request.match_info['run']}.")
 
     def _runs(self) -> list[dict[str, Any]]:
-        """Models in training, and those with checkpoints."""
+        """Return models in training, and those with checkpoints."""
         saved = dict(runs(self.service.checkpoints.all()))
         found = []
         for run in dict.fromkeys([*saved, *self.service.trainings]):

@@ -176,7 +176,7 @@ class TinkerService:
         return session
 
     def session(self, session_id: str) -> ClientSession:
-        """The session; looking it up counts as a heartbeat. Raises `NotFound`."""
+        """Return the session; looking it up counts as a heartbeat. Raises `NotFound`."""
         found = self.sessions.get(session_id)
         if found is None:
             raise NotFound(f"There is no session {session_id}: it has ended, or the server was restarted.")
@@ -348,7 +348,7 @@ class TinkerService:
             self.futures.finish(job.pending, answer)
 
     async def _next_job(self, training: ModelTraining) -> _Job:
-        """The job with the next number. If it does not arrive, those after it fail."""
+        """Return the job with the next number. If it does not arrive, those after it fail."""
         while True:
             job = training.waiting.pop(training.expected, None)
             if job is not None:
@@ -587,7 +587,7 @@ class TinkerService:
         return self._tokenizer
 
     async def _sampler(self, sampling: SamplingSession) -> Sampler:
-        """The weights of a sampling session, loaded again if they were dropped."""
+        """Return the weights of a sampling session, loaded again if they were dropped."""
         key = sampling.key
         if sampling.training is not None and sampling.training.inflight is not None:
             key = sampling.training.inflight
@@ -647,7 +647,7 @@ class TinkerService:
 
 
 def _failure(error: Exception) -> FutureAnswer:
-    """The answer for an accepted request that failed: the SDK shows it and does not send the request again."""
+    """Return the answer for an accepted request that failed: the SDK shows it and does not send the request again."""
     if isinstance(error, UserError):
         return FutureAnswer.failure(str(error), "user")
     if isinstance(error, DiskError | EngineError):
@@ -667,7 +667,8 @@ def _check_optimizer(config: Any) -> None:
 
 
 def _adam(params: Any) -> Adam:
-    """The optimizer's settings. Raises `UserError` for another optimizer, or settings that would spoil the weights."""
+    """Return the optimizer's settings. Raises `UserError` for another optimizer, or settings that would spoil the
+    weights."""
     if not isinstance(params, types.AdamParams):
         raise UserError(f"This server has the optimizer 'adamw', not '{params.type}'.")
     adam = Adam(**params.model_dump())

@@ -74,8 +74,8 @@ def read_batch(body: bytes) -> DatumBatch:
 
 
 def rows(batch: DatumBatch, base: BaseModel, recorded: Callable[[str], Recorded]) -> list[Row]:
-    """The checked rows of a batch. `recorded` gives the sequence of an id, or raises `UserError`. Raises `UserError`
-    with the datum and the input at fault."""
+    """Return the checked rows of a batch. `recorded` gives the sequence of an id, or raises `UserError`. Raises
+    `UserError` with the datum and the input at fault."""
     kind = LOSSES.get(batch.loss)
     if batch.loss == "custom":
         raise UserError("This server does not store custom losses: let the SDK compute them (forward_backward_custom).")
@@ -140,7 +140,7 @@ def _chunk(chunk: Any) -> list[int]:
 
 
 def _tensor(message: Any, name: str) -> torch.Tensor:
-    """Dense values, or CSR with zeros elsewhere."""
+    """Return dense values, or CSR with zeros elsewhere."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise UserError(f"'{name}' has an unknown number type ({message.dtype}).")
@@ -196,7 +196,8 @@ def _recorded_logprobs(
 
 
 def batch_output(result: BatchResult) -> bytes:
-    """The result with the targets' log-probabilities of each datum. Data of different width become several records."""
+    """Return the result with the targets' log-probabilities of each datum. Data of different width become several
+    records."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": result.loss})
     start = 0
     while start < len(result.logprobs):
@@ -338,7 +339,7 @@ def _prompt_targets(sent: types.SampleRequest, length: int, base: BaseModel) -> 
 def sample_output(
     call: SamplingCall, sampled: Sequence[Sampled], prompt: ScoredTokens | None, scored: Sequence[ScoredTokens]
 ) -> bytes:
-    """The result of a sampling request. `prompt` has the scores of the prompt, `scored` those of each reply."""
+    """Return the result of a sampling request. `prompt` has the scores of the prompt, `scored` those of each reply."""
     message = pb.SampleResponse()
     for index, sequence in enumerate(sampled):
         stopped = sequence.finish_reason == "stop"

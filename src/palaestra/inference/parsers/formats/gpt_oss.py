@@ -78,7 +78,7 @@ class GptOss(Grammar):
         return end
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """Text in the commentary channel if calls follow it, in the final channel otherwise."""
+        """Return text in the commentary channel if calls follow it, in the final channel otherwise."""
         channel = "commentary" if calls else "final"
         messages = [f"{_CHANNEL}{channel}{_MESSAGE}{text}<|end|>"] if text else []
         for call in calls:

@@ -62,7 +62,7 @@ class JsonBody(NamedTuple):
 
 
 def tagged_body(output: OutputReader, start: int, tags: Tags) -> JsonBody:
-    """The object that begins at `start`, and the end tags after it."""
+    """Return the object that begins at `start`, and the end tags after it."""
     text = output.text
     begin = skip(text, start)
     if not text.startswith("{", begin):
@@ -81,18 +81,20 @@ def tagged_body(output: OutputReader, start: int, tags: Tags) -> JsonBody:
 
 
 def untagged_body(output: OutputReader, begin: int, scan: Scan) -> JsonBody:
-    """The scanned object that begins at `begin`; a broken one ends where its brackets are balanced."""
+    """Return the scanned object that begins at `begin`; a broken one ends where its brackets are balanced."""
     end = extent(output, begin, scan)
     return JsonBody(output.text[begin:end], end, None if scan.complete else why_not_json(output, begin, scan.end))
 
 
 def cut_off(output: OutputReader, ending: Closing) -> Malformed | None:
-    """The problem of a call with this end: the end tag may be missing after a stop token, but not after a cut."""
+    """Return the problem of a call with this end: the end tag may be missing after a stop token, but not after a
+    cut."""
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if ending.how == "output" and output.cut else None
 
 
 def _next_end(text: str, start: int, tags: Tags) -> int:
-    """The position after the next end tag, before the next call if that comes first, or at the end of the output."""
+    """Return the position after the next end tag, before the next call if that comes first, or at the end of the
+    output."""
     found = find(text, start, tags.open, tags.last)
     if found is None:
         return len(text)
@@ -100,7 +102,7 @@ def _next_end(text: str, start: int, tags: Tags) -> int:
 
 
 def _end_of_broken(text: str, start: int, failed: int, tags: Tags) -> int:
-    """The end of a call whose JSON begins at `start` and stops being JSON at `failed`.
+    """Return the end of a call whose JSON begins at `start` and stops being JSON at `failed`.
 
     That is after the first end tag from there on, because earlier ones are inside strings. But a string that was never
     closed may have swallowed the true end: then the next call begins before the failure, and the first end tag counts.
@@ -115,12 +117,12 @@ def _end_of_broken(text: str, start: int, failed: int, tags: Tags) -> int:
 
 
 def extent(output: OutputReader, begin: int, scan: Scan) -> int:
-    """The end of a scanned value; if it is not JSON, where its brackets are balanced or the output ends."""
+    """Return the end of a scanned value; if it is not JSON, where its brackets are balanced or the output ends."""
     return scan.end if scan.complete or scan.end >= output.end else scan_brackets(output.text, begin)
 
 
 def why_not_json(output: OutputReader, begin: int, failed: int) -> Malformed:
-    """The problem of an object that begins at `begin` and stops being JSON at `failed`."""
+    """Return the problem of an object that begins at `begin` and stops being JSON at `failed`."""
     if failed >= output.end:
         return Malformed(BrokenReason.UNCLOSED, CUT_OFF if output.cut else "the JSON does not end")
     try:
@@ -155,7 +157,7 @@ def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
 
 
 def _name_in(text: str) -> str:
-    """The name in a broken object, or the empty string: only to report to the model which call it was."""
+    """Return the name in a broken object, or the empty string: only to report to the model which call it was."""
     try:
         name = decode_members(text).get("name")
     except Malformed:
@@ -232,7 +234,8 @@ def _element(output: OutputReader, begin: int) -> JsonBody:
 def other_element(
     output: OutputReader, begin: int, quotes: str, nested: Callable[[str, int], Scan]
 ) -> tuple[int, Malformed]:
-    """Where an element that is not a call ends, and its problem. Commas in strings and brackets do not end it."""
+    """Return where an element that is not a call ends, and its problem. Commas in strings and brackets do not end
+    it."""
     text, position = output.text, begin
     problem = Malformed(BrokenReason.MALFORMED_JSON, "an element of the list is not a call")
     while True:
@@ -255,8 +258,8 @@ def other_element(
 
 
 def after_element(text: str, end: int) -> tuple[int, str]:
-    """Where a list continues after the element that ends at `end`, and the `,` or `]` there, if any. Unmatched closing
-    brackets belong to the element and break it."""
+    """Return where a list continues after the element that ends at `end`, and the `,` or `]` there, if any. Unmatched
+    closing brackets belong to the element and break it."""
     after = skip(text, end, _STRAY)
     if text[after : after + 1] in (",", "]"):
         return after, text[after]
@@ -264,7 +267,7 @@ def after_element(text: str, end: int) -> tuple[int, str]:
 
 
 def _settled(output: OutputReader, body: JsonBody, sign: str, after: int) -> JsonBody:
-    """The element, marked as broken if the text after it is invalid."""
+    """Return the element, marked as broken if the text after it is invalid."""
     if sign and skip(output.text, body.end) < after:
         return JsonBody(body.text, after, body.problem or Malformed(BrokenReason.MALFORMED_JSON, STRAY))
     if body.problem is not None or sign:
@@ -280,8 +283,8 @@ _INSIDE_LONG = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 
 
 def string_end(text: str, start: int, quote: str) -> int:
-    """The end of the string that one or three of `quote` begin at `start`. For a string that is never closed, the
-    position where it stops, negated."""
+    """Return the end of the string that one or three of `quote` begin at `start`. For a string that is never closed,
+    the position where it stops, negated."""
     long = text.startswith(quote * 3, start)
     run = (_INSIDE_LONG if long else _INSIDE)[quote]
     ends = quote * 3 if long else quote

@@ -71,7 +71,7 @@ class LlamaJson(Grammar):
         return end
 
     def _object(self, output: OutputReader, start: int, begin: int, marked: bool) -> tuple[int, bool]:
-        """Where the object ends, and whether it is a call; if not, it is text."""
+        """Return where the object ends, and whether it is a call; if not, it is text."""
         if not marked and not output.text.startswith('"', skip(output.text, begin + 1)):
             output.text_to(begin + 1)
             return begin + 1, False
@@ -87,7 +87,7 @@ class LlamaJson(Grammar):
 
 
 def _is_call(text: str, complete: bool) -> bool:
-    """Whether a bare object asks for a call; anything else is text, not a mistake."""
+    """Return whether a bare object asks for a call; anything else is text, not a mistake."""
     named = _NAMED.match(text[:_NAMED_CHARS]) is not None
     if not complete:
         return named
@@ -150,7 +150,7 @@ class Llama4Pythonic(Grammar):
 
 
 def _begins_calls(text: str, position: int) -> bool:
-    """Whether a name with keyword arguments, or without arguments, begins at `position`."""
+    """Return whether a name with keyword arguments, or without arguments, begins at `position`."""
     if text[position : position + 1] in _NO_NAME:
         return False
     begin = skip(text, position)
@@ -186,12 +186,12 @@ def _element(output: OutputReader, begin: int) -> FoundCall:
 
 
 def _name_end(text: str, begin: int) -> int:
-    """The end of the name at `begin`; `begin` itself if there is none."""
+    """Return the end of the name at `begin`; `begin` itself if there is none."""
     return skip(text, begin + 1, _NAME) if _LETTER.match(text, begin) else begin
 
 
 def _unfollowed(output: OutputReader, after: int) -> Malformed | None:
-    """The problem of a call that neither `,` nor `]` follows; None if an uncut output ends with it."""
+    """Return the problem of a call that neither `,` nor `]` follows; None if an uncut output ends with it."""
     if after < output.end:
         return Malformed(BrokenReason.MALFORMED_MARKUP, "the list does not continue after a call")
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if output.cut else None
@@ -207,7 +207,7 @@ _ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=\s*")
 
 
 def scan_parentheses(text: str, start: int) -> Scan:
-    """Where the bracket that opens at `start` closes, ignoring strings; or where a string breaks off."""
+    """Return where the bracket that opens at `start` closes, ignoring strings; or where a string breaks off."""
     depth, position = 0, start
     while True:
         position = skip(text, position, _OUTSIDE)
@@ -226,7 +226,7 @@ def scan_parentheses(text: str, start: int) -> Scan:
 
 
 def keyword_arguments(text: str) -> dict[str, JSON]:
-    """The arguments between the parentheses that `text` begins and ends with. Raises `Malformed`."""
+    """Return the arguments between the parentheses that `text` begins and ends with. Raises `Malformed`."""
     arguments: dict[str, JSON] = {}
     if not text.endswith(")"):
         raise Malformed(BrokenReason.MALFORMED_MARKUP, "another bracket closes the call")
@@ -244,7 +244,7 @@ def keyword_arguments(text: str) -> dict[str, JSON]:
 
 
 def _value_end(text: str, at: int) -> int:
-    """Where the value at `at` ends: at a comma, at a closing bracket or with the text."""
+    """Return where the value at `at` ends: at a comma, at a closing bracket or with the text."""
     while True:
         at = skip(text, at, _VALUE)
         sign = text[at : at + 1] or ","

@@ -57,11 +57,11 @@ class Markup(Grammar):
 
     @abstractmethod
     def named(self, head: str) -> str:
-        """The name in the rest of an opening tag, up to `>`. Raises `Malformed`."""
+        """Return the name in the rest of an opening tag, up to `>`. Raises `Malformed`."""
 
     @abstractmethod
     def argument(self, output: OutputReader, call: str, head: str, value: str) -> tuple[str, JSON]:
-        """Key and value of an argument. Raises `Malformed`."""
+        """Return key and value of an argument. Raises `Malformed`."""
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
         begin = mark.start
@@ -131,7 +131,7 @@ class Markup(Grammar):
         return skip(text, scan.end)
 
     def _value_end(self, output: OutputReader, start: int) -> tuple[int, int]:
-        """Where the value that begins at `start` ends, and where the markup continues. Raises `Malformed`.
+        """Return where the value that begins at `start` ends, and where the markup continues. Raises `Malformed`.
 
         `meant` is the likely end of an unclosed value: an end tag before another call or the section's end. The value
         ends there if more markup comes before an end tag that fits.
@@ -151,14 +151,14 @@ class Markup(Grammar):
         raise Malformed(BrokenReason.UNCLOSED, detail, output.end if output.cut or meant < 0 else meant)
 
     def _is_over(self, text: str, mark: Mark, after: int) -> bool:
-        """Whether a parameter's opening tag or a call's end tag is certainly not part of a value."""
+        """Return whether a parameter's opening tag or a call's end tag is certainly not part of a value."""
         if mark.text == self.parameter[0]:
             return text[mark.start - 1] == "\n"
         return text.startswith(self.section[1], after)
 
 
 def end_of_broken(text: str, broken: int, close: str, *begins: str) -> int:
-    """The position after the next end tag of a call; `broken` itself if one of `begins` is there."""
+    """Return the position after the next end tag of a call; `broken` itself if one of `begins` is there."""
     if text.startswith(begins, broken):
         return broken
     found = find(text, broken, close)
@@ -166,7 +166,7 @@ def end_of_broken(text: str, broken: int, close: str, *begins: str) -> int:
 
 
 def _head(text: str, start: int) -> tuple[str, int]:
-    """The rest of an opening tag and where the tag ends. Raises `Malformed`."""
+    """Return the rest of an opening tag and where the tag ends. Raises `Malformed`."""
     mark = find(text, start, ">", "<", "\n")
     if mark is None:
         raise Malformed(BrokenReason.UNCLOSED, "a tag is not closed", len(text))
@@ -179,7 +179,7 @@ _NAME = re.compile(r'\s+name="([^"]+)"\s*')
 
 
 def name_attribute(head: str) -> str:
-    """The name if the rest of an opening tag is `name="…"` and nothing else. Raises `Malformed`."""
+    """Return the name if the rest of an opening tag is `name="…"` and nothing else. Raises `Malformed`."""
     found = _NAME.fullmatch(head)
     if found is None:
         raise Malformed(BrokenReason.NO_NAME, "a name is missing or not quoted")
@@ -377,8 +377,8 @@ class Glm47(Grammar):
         return arguments, position + len(_GLM_CLOSE)
 
     def _value_end(self, output: OutputReader, start: int) -> tuple[int, int]:
-        """Where a value ends, and where the pairs continue. An end tag with nothing valid after it is part of the
-        value.
+        """Return where a value ends, and where the pairs continue. An end tag with nothing valid after it is part of
+        the value.
 
         `meant` is the likely end of an unclosed value, because another call or nothing follows. Raises `Malformed`.
         """

@@ -76,7 +76,8 @@ class Mistral(Grammar):
         return end
 
     def _body(self, output: OutputReader, begin: int) -> JsonBody:
-        """The arguments. Broken ones end before the mark that breaks them, or where the brackets are balanced."""
+        """Return the arguments. Broken ones end before the mark that breaks them, or where the brackets are
+        balanced."""
         scan = scan_value(output.text, begin)
         if scan.complete:
             return JsonBody(output.text[begin : scan.end], scan.end)

@@ -46,7 +46,7 @@ class Sections(Grammar):
 
     @abstractmethod
     def header(self, text: str, start: int) -> Header | None:
-        """The header that begins at `start`, or None."""
+        """Return the header that begins at `start`, or None."""
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
         begin = mark.start
@@ -83,7 +83,7 @@ class Sections(Grammar):
 
 
 def header_end(text: str, start: int, end_tag: str, tags: Tags) -> Mark | Header | None:
-    """The tag that ends a header; None if another tag comes first, an unclosed header if the output ends."""
+    """Return the tag that ends a header; None if another tag comes first, an unclosed header if the output ends."""
     found = find(text, start, end_tag, tags.open, tags.last)
     if found is None:
         return Header("", "", len(text), Malformed(BrokenReason.UNCLOSED, "the output ends in the header of a call"))

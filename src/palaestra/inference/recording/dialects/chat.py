@@ -160,21 +160,21 @@ class ChatStream(ChunkStream):
 
 
 def openai_error(refusal: Refusal) -> JSON:
-    """An error as OpenAI's APIs send it."""
+    """Return an error as OpenAI's APIs send it."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
 
 
 def usage(completion: ChatCompletion) -> JSON:
-    """The token counts of a reply."""
+    """Return the token counts of a reply."""
     used = completion.usage
     prompt, sampled = (used.prompt_tokens, used.completion_tokens) if used else (0, 0)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def reasoning_text(message: AssistantMessage) -> str:
-    """The thinking of a reply."""
+    """Return the thinking of a reply."""
     return message.reasoning_content or message.reasoning or ""
 
 
@@ -190,7 +190,7 @@ def take_response_format(request: ModelRequest, wanted: JSON, features: Collecti
 
 
 def image_part(part: Mapping[str, JSON], param: str) -> JSON:
-    """A part that is an image. Raises `Refusal` for any other."""
+    """Return a part that is an image. Raises `Refusal` for any other."""
     kind = part.get("type")
     if kind == "image_url" and isinstance(part.get("image_url"), dict):
         return {"type": "image_url", "image_url": part["image_url"]}

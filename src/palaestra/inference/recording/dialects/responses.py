@@ -179,7 +179,7 @@ class _InputReader:
             self.ignored.append(f"{param}.encrypted_content")
 
     def _assistant(self) -> Message:
-        """The last message if it is the assistant's, else a new one."""
+        """Return the last message if it is the assistant's, else a new one."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self._messages.append({"role": "assistant", "content": ""})
         return self._messages[-1]
@@ -202,7 +202,7 @@ def _chat_format(wanted: JSON) -> JSON:
 
 
 def _items(request: ModelRequest, message: AssistantMessage, reply_id: str) -> Iterator[dict[str, JSON]]:
-    """The items of a reply, in order: thinking, text, calls."""
+    """Yield the items of a reply, in order: thinking, text, calls."""
     if reasoning := reasoning_text(message):
         yield _reasoning_item(reply_id, reasoning)
     if message.content or not message.tool_calls:
@@ -233,7 +233,7 @@ def _call_item(request: ModelRequest, call: ToolCallMessage, item_id: str) -> di
 
 
 def _flat(namespace: str, name: str) -> str:
-    """The name under which a tool of a namespace is offered."""
+    """Return the name under which a tool of a namespace is offered."""
     return f"{namespace}__{name}"
 
 

@@ -69,7 +69,7 @@ async def traced(
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL for spans: the endpoint, with the protocol's path if it has no path."""
+    """Return the URL for spans: the endpoint, with the protocol's path if it has no path."""
     parts = urlsplit(endpoint)
     return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else endpoint
 

@@ -40,7 +40,7 @@ from palaestra.tools.tool import ToolOutcome
 
 
 def messages_text(messages: Sequence[Message], finish_reason: str | None = None) -> str:
-    """The messages as JSON text. With a `finish_reason`, they are a reply of the model."""
+    """Return the messages as JSON text. With a `finish_reason`, they are a reply of the model."""
     ended = {} if finish_reason is None else {"finish_reason": finish_reason}
     return json.dumps([{"role": said.role, "parts": _parts(said)} | ended for said in chat_messages(messages)])
 
@@ -176,7 +176,7 @@ class Spans:
             _end(span, error if place == 0 else "")
 
     def _context(self, name: str) -> Context:
-        """The context in which a span of this group or rollout opens."""
+        """Return the context in which a span of this group or rollout opens."""
         spans = self._open.get(name)
         return set_span_in_context(spans[-1][1], Context()) if spans else Context()
 

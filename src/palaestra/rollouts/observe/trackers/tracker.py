@@ -31,7 +31,7 @@ class RunLabel:
     group: str | None = None
 
     def to_json(self) -> dict[str, JSON]:
-        """The label as JSON data, for the worker process."""
+        """Return the label as JSON data, for the worker process."""
         return asdict(self) | {"folder": str(self.folder), "settings": dict(self.settings)}
 
 

@@ -77,7 +77,7 @@ class DirectClient(SlotClient):
         return "destroy", made
 
     def _claim(self, epoch: int) -> tuple[int, list[int]]:
-        """The owner and descriptors of a new slot; no descriptors if the server could not send them."""
+        """Return the owner and descriptors of a new slot; no descriptors if the server could not send them."""
         with contextlib.suppress(OSError):
             while (message := pipes.receive(self._handover, HANDOVER.size, 3))[0]:
                 of, owner = HANDOVER.unpack(message[0])
@@ -169,7 +169,7 @@ class DirectSlot(Requests):
             return await self._server.call(op, fields, data, on_data, on_hole)
 
     def _serves(self, op: str, fields: Fields) -> bool:
-        """Whether a command's request is served here: for a shell, if this process may open its descriptors."""
+        """Return whether a command's request is served here: for a shell, if this process may open its descriptors."""
         if self.root < 0 or op == "exec":
             return self.root >= 0
         if op != "shell":
@@ -235,7 +235,7 @@ class DirectSlot(Requests):
         self.root = -1
 
     def _has_file(self, fields: Fields) -> bool:
-        """Whether a file call may be served here. If not, the server's request lets a frozen slot continue."""
+        """Return whether a file call may be served here. If not, the server's request lets a frozen slot continue."""
         frozen, self._frozen = self._frozen, False
         return not frozen and self.root >= 0 and type(fields["path"]) is str
 
@@ -302,18 +302,18 @@ def _read(fd: int, size: int) -> bytes:
 
 
 def _is_low(fd: int) -> bool:
-    """Whether a descriptor that was opened just now leaves enough for others."""
+    """Return whether a descriptor that was opened just now leaves enough for others."""
     return fd < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 def _makes_readable_files() -> bool:
-    """Whether this process's umask leaves files that it makes in a slot readable to the slot's users."""
+    """Return whether this process's umask leaves files that it makes in a slot readable to the slot's users."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("\nUmask:")[2].split()[0], 8) & ~0o022 == 0
 
 
 def _pid_behind(descriptor: int) -> int:
-    """The pid of a process descriptor, which is closed; 0 for a process that is gone."""
+    """Return the pid of a process descriptor, which is closed; 0 for a process that is gone."""
     info = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
     os.close(descriptor)
     return max(0, int(info.partition("\nPid:")[2].split()[0]))
@@ -321,7 +321,7 @@ def _pid_behind(descriptor: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _variables(env: tuple[tuple[str, str], ...]) -> EnvBlock:
-    """The variables of a slot, which most slots of a run have in common."""
+    """Return the variables of a slot, which most slots of a run have in common."""
     return env_block(dict(env))
 
 

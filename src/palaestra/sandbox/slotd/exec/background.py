@@ -212,7 +212,7 @@ class BackgroundProcess:
             self._supervisor.kill_child(self.name)
 
     def fields(self) -> Fields:
-        """Its present state for a RESULT."""
+        """Return its present state for a RESULT."""
         end = self._end
         code = None if end is None else 128 - end.value if end.value < 0 else end.value
         ended = self._ended or time.monotonic()
@@ -451,8 +451,8 @@ class _Input:
 
 
 def _open_terminal(root: int, rows: int, columns: int) -> tuple[int, int]:
-    """The master, which does not block, and the slave of a new pseudo terminal of the slot's devpts, so that `tty`
-    there names an existing file. Raises OSError without a devpts."""
+    """Return the master, which does not block, and the slave of a new pseudo terminal of the slot's devpts, so that
+    `tty` there names an existing file. Raises OSError without a devpts."""
     master = files.open_at(root, "/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         status = os.fstat(master)

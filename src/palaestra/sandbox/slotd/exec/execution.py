@@ -47,7 +47,7 @@ class CommandSpec(NamedTuple):
 
 
 def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env: EnvBlock) -> CommandSpec:
-    """The command of an `exec` or `run` request, with defaults for the bounds."""
+    """Return the command of an `exec` or `run` request, with defaults for the bounds."""
     fields = frame.fields
     return CommandSpec(
         argv, shell, cwd, env, frame.data, fields.get("timeout_s", USUAL_TIMEOUT_S),
@@ -186,7 +186,7 @@ class Execution:
         self._close_output()
 
     def descriptors(self) -> tuple[int, ...]:
-        """Its open descriptors in this process; negative numbers mean none."""
+        """Return its open descriptors in this process; negative numbers mean none."""
         spill = -1 if self._spill is None else self._spill.fd
         return self._output, self._child_output, self._verdict, self._errors, spill
 

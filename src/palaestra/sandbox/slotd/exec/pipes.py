@@ -30,26 +30,26 @@ _NO_BYTES = bytes(4)  # zero as FIONREAD gives it
 
 
 def pipe() -> tuple[int, int]:
-    """A pipe whose reading end, ours, does not block. The writing end does, as programs expect."""
+    """Return a pipe whose reading end, ours, does not block. The writing end does, as programs expect."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(reader, False)
     return reader, writer
 
 
 def input_pipe() -> tuple[int, int]:
-    """A pipe whose writing end, ours, does not block; the reading end does."""
+    """Return a pipe whose writing end, ours, does not block; the reading end does."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     return reader, writer
 
 
 def is_empty(fd: int) -> bool:
-    """Whether a pipe is empty now; cheaper than a read that raises."""
+    """Return whether a pipe is empty now; cheaper than a read that raises."""
     return fcntl.ioctl(fd, termios.FIONREAD, _NO_BYTES) == _NO_BYTES
 
 
 def read(fd: int) -> bytes | None:
-    """The next piece; empty at the end, None if there is nothing now. A terminal reports its end as an error."""
+    """Return the next piece; empty at the end, None if there is nothing now. A terminal reports its end as an error."""
     try:
         return os.read(fd, READ_BYTES)
     except BlockingIOError:
@@ -91,7 +91,7 @@ class MemoryFile:
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor from which the data can be read."""
+    """Return a descriptor from which the data can be read."""
     memory = os.memfd_create("input", os.MFD_CLOEXEC)
     try:
         view = memoryview(data)
@@ -113,7 +113,7 @@ def close(*fds: int) -> None:
 
 
 def receive(channel: socket.socket, size: int, count: int) -> tuple[bytes, list[int]]:
-    """One message and at most `count` descriptors, all close-on-exec."""
+    """Return one message and at most `count` descriptors, all close-on-exec."""
     fds = array.array("i")
     space = socket.CMSG_SPACE(count * fds.itemsize)
     data, ancillary, _, _ = channel.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
@@ -156,7 +156,7 @@ class Capture:
         return self.total > self._head_limit + self._tail_limit
 
     def parts(self) -> tuple[bytes, bytes]:
-        """The head and the tail; together the whole stream if nothing was dropped."""
+        """Return the head and the tail; together the whole stream if nothing was dropped."""
         if not self._tail:
             return bytes(self._head), b""
         self._join()
@@ -210,7 +210,7 @@ class Shelf:
         self._count = 0
 
     def open(self, name: str) -> tuple[int, str] | None:
-        """A new file, open for writing, and its path for commands. None if it cannot be made in the slot."""
+        """Return a new file, open for writing, and its path for commands. None if it cannot be made in the slot."""
         self._count += 1
         path = f"{DIRECTORY}/{self._count}-{name}.txt"
         with contextlib.suppress(OSError):
@@ -262,7 +262,7 @@ class Spill:
             self.fd = -1
 
     def fields(self) -> Fields:
-        """Its path and size for a result; empty if nothing was spilled."""
+        """Return its path and size for a result; empty if nothing was spilled."""
         return {"full_output_path": self.path, "full_output_bytes": self.size} if self.path is not None else {}
 
     def _write(self, data: bytes) -> None:

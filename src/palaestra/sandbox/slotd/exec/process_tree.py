@@ -62,12 +62,12 @@ def kill_everything() -> None:
 
 
 def note() -> Noted:
-    """The present moment, with process ids of this process's namespace."""
+    """Return the present moment, with process ids of this process's namespace."""
     return time.clock_gettime(time.CLOCK_BOOTTIME), os.pread(_load(), 128, 0)
 
 
 def moment(noted: Noted) -> Moment:
-    """A noted moment in the kernel's units."""
+    """Return a noted moment in the kernel's units."""
     seconds, load = noted
     return ticks(seconds), int(load.rpartition(b" ")[2])
 
@@ -78,8 +78,8 @@ def _load() -> int:
 
 
 def inside(init: int, noted: Noted) -> Moment:
-    """A moment of this process's namespace in that of a slot's init: the number of the youngest living process of that
-    time. Process ids only order processes that began in the same tick, so any of those is enough."""
+    """Return a moment of this process's namespace in that of a slot's init: the number of the youngest living process
+    of that time. Process ids only order processes that began in the same tick, so any of those is enough."""
     started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
     return started, max(before, default=0)
@@ -92,7 +92,7 @@ def _began_in(pid: int, tick: int) -> bool:
 
 
 def _number_inside(pid: int) -> int:
-    """The number of a process in its innermost namespace; 0 if it is gone."""
+    """Return the number of a process in its innermost namespace; 0 if it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
         for line in file:
             if line.startswith(b"NSpid:"):
@@ -130,7 +130,7 @@ def kill_tree(
 def tree(
     table: Sequence[ProcessStat], command: Command, others: Sequence[Command], init: int = 1, after: Moment = ALWAYS
 ) -> set[int]:
-    """The living processes that belong to the command (since `after`); orphans are children of `init`."""
+    """Return the living processes that belong to the command (since `after`); orphans are children of `init`."""
     mains = {other.pid for other in others}
     living = [process for process in table if not process.zombie]
     members = {command.pid}
@@ -156,7 +156,7 @@ def tree(
 
 
 def processes() -> list[ProcessStat]:
-    """The descendants of this process."""
+    """Return the descendants of this process."""
     table = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def processes() -> list[ProcessStat]:
 
 
 def descendants(pid: int, table: Sequence[ProcessStat]) -> list[ProcessStat]:
-    """The descendants of a process in a process table."""
+    """Return the descendants of a process in a process table."""
     children: dict[int, list[ProcessStat]] = {}
     for process in table:
         children.setdefault(process.parent, []).append(process)

@@ -193,7 +193,7 @@ class ShellProcess:
         self._fail({"error": "lost", "message": f"{name} ended while a command ran in its shell"})
 
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors that it has open in this process while it lives."""
+        """Return the descriptors that it has open in this process while it lives."""
         if self._process is None:
             return ()
         running = () if self._execution is None else self._execution.descriptors()
@@ -250,7 +250,7 @@ class ShellProcess:
             self._supervisor.kill_child(self._process, self._since(), spare=True)
 
     def _since(self) -> process_tree.Moment:
-        """The start of the present command, as the slot's init sees it."""
+        """Return the start of the present command, as the slot's init sees it."""
         return process_tree.inside(self._supervisor.owner.pid, self._after)
 
     def _interrupt(self, times: int = INTERRUPTS) -> None:

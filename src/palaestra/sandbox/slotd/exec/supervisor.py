@@ -45,7 +45,7 @@ class Child(Protocol):
         """The slot is dead."""
 
     def descriptors(self) -> Sequence[int]:
-        """The descriptors that it has open in this process; negative numbers are none."""
+        """Return the descriptors that it has open in this process; negative numbers are none."""
 
 
 class SlotOwner(Protocol):
@@ -162,7 +162,7 @@ class Supervisor:
         return "bash" if files.describe(self.owner.root, "/bin/bash") is not None else "sh"
 
     def with_variables(self, variables: dict[str, str] | None) -> EnvBlock:
-        """The environment of a command with variables of its own. Raises ValueError for invalid ones."""
+        """Return the environment of a command with variables of its own. Raises ValueError for invalid ones."""
         if not variables:
             return self.environment
         return init_messages.env_block({**self.environment.variables(), **variables})
@@ -204,7 +204,7 @@ class Supervisor:
         self.loop.watch(self._channel.fileno(), self.receive)
 
     def open_line(self) -> socket.socket | None:
-        """A second socket for orders to the init, for the client. None if no descriptors are left."""
+        """Return a second socket for orders to the init, for the client. None if no descriptors are left."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError:
@@ -283,7 +283,7 @@ class Supervisor:
             pipes.close(memory)
 
     def _send_order(self, order: bytes, fds: Sequence[int]) -> bool:
-        """Whether the socket has taken the order. Also true if the init is gone, since the slot's end will be
+        """Return whether the socket has taken the order. Also true if the init is gone, since the slot's end will be
         reported."""
         try:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
@@ -355,7 +355,7 @@ class Supervisor:
 
 
 def start_error(report: InitReport, cwd: str | None = None) -> Fields:
-    """The ERROR for a command that could not be started."""
+    """Return the ERROR for a command that could not be started."""
     number = report.value
     if report.flag:
         return {"error": "os", "errno": number, "message": "no directory to start in", "path": cwd}

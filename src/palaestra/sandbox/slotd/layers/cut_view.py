@@ -37,7 +37,7 @@ class Selection:
 
     @staticmethod
     def resolved(only: Iterable[str], without: Iterable[str], below: StackedRoot) -> Selection:
-        """The selection that these paths mean in the root below."""
+        """Return the selection that these paths mean in the root below."""
         left_out: list[str] = []
         for path in without:
             target, links = resolve(path, below)
@@ -45,7 +45,7 @@ class Selection:
         return Selection(tuple(resolve(path, below)[0] for path in only), tuple(dict.fromkeys(left_out)))
 
     def within(self, tree: str) -> Selection:
-        """The part in one tree, relative to it. A path above the tree means the whole tree."""
+        """Return the part in one tree, relative to it. A path above the tree means the whole tree."""
         return Selection(_within(tree, self.only), _within(tree, self.without))
 
 
@@ -60,7 +60,7 @@ def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
-    """A path with the root's links followed, except the last component and circles; and those links."""
+    """Return a path with the root's links followed, except the last component and circles; and those links."""
     links: list[str] = []
     done: list[str] = []
     pending = _parts(path)

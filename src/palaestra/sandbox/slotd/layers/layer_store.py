@@ -26,7 +26,7 @@ _TRIAL = "/stage"
 
 
 def most_inodes(size_bytes: int) -> int:
-    """The number of inodes of a tmpfs with this size limit."""
+    """Return the number of inodes of a tmpfs with this size limit."""
     return max(16384, size_bytes >> 12)
 
 
@@ -71,7 +71,7 @@ class LayerStore(Counted):
 
 
 def _high(fd: int) -> int:
-    """The same descriptor under a number that no fork needs for something else."""
+    """Return the same descriptor under a number that no fork needs for something else."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_STORE)
     finally:
@@ -80,7 +80,7 @@ def _high(fd: int) -> int:
 
 @functools.cache
 def _can_detach() -> bool:
-    """Whether overlays work on an unmounted tmpfs (Linux 6.15), tried once."""
+    """Return whether overlays work on an unmounted tmpfs (Linux 6.15), tried once."""
     try:
         fd = _high(syscalls.detached_tmpfs("mode=755"))
     except OSError:
@@ -139,15 +139,15 @@ class OverlayFiles:
     image: str | None
 
     def stores(self) -> list[LayerStore]:
-        """The stores of the slot and of its layers."""
+        """Return the stores of the slot and of its layers."""
         return [self.store, *(layer.store for layer in self.layers)]
 
     def upper(self, tree: Tree) -> str:
-        """The directory with the slot's own change of a tree."""
+        """Return the directory with the slot's own change of a tree."""
         return f"{self.store.path}/u/{tree.name}"
 
     def work(self, tree: Tree) -> str:
-        """The directory in which the kernel prepares changes of a tree."""
+        """Return the directory in which the kernel prepares changes of a tree."""
         return f"{self.store.path}/w/{tree.name}"
 
     def release(self) -> None:

@@ -29,7 +29,7 @@ class Marks:
         self._opaque = f"{'user' if user_xattrs else 'trusted'}.overlay.opaque"
 
     def is_opaque(self, directory: int | str) -> bool:
-        """Whether a directory of a layer hides the one below it."""
+        """Return whether a directory of a layer hides the one below it."""
         try:
             return os.getxattr(directory, self._opaque) == b"y"
         except OSError:
@@ -45,7 +45,7 @@ class Marks:
 
     @staticmethod
     def is_whiteout(status: os.stat_result) -> bool:
-        """Whether an entry of a layer is a whiteout."""
+        """Return whether an entry of a layer is a whiteout."""
         return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
     @staticmethod
@@ -71,14 +71,15 @@ class Stack:
         self._root = StackEntry(os.stat(directories[0]), directories[0], tuple(directories))
 
     def find(self, path: str) -> StackEntry | None:
-        """The entry at a relative path, or None. The last component is not followed; the others must be directories."""
+        """Return the entry at a relative path, or None. The last component is not followed; the others must be
+        directories."""
         entry: StackEntry | None = self._root
         for name in path.split("/") if path else ():
             entry = self._step(entry.directories, name) if entry is not None else None
         return entry
 
     def names(self, path: str) -> set[str]:
-        """The names in a directory; empty for another kind."""
+        """Return the names in a directory; empty for another kind."""
         entry = self.find(path)
         seen: set[str] = set()
         hidden: set[str] = set()
@@ -117,7 +118,7 @@ class StackedRoot:
         self.trees = sorted(((target.strip("/"), stack) for target, stack in trees), reverse=True)
 
     def find(self, path: str) -> StackEntry | None:
-        """The entry at a path; links are not followed."""
+        """Return the entry at a path; links are not followed."""
         for target, stack in self.trees:
             if not target or path == target or path.startswith(f"{target}/"):
                 return stack.find(path[len(target) :].lstrip("/"))
@@ -125,8 +126,8 @@ class StackedRoot:
 
 
 def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | None]:
-    """The changes in a layer to the stack below it: objects of path, kind and opaque; None is a pause. The layer may be
-    that of a running slot."""
+    """Yield the changes in a layer to the stack below it: objects of path, kind and opaque; None is a pause. The layer
+    may be that of a running slot."""
     root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield from _walk(root, "", below, marks, hidden=False, depth=0)
@@ -135,7 +136,7 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | Non
 
 
 def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result]]]:
-    """The entries of a directory, as a job, without unfinished files. Links are not followed."""
+    """Yield the entries of a directory, as a job, without unfinished files. Links are not followed."""
     children: list[tuple[str, os.stat_result]] = []
     with os.scandir(directory) as entries:
         for entry in entries:

@@ -32,8 +32,8 @@ class Hierarchy:
 
 
 def find(prefix: str = "") -> list[Hierarchy]:
-    """The hierarchies with the memory, pids and cpu controllers, and any writable one of version 2; [] if limits cannot
-    be set."""
+    """Return the hierarchies with the memory, pids and cpu controllers, and any writable one of version 2; [] if limits
+    cannot be set."""
     own = _own_groups()
     found: list[Hierarchy] = []
     for point, kind, options in _mounts(prefix):
@@ -102,7 +102,7 @@ class ServerCgroup:
         return made
 
     def guarded(self, slot: str, prefix: str = "") -> str | None:
-        """The directory of a slot in a hierarchy of version 2, if there is one."""
+        """Return the directory of a slot in a hierarchy of version 2, if there is one."""
         parents = [hierarchy.parent for hierarchy in self._hierarchies if hierarchy.version == 2]
         return f"{prefix}{parents[0]}/{self._name}/{slot}" if parents else None
 
@@ -132,7 +132,7 @@ def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
 
 
 def oom_kills(directories: list[str]) -> int:
-    """How many processes of a slot the kernel has killed for memory so far."""
+    """Return how many processes of a slot the kernel has killed for memory so far."""
     for directory in directories:
         for name in ("memory.oom_control", "memory.events"):
             for line in _read(f"{directory}/{name}").splitlines():
@@ -163,7 +163,7 @@ def _settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
 
 
 def _own_groups() -> dict[str, str]:
-    """The group of this process by controller, from /proc/self/cgroup (version 1 lines)."""
+    """Return the group of this process by controller, from /proc/self/cgroup (version 1 lines)."""
     groups: dict[str, str] = {}
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -184,7 +184,7 @@ def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
 
 
 def abandoned(directory: str) -> bool:
-    """Whether no living server holds the lock of a directory."""
+    """Return whether no living server holds the lock of a directory."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

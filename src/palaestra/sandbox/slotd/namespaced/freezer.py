@@ -59,8 +59,8 @@ def thaw(stopped: list[int]) -> None:
 
 
 def maps_files_shared(init: int) -> bool:
-    """Whether a process of a slot can write to a file through memory, which need not change the file's times; true for
-    a process that cannot be inspected."""
+    """Return whether a process of a slot can write to a file through memory, which need not change the file's times;
+    true for a process that cannot be inspected."""
     return any(_maps_shared(pid) for pid, state in descendants(init) if state not in _GONE)
 
 
@@ -87,13 +87,14 @@ def _stop_threads(pid: int) -> None:
 
 
 def _all_still(table: list[tuple[int, bytes]]) -> bool:
-    """Whether all are stopped. A thread in vfork cannot stop, but cannot act either while its child is stopped."""
+    """Return whether all are stopped. A thread in vfork cannot stop, but cannot act either while its child is
+    stopped."""
     states = {state for _, state in table}
     return states - {b"D"} <= _STILL and (b"D" not in states or b"T" in states)
 
 
 def descendants(init: int) -> list[tuple[int, bytes]]:
-    """The pids below a process with their states, parents before children."""
+    """Return the pids below a process with their states, parents before children."""
     found: list[tuple[int, bytes]] = []
     pending = _children(init)
     while pending:
@@ -105,8 +106,8 @@ def descendants(init: int) -> list[tuple[int, bytes]]:
 
 
 def _state(pid: int) -> bytes:
-    """The state of a process; if its main thread has ended or waits in the kernel, that of another thread, preferably a
-    running one."""
+    """Return the state of a process; if its main thread has ended or waits in the kernel, that of another thread,
+    preferably a running one."""
     state, threads = _stat(f"/proc/{pid}/stat")
     if threads < 2 or state not in (*_GONE, b"D"):
         return state
@@ -118,7 +119,7 @@ def _state(pid: int) -> bytes:
 
 
 def _stat(path: str) -> tuple[bytes, int]:
-    """The state and the number of threads, from proc(5)."""
+    """Return the state and the number of threads, from proc(5)."""
     with open(path, "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
     return fields[0], int(fields[17])

@@ -79,7 +79,7 @@ class HostSetup:
         return Marks(self.user_xattrs)
 
     def trees(self, image: str | None, network: bool) -> tuple[Tree, ...]:
-        """The trees of a root. Raises OSError if the image cannot be used."""
+        """Return the trees of a root. Raises OSError if the image cannot be used."""
         if image is not None:
             lower = self.lowers.get(image)
             added = (_HOSTS,) if _lacks(image, "etc/hosts", b"localhost") else ()
@@ -89,7 +89,8 @@ class HostSetup:
         return host_trees(self.lowers, (_NETWORK, _SKELETON) if network else (_SKELETON,))
 
     def _lacks_resolver(self, image: str) -> bool:
-        """Whether an image names no resolver that its slots reach. The loopback of a slot with a device has none."""
+        """Return whether an image names no resolver that its slots reach. The loopback of a slot with a device has
+        none."""
         if _lacks(image, "etc/resolv.conf", b"nameserver"):
             return True
         lines = _start_of(f"{HOST}{image}/etc/resolv.conf").decode(errors="replace").splitlines()
@@ -97,13 +98,13 @@ class HostSetup:
         return self.tunnel and all(address[:1] in ([], ["::1"]) or address[0].startswith("127.") for address in named)
 
     def binds(self, mounts: list[list[str]], image: str | None) -> tuple[Bind, ...]:
-        """The read-only mounts of a root."""
+        """Return the read-only mounts of a root."""
         wanted = tuple(self.lowers.bind(source, target) for source, target in mounts)
         return wanted if image is not None or self.prefix is None else (self.prefix, *wanted)
 
 
 def _lacks(image: str, name: str, word: bytes) -> bool:
-    """Whether a file of an image is missing, a link, or without this word."""
+    """Return whether a file of an image is missing, a link, or without this word."""
     path = f"{HOST}{image}/{name}"
     try:
         return os.path.islink(path) or word not in _start_of(path)
@@ -225,7 +226,7 @@ def _build_network(root: str, names: Iterable[str], own_network: bool) -> None:
 
 
 def _through_gateway(name: str, text: str) -> str:
-    """The host's `hosts` or `resolv.conf` for slots that reach the host only at the gateway's address."""
+    """Return the host's `hosts` or `resolv.conf` for slots that reach the host only at the gateway's address."""
     gateway = tunnel_device.GATEWAY[4]
     if name == "hosts":
         return f"{text.rstrip()}\n{gateway}\t{tunnel_device.HOST_NAME}\n"
@@ -259,7 +260,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def is_private(path: str) -> bool:
-    """Whether a file's name is one that files of keys or passwords have."""
+    """Return whether a file's name is one that files of keys or passwords have."""
     return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in _NEVER_COPIED)
 
 

@@ -96,7 +96,7 @@ class NamespaceDriver:
         return Tree(tree.name, tree.target, lowers)
 
     def _make_places(self, directory: str, places: list[str]) -> str:
-        """A lowest layer with only the missing mount points, so that they are in no list of changes."""
+        """Return a lowest layer with only the missing mount points, so that they are in no list of changes."""
         os.makedirs(directory)
         for place in places:
             path = directory
@@ -145,7 +145,7 @@ class NamespaceDriver:
         )
 
     def seal(self, files: OverlayFiles) -> OverlayLayer:
-        """A dead slot's change as a layer, which takes over the slot's store."""
+        """Return a dead slot's change as a layer, which takes over the slot's store."""
         trees = {tree.name: files.upper(tree) for tree in files.trees}
         layer = OverlayLayer(self._layer_name(), files.store, trees, files.layers, files.image)
         for lower in files.layers:
@@ -190,7 +190,7 @@ class NamespaceDriver:
                 yield change and {**change, "path": f"{tree.target.rstrip('/')}/{change['path']}"}
 
     def _trees_below(self, layer: OverlayLayer) -> list[Tree]:
-        """The trees that a layer changes, with everything below it."""
+        """Return the trees that a layer changes, with everything below it."""
         trees = []
         for tree in self._host.trees(layer.image, network=False):
             lowers = tuple(below.trees[tree.name] for below in layer.below if tree.name in below.trees) + tree.lowers
@@ -316,7 +316,7 @@ class NamespaceInit:
 
 
 def _single_user_namespace() -> Iterator[BuildStep]:
-    """A new user namespace, in which the process is root and no other user exists."""
+    """Yield a new user namespace, in which the process is root and no other user exists."""
     yield BuildStep(Do.UNSHARE, (), syscalls.CLONE_NEWUSER)
     yield BuildStep(Do.WRITE, ("/proc/self/setgroups", "deny"), 1)  # the outer namespace may deny it already
     yield BuildStep(Do.WRITE, ("/proc/self/uid_map", "0 0 1"))
@@ -324,7 +324,7 @@ def _single_user_namespace() -> Iterator[BuildStep]:
 
 
 def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> list[str]:
-    """The mount points of a tree, relative to it."""
+    """Return the mount points of a tree, relative to it."""
     return [bind.target[len(tree.target) :].strip("/") for bind in binds if _tree_of(bind.target, trees) == tree]
 
 
@@ -414,7 +414,7 @@ class OverlayCheckpoints:
         return OverlayLayer(name, store.keep(), trees, files.layers, files.image), copy.copied_bytes
 
     def _make_store(self, number: int) -> LayerStore:
-        """A store without a limit: it holds at most the slot's disk limit per checkpoint."""
+        """Return a store without a limit: it holds at most the slot's disk limit per checkpoint."""
         store = LayerStore(f"/slots/c{number}", 0, self._owner)
         store.unlimit()
         return store

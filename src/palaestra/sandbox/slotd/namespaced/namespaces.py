@@ -43,7 +43,7 @@ OPEN_PORTS = (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 65534
 
 
 def is_real_root() -> bool:
-    """Whether this process is root of the whole machine, not only of a user namespace."""
+    """Return whether this process is root of the whole machine, not only of a user namespace."""
     with open("/proc/self/uid_map") as file:
         return os.geteuid() == 0 and file.read().split() == ["0", "0", "4294967295"]
 
@@ -56,7 +56,7 @@ class RangeNamespaces:
         self._free: list[int] = []
 
     def take(self) -> int:
-        """A descriptor of a namespace that no slot uses. Raises OSError."""
+        """Return a descriptor of a namespace that no slot uses. Raises OSError."""
         return self._free.pop() if self._free else make_range_namespace(next(self._makers))
 
     def give_back(self, namespace: int) -> None:
@@ -65,7 +65,8 @@ class RangeNamespaces:
 
 
 def make_range_namespace(maker: int = 0) -> int:
-    """A descriptor of a new user namespace whose ids are the private range, made by the user `maker`. Needs root."""
+    """Return a descriptor of a new user namespace whose ids are the private range, made by the user `maker`. Needs
+    root."""
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -128,7 +129,7 @@ def new_pid_namespace() -> Iterator[None]:
 
 
 def open_network(process: int) -> list[int]:
-    """Descriptors of a process's network namespace and user namespace, for `open_in`."""
+    """Return descriptors of a process's network namespace and user namespace, for `open_in`."""
     network = os.open(f"/proc/{process}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return [network, os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)]
@@ -138,8 +139,8 @@ def open_network(process: int) -> list[int]:
 
 
 def open_in(places: Sequence[int], make: Callable[[], Sequence[int]]) -> list[int]:
-    """The descriptors that `make` opens in a network namespace of `open_network`. A child enters the namespace, since
-    without root a process cannot return. Raises OSError if it cannot be entered, or if `make` does."""
+    """Return the descriptors that `make` opens in a network namespace of `open_network`. A child enters the namespace,
+    since without root a process cannot return. Raises OSError if it cannot be entered, or if `make` does."""
     network, user = places
     with contextlib.ExitStack() as opened:
         ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))

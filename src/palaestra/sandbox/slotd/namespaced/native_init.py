@@ -36,13 +36,13 @@ class NoInit(OSError):
 
 
 def binary_name(machine: str, sources: Sequence[bytes]) -> str:
-    """The file name of the binary for a machine built from these sources."""
+    """Return the file name of the binary for a machine built from these sources."""
     return f"init-{machine}-{hashlib.sha256(b''.join(sources)).hexdigest()[:12]}"
 
 
 def load(prefix: str = "") -> int:
-    """A descriptor of the init for this machine, read-only for slots. `prefix` is the path of the host's root. Raises
-    `NoInit`."""
+    """Return a descriptor of the init for this machine, read-only for slots. `prefix` is the path of the host's root.
+    Raises `NoInit`."""
     folder = prefix + FOLDER
     try:
         name = binary_name(syscalls.MACHINE, [_read(f"{folder}/{source}") for source in SOURCES])
@@ -66,7 +66,7 @@ def _read(path: str) -> bytes:
 
 
 def _sealed(content: bytes) -> int:
-    """The content as an executable file that cannot be changed."""
+    """Return the content as an executable file that cannot be changed."""
     try:
         memory = os.memfd_create("slot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
     except OSError:  # kernels before 6.3 neither know nor need the last flag
@@ -86,7 +86,7 @@ def _sealed(content: bytes) -> int:
 
 
 def _answers(program: int) -> bool:
-    """Whether it runs here and reports the server's version of the orders."""
+    """Return whether it runs here and reports the server's version of the orders."""
     try:
         pid = os.posix_spawn(f"/proc/self/fd/{program}", ["slot-init", "--version"], {})
     except OSError:
@@ -135,12 +135,12 @@ class BuildStep:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> BuildStep:
-    """A MOUNT."""
+    """Return a MOUNT."""
     return BuildStep(Do.MOUNT, (source, target, kind, options), flags)
 
 
 def encode_steps(steps: Sequence[BuildStep]) -> bytes:
-    """The list of steps, encoded for the init."""
+    """Return the list of steps, encoded for the init."""
     parts = []
     for step in steps:
         data = step.program or b"".join(os.fsencode(text) + b"\0" for text in step.strings)

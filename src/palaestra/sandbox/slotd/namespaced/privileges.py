@@ -129,17 +129,17 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 
 def supported() -> bool:
-    """Whether there is a table for this architecture; without one no slot is made."""
+    """Return whether there is a table for this architecture; without one no slot is made."""
     return syscalls.MACHINE in _AUDIT
 
 
 def program(
     machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True, unix: bool = True, own_user: bool = True
 ) -> bytes:
-    """The filter for one architecture, as packed `struct sock_filter`s. For slots without namespaces, `inet` False
-    removes internet sockets, `ipc` False System V objects and message queues, which would outlive the slot, and `unix`
-    False sockets with a path or a name, by which services of the host are reached (pairs of sockets stay). `own_user`
-    False keeps each process from changing the limits and priorities of others, which may be the user's."""
+    """Return the filter for one architecture, as packed `struct sock_filter`s. For slots without namespaces, `inet`
+    False removes internet sockets, `ipc` False System V objects and message queues, which would outlive the slot, and
+    `unix` False sockets with a path or a name, by which services of the host are reached (pairs of sockets stay).
+    `own_user` False keeps each process from changing the limits and priorities of others, which may be the user's."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),

@@ -95,8 +95,8 @@ class Lowers:
         self._whole: set[str] = set()
 
     def get(self, path: str, owned: bool = True) -> str:
-        """The path for mounting the host's `path`. Unless `owned`, the owners of its files do not exist in the slot.
-        Raises OSError if it is missing or cannot be mapped."""
+        """Return the path for mounting the host's `path`. Unless `owned`, the owners of its files do not exist in the
+        slot. Raises OSError if it is missing or cannot be mapped."""
         source = f"{HOST}{path}"
         status = os.stat(source)
         key = (path, owned, (status.st_dev, status.st_ino))
@@ -105,8 +105,8 @@ class Lowers:
         return self._known[key]
 
     def bind(self, path: str, target: str) -> Bind:
-        """The read-only mount of the host's `path` at `target`. The slot's root owns its files only if it could not
-        read them otherwise: the owner of a file may ask the kernel more about it than others."""
+        """Return the read-only mount of the host's `path` at `target`. The slot's root owns its files only if it could
+        not read them otherwise: the owner of a file may ask the kernel more about it than others."""
         private = os.stat(f"{HOST}{path}").st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL
         source = self.get(path, owned=private)
         return Bind(source, target, os.path.isdir(source) and source not in self._whole)
@@ -155,7 +155,7 @@ def prepare_shared(own_devices: bool) -> bool:
 
 
 def _present_devices() -> list[str]:
-    """The usual devices that exist here: the /dev of an Apptainer container has no full."""
+    """Return the usual devices that exist here: the /dev of an Apptainer container has no full."""
     return [name for name in _DEVICES if os.path.exists(f"{HOST}/dev/{name}")]
 
 
@@ -175,19 +175,19 @@ def _make_devices() -> bool:
 
 
 def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
-    """The trees of a slot without an image."""
+    """Return the trees of a slot without an image."""
     directories = [Tree(name, f"/{name}", (lowers.get(f"/{name}"),)) for name in system_directories()]
     return (Tree("root", "/", skeleton), *directories)
 
 
 def system_directories() -> list[str]:
-    """The top-level system directories that are directories on this host."""
+    """Return the top-level system directories that are directories on this host."""
     paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
     return [name for name, path in paths.items() if os.path.isdir(path) and not os.path.islink(path)]
 
 
 def system_links() -> dict[str, str]:
-    """The top-level system directories that are links on this host, with their targets."""
+    """Return the top-level system directories that are links on this host, with their targets."""
     paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
     return {name: os.readlink(path) for name, path in paths.items() if os.path.islink(path)}
 
@@ -267,7 +267,8 @@ def _proc() -> Iterator[BuildStep]:
 
 @functools.cache
 def _kernel_entries() -> tuple[list[str], list[str], list[str]]:
-    """The entries of every /proc of this kernel: those to make read-only, the directories and the files to hide."""
+    """Return the entries of every /proc of this kernel: those to make read-only, the directories and the files to
+    hide."""
     read_only = [name for name in _PROC_READ_ONLY if os.path.lexists(f"/proc/{name}")]
     hidden = [name for name in _PROC_HIDDEN if os.path.lexists(f"/proc/{name}")]
     directories = [name for name in hidden if os.path.isdir(f"/proc/{name}")]

@@ -53,7 +53,7 @@ class Rule:
     ports: frozenset[int] | None
 
     def covers(self, host: str, port: int) -> bool:
-        """Whether the entry covers a host as it was asked for."""
+        """Return whether the entry covers a host as it was asked for."""
         if self.ports is not None and port not in self.ports:
             return False
         address = literal(host)
@@ -65,7 +65,7 @@ class Rule:
 
 
 def parse(entry: str) -> Rule:
-    """One entry of a list. Raises ValueError for an invalid one."""
+    """Return one entry of a list. Raises ValueError for an invalid one."""
     host, ports = _split(entry.strip())
     bare = host[2:] if host.startswith("*.") else host
     if host == "*":
@@ -93,7 +93,8 @@ def _split(entry: str) -> tuple[str, frozenset[int] | None]:
 
 
 def normal(host: str) -> str:
-    """A host name in the form in which names are compared: lower case, in the DNS alphabet, without the root's dot."""
+    """Return a host name in the form in which names are compared: lower case, in the DNS alphabet, without the root's
+    dot."""
     host = host.strip("[]").rstrip(".").lower()
     try:
         return host if host.isascii() else host.encode("idna").decode("ascii")
@@ -102,7 +103,7 @@ def normal(host: str) -> str:
 
 
 def literal(host: str) -> Address | None:
-    """The address that a host is written as; None for a name."""
+    """Return the address that a host is written as; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -110,7 +111,7 @@ def literal(host: str) -> Address | None:
 
 
 def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
-    """The reason to refuse a host, before it is resolved; None if it may be tried."""
+    """Return the reason to refuse a host, before it is resolved; None if it may be tried."""
     address = literal(host)
     if is_metadata_name(host) or (address is not None and is_metadata(address)):
         return f"{host} serves cloud metadata; no slot may reach it"
@@ -120,7 +121,7 @@ def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
 
 
 def address_refusal(host: str, address: Address) -> str | None:
-    """The reason to refuse an address of a listed host; None if slots may connect to it."""
+    """Return the reason to refuse an address of a listed host; None if slots may connect to it."""
     if is_metadata(address):
         return f"{host} is {address}, which serves cloud metadata; no slot may reach it"
     if literal(host) is not None or host == "localhost":
@@ -131,17 +132,17 @@ def address_refusal(host: str, address: Address) -> str | None:
 
 
 def is_metadata_name(host: str) -> bool:
-    """Whether a host is a name at which clouds serve metadata."""
+    """Return whether a host is a name at which clouds serve metadata."""
     return host in _METADATA_NAMES
 
 
 def is_metadata(address: Address) -> bool:
-    """Whether an address, however it is written, is one at which clouds serve metadata."""
+    """Return whether an address, however it is written, is one at which clouds serve metadata."""
     return any(one in network for one in meanings(address) for network in METADATA if one.version == network.version)
 
 
 def meanings(address: Address) -> list[Address]:
-    """The address, and the addresses of version 4 that it contains according to the standards."""
+    """Return the address, and the addresses of version 4 that it contains according to the standards."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inner = [address.ipv4_mapped, address.sixtofour, address.teredo[1] if address.teredo else None]

@@ -44,7 +44,7 @@ _UDP_HEAD = struct.Struct("!HHHH")
 
 
 def refusal(address: Address, port: int) -> str | None:
-    """The reason why no slot may reach an address; None if slots may."""
+    """Return the reason why no slot may reach an address; None if slots may."""
     if allowlist.is_metadata(address) and port != _DNS:
         return "it serves cloud metadata"
     for one in allowlist.meanings(address):
@@ -66,13 +66,13 @@ def is_own(address: Address) -> bool:
 
 
 def share(descriptors: int, tunnels: int) -> int:
-    """The most connections of each tunnel, so that none takes the descriptors of the others. A connection takes two,
-    and datagrams take some."""
+    """Return the most connections of each tunnel, so that none takes the descriptors of the others. A connection takes
+    two, and datagrams take some."""
     return max(_FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, (descriptors - _KEPT_DESCRIPTORS) // (3 * max(1, tunnels))))
 
 
 def resolvers() -> list[str]:
-    """The host's resolvers, from resolv.conf(5)."""
+    """Return the host's resolvers, from resolv.conf(5)."""
     with contextlib.suppress(OSError), open("/etc/resolv.conf", encoding="utf-8", errors="replace") as file:
         lines = [line.split() for line in file]
         return [words[1] for words in lines if len(words) > 1 and words[0] == "nameserver"]
@@ -244,7 +244,7 @@ class Tunnel:
         raise failure
 
     def _destinations(self, address: Address, port: int) -> list[str]:
-        """The addresses to which a packet is sent; [] if it is refused."""
+        """Return the addresses to which a packet is sent; [] if it is refused."""
         if address == GATEWAY[address.version]:
             if port in self._ports:
                 return ["127.0.0.1"]
@@ -375,7 +375,7 @@ def _head(version: int, packet: bytes) -> int:
 
 
 def _sum(data: bytes) -> int:
-    """The ones' complement sum of the 16-bit words (RFC 1071)."""
+    """Return the ones' complement sum of the 16-bit words (RFC 1071)."""
     if len(data) % 2:
         data += b"\0"
     return _fold(sum(struct.unpack(f"!{len(data) // 2}H", data)))
@@ -388,15 +388,15 @@ def _fold(total: int) -> int:
 
 
 def _changes(old: bytes, addresses: bytes, ports: bytes) -> tuple[int, int]:
-    """How much new addresses and ports change the sums of a header and of a TCP segment (RFC 1624). `old` has the
-    former ones."""
+    """Return how much new addresses and ports change the sums of a header and of a TCP segment (RFC 1624). `old` has
+    the former ones."""
     gone = bytes(255 - byte for byte in old)
     header = _sum(gone[:-4]) + _sum(addresses)
     return _fold(header), _fold(header + _sum(gone[-4:]) + _sum(ports))
 
 
 def _rewritten(packet: bytes, head: int, new: tuple[bytes, bytes, int, int]) -> bytes:
-    """A TCP packet with other addresses and ports."""
+    """Return a TCP packet with other addresses and ports."""
     addresses, ports, header_change, segment_change = new
     changed = bytearray(packet)
     if len(addresses) == 8:
@@ -415,7 +415,7 @@ def _change(packet: bytearray, place: int, change: int) -> None:
 
 
 def _reset(version: int, head: int, packet: bytes) -> bytes:
-    """The refusal of a TCP packet: RST."""
+    """Return the refusal of a TCP packet: RST."""
     source, target, sequence, acknowledged, offset, flags, *_ = _TCP_HEAD.unpack_from(packet, head)
     size = len(SLOT[version].packed)
     begin = 12 if version == 4 else 8
@@ -430,7 +430,7 @@ def _reset(version: int, head: int, packet: bytes) -> bytes:
 
 
 def _packet(version: int, protocol: int, addresses: bytes, body: bytes, place: int) -> bytes:
-    """A packet with its checksums; that of the body is at `place` in it."""
+    """Return a packet with its checksums; that of the body is at `place` in it."""
     pseudo = addresses + struct.pack("!II", len(body), protocol)
     check = 0xFFFF - _sum(pseudo + body)
     body = body[:place] + (check or 0xFFFF).to_bytes(2, "big") + body[place + 2 :]

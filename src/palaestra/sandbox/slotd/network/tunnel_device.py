@@ -30,7 +30,7 @@ _UP_WITHOUT_NEIGHBOURS, _RTF_UP, _RTF_GATEWAY = 1 | 1 << 7, 1, 2
 
 
 def usable(root: str) -> bool:
-    """Whether this process may open the device file below the host's root."""
+    """Return whether this process may open the device file below the host's root."""
     try:
         os.close(_open(root))
     except OSError:
@@ -39,7 +39,7 @@ def usable(root: str) -> bool:
 
 
 def versions() -> list[int]:
-    """The versions of IP with a route from here to other networks."""
+    """Return the versions of IP with a route from here to other networks."""
     found = [4]
     with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
         try:
@@ -90,5 +90,5 @@ def _configure(version: int) -> None:
 
 
 def _address(packed: bytes) -> bytes:
-    """A `struct sockaddr_in` without a port."""
+    """Return a `struct sockaddr_in` without a port."""
     return struct.pack("=HH4s8x", socket.AF_INET, 0, packed)

@@ -116,7 +116,8 @@ def _encode_path(value: object) -> str:
 
 
 def _encoder() -> Callable[[Fields, bool], Iterable[str]]:
-    """A function that returns the pieces of an object's JSON; the standard library makes it again for each call."""
+    """Return a function that returns the pieces of an object's JSON; the standard library makes it again for each
+    call."""
     encoder = json.JSONEncoder(separators=(",", ":"), default=_encode_path)
     found: Callable[[Fields, bool], Iterable[str]] = encoder.iterencode
     make = getattr(json.encoder, "c_make_encoder", None)
@@ -130,7 +131,8 @@ _to_json, _from_json = _encoder(), make_scanner(json.JSONDecoder())  # type: ign
 
 
 def encode(kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
-    """One frame as bytes. Raises ValueError if it is too long, TypeError if `fields` or `data` have a wrong type."""
+    """Return one frame as bytes. Raises ValueError if it is too long, TypeError if `fields` or `data` have a wrong
+    type."""
     text = "".join(_to_json(fields, False)).encode() if fields else b""
     if len(text) + len(data) > MAX_FRAME:
         raise ValueError(f"{len(text) + len(data)} bytes are more than the {MAX_FRAME} of one message to a slot")
@@ -141,7 +143,7 @@ def encode(kind: FrameKind, request: int, fields: Fields | None = None, data: by
 
 
 def received(kind: FrameKind, request: int, fields: Fields, data: bytes) -> Frame:
-    """A frame as the other side would receive it, for one that stays in this process. Raises like `encode`."""
+    """Return a frame as the other side would receive it, for one that stays in this process. Raises like `encode`."""
     size = len(data)
     for value in fields.values():
         if type(value) is str:
@@ -161,7 +163,7 @@ class FrameDecoder:
         self._needed = 0  # how much the buffer must hold before a frame can be complete
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """The frames that `data` completes. Raises `ProtocolError` for a stream of another protocol."""
+        """Return the frames that `data` completes. Raises `ProtocolError` for a stream of another protocol."""
         found: list[Frame] = []
         if self._buffer:
             self._buffer += data

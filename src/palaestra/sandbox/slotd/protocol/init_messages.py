@@ -69,7 +69,7 @@ class EnvBlock(NamedTuple):
     text: bytes
 
     def variables(self) -> dict[str, str]:
-        """The variables by name."""
+        """Return the variables by name."""
         return dict(os.fsdecode(variable).split("=", 1) for variable in self.text.split(b"\0")[:-1])
 
 
@@ -112,7 +112,7 @@ def encode_spawn(
     command: int, argv: list[str], cwd: str, env: EnvBlock, places: Places,
     terminal: bool = False, announce: bool = False,
 ) -> bytes:  # fmt: skip
-    """A `Spawn` as an order. Raises ValueError for an empty program, a NUL, too many arguments."""
+    """Return a `Spawn` as an order. Raises ValueError for an empty program, a NUL, too many arguments."""
     text = "\0".join((cwd, *argv)).encode("utf-8", "surrogateescape")
     if not argv[0] or len(argv) + env.size >= _MAX_STRINGS or text.count(b"\0") != len(argv):
         raise ValueError("no program, a NUL, or too many arguments")
@@ -122,7 +122,7 @@ def encode_spawn(
 
 
 def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
-    """An order without strings; `number` is the signal of SIGNAL."""
+    """Return an order without strings; `number` is the signal of SIGNAL."""
     return _ORDER.pack(order, number, 0, command, 0, 0)
 
 
@@ -132,19 +132,19 @@ def encode_kill(command: int, after: tuple[int, int] = (0, 0), spare: bool = Fal
 
 
 def decode_moment(data: bytes) -> tuple[int, int]:
-    """The moment of a KILL; zeros if it has none."""
+    """Return the moment of a KILL; zeros if it has none."""
     ticks, pid = _MOMENT.unpack_from(data, _ORDER.size) if len(data) > _ORDER.size else (0, 0)
     return int(ticks), int(pid)
 
 
 def decode_order(data: bytes) -> tuple[Order, int, int]:
-    """The kind of an order, its command, and its flags (or number)."""
+    """Return the kind of an order, its command, and its flags (or number)."""
     kind, flags, _, command, _, _ = _ORDER.unpack_from(data)
     return Order(kind), command, flags
 
 
 def decode_spawn(data: bytes) -> Spawn:
-    """The inverse of `encode_spawn`."""
+    """Return the inverse of `encode_spawn`."""
     _, flags, places, command, arguments, variables = _ORDER.unpack_from(data)
     start = _ORDER.size + 2 * places
     pairs = list(zip(data[_ORDER.size : start : 2], data[_ORDER.size + 1 : start : 2], strict=True))
@@ -154,14 +154,14 @@ def decode_spawn(data: bytes) -> Spawn:
 
 
 def encode_report(report: InitReport) -> bytes:
-    """One report as a datagram."""
+    """Return one report as a datagram."""
     cpu_us = round(report.cpu_s * 1e6)
     fields = (report.kind, report.flag, 0, report.command, report.value, 0, cpu_us, report.max_rss_bytes)
     return (_REPORT.pack(*fields) + report.text.encode(errors="replace"))[:MAX_REPORT]
 
 
 def decode_report(data: bytes) -> InitReport:
-    """The inverse of `encode_report`."""
+    """Return the inverse of `encode_report`."""
     kind, flag, _, command, value, _, cpu_us, rss = _REPORT.unpack_from(data)
     text = data[_REPORT.size :].decode(errors="replace") if len(data) > _REPORT.size else ""
     return _new(InitReport, (_KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, text))

@@ -117,7 +117,7 @@ def _copy_file(old: str, status: os.stat_result, new: str) -> None:
 
 
 def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterator[Fields | None]:
-    """The changes from `base` to `tree`, by content and mode: path, kind, opaque; None is a pause."""
+    """Yield the changes from `base` to `tree`, by content and mode: path, kind, opaque; None is a pause."""
     yield None
     old, new = _entries(f"{base}/{path}"), _entries(f"{tree}/{path}")
     for name in sorted(old.keys() | new.keys()):
@@ -135,7 +135,7 @@ def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterato
 
 
 def _entries(directory: str) -> dict[str, os.stat_result]:
-    """The entries of a directory; empty for a link or another kind."""
+    """Return the entries of a directory; empty for a link or another kind."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -231,12 +231,12 @@ class CopyCut:
 
 
 def _is_there(root: str, path: str) -> bool:
-    """Whether a path exists whose parents are all directories."""
+    """Return whether a path exists whose parents are all directories."""
     return all(_is_directory(f"{root}/{parent}") for parent in _parents(path)) and os.path.lexists(f"{root}/{path}")
 
 
 def _parents(path: str) -> list[str]:
-    """The directories above a path, outermost first."""
+    """Return the directories above a path, outermost first."""
     names = path.split("/")
     return ["/".join(names[:index]) for index in range(1, len(names))]
 

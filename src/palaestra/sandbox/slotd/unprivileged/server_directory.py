@@ -79,7 +79,7 @@ class ServerDirectory:
 
 
 def workspace_link() -> bool:
-    """Whether `/workspace` leads to the workspace of the process that follows it."""
+    """Return whether `/workspace` leads to the workspace of the process that follows it."""
     try:
         return os.readlink(LINK) == _LINK_TARGET
     except OSError:

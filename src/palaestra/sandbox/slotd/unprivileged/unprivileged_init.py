@@ -128,7 +128,7 @@ def _confine(plan: UnprivilegedPlan) -> None:
 
 @functools.cache
 def readable(network: bool) -> list[str]:
-    """The paths of the system that commands may read, if their permissions allow it."""
+    """Return the paths of the system that commands may read, if their permissions allow it."""
     patterns = (*_SETTINGS, *(_SETTINGS_WITH_NETWORK if network else ()))
     found = [path for pattern in patterns for path in glob.glob(f"/etc/{pattern}")]
     return [*_READ_ONLY, *(path for path in found if not host.is_private(path))]
@@ -163,7 +163,7 @@ def _kill_descendants() -> None:
 
 
 def real_path(home: str, path: str) -> str:
-    """The path on this machine for a path that a client uses."""
+    """Return the path on this machine for a path that a client uses."""
     plain = posixpath.normpath(f"/{path.lstrip('/')}")
     for prefix, name in DIRECTORIES.items():
         if plain == prefix or plain.startswith(f"{prefix}/"):
@@ -172,8 +172,8 @@ def real_path(home: str, path: str) -> str:
 
 
 def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
-    """The pid of a new process of the slot's user. Raises OSError for a failure before its program ran. Becoming a user
-    takes a fork of this whole process, which is twice as slow as starting a program."""
+    """Return the pid of a new process of the slot's user. Raises OSError for a failure before its program ran. Becoming
+    a user takes a fork of this whole process, which is twice as slow as starting a program."""
     env = init_messages.env_block(_environment(plan, spawn.env.variables()))
     spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
@@ -224,7 +224,7 @@ def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], 
 
 
 def _environment(plan: UnprivilegedPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables with the directories of this slot, unless the caller has set others."""
+    """Return variables with the directories of this slot, unless the caller has set others."""
     home = real_path(plan.home, env.get("HOME", "/root"))
     return {"TMPDIR": f"{plan.home}/{DIRECTORIES['/tmp']}", **env, "HOME": home}  # noqa: S108
 
@@ -335,7 +335,7 @@ class Init:
 
 
 def start_command(spawn: init_messages.Spawn, fds: list[int]) -> int:
-    """The pid of a new process. Raises OSError; `NoDirectory` if the directory is the reason."""
+    """Return the pid of a new process. Raises OSError; `NoDirectory` if the directory is the reason."""
     moved: list[int] = []
     try:
         _enter(spawn.cwd)
@@ -363,7 +363,7 @@ def _enter(directory: str) -> None:
 
 
 def above(highest: int, fds: Sequence[int]) -> list[int]:
-    """Copies of descriptors above a number."""
+    """Return copies of descriptors above a number."""
     return [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest + 1) for fd in fds]
 
 
@@ -375,7 +375,7 @@ def _terminal(spawn: init_messages.Spawn, fds: list[int]) -> list[tuple[int, int
 
 
 def find(program: str, env: Mapping[str, str]) -> str:
-    """The path of a program, looked up as a shell would. Raises OSError if none can be run."""
+    """Return the path of a program, looked up as a shell would. Raises OSError if none can be run."""
     if "/" in program:
         return program
     denied = False

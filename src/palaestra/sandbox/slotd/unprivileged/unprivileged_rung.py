@@ -52,7 +52,7 @@ class CopiedFiles:
     _open: dict[str, int] = field(default_factory=dict, init=False)
 
     def directory(self, name: str) -> int:
-        """One of its directories, opened. No command can replace it."""
+        """Return one of its directories, opened. No command can replace it."""
         if name not in self._open:
             flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._open[name] = os.open(f"{self.path}/{name}", flags)

@@ -27,14 +27,14 @@ _NEEDED = (_CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP)
 
 
 def can_become() -> bool:
-    """Whether this process may become other users and act on their processes and files."""
+    """Return whether this process may become other users and act on their processes and files."""
     with open("/proc/self/status") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     return os.geteuid() == 0 and all(effective >> capability & 1 for capability in _NEEDED)
 
 
 def starts() -> list[int]:
-    """Uids at which a range may start here, in random order; [] if this process cannot become other users."""
+    """Return uids at which a range may start here, in random order; [] if this process cannot become other users."""
     if not can_become():
         return []
     found: list[int] = []
@@ -58,7 +58,7 @@ class Users:
         self._free = deque(range(start + 1, start + RANGE))
 
     def take(self) -> int:
-        """A user that owns nothing. Raises OSError if all are taken."""
+        """Return a user that owns nothing. Raises OSError if all are taken."""
         if not self._free:
             raise OSError(11, f"all {RANGE - 1} users of this server have a slot")
         return self._free.popleft()
@@ -82,7 +82,7 @@ def kill(uid: int) -> None:
 
 
 def living(first: int, count: int = 1) -> int:
-    """How many processes of these users live. Dead ones among our own children are reaped."""
+    """Return how many processes of these users live. Dead ones among our own children are reaped."""
     found = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError):
@@ -97,7 +97,7 @@ def living(first: int, count: int = 1) -> int:
 
 
 def _read(pid: int) -> tuple[bool, int, int]:
-    """Whether a thread of it lives, its parent and its real uid, from proc(5)."""
+    """Return whether a thread of it lives, its parent and its real uid, from proc(5)."""
     with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         wanted = ("State:", "PPid:", "Uid:", "Threads:")
         fields = dict(line.split(":", 1) for line in file if line.startswith(wanted))

@@ -30,11 +30,11 @@ class BaseCheck(msgspec.Struct, frozen=True, tag_field="check", tag=str.lower, f
     path: str
 
     async def fault(self, slot: Slot) -> str:
-        """The reason why the claim does not hold; empty if it holds."""
+        """Return the reason why the claim does not hold; empty if it holds."""
         raise NotImplementedError
 
     def made(self) -> tuple[str, ...]:
-        """The files that must be created or changed for the claim to hold."""
+        """Return the files that must be created or changed for the claim to hold."""
         return (self.path,)
 
 
@@ -43,7 +43,7 @@ class UnreadableFile(ValueError):
 
 
 async def look(slot: Slot, path: str) -> FileInfo | None:
-    """The entry at a path, or None."""
+    """Return the entry at a path, or None."""
     try:
         return await slot.stat(path)
     except OSError as error:
@@ -53,7 +53,7 @@ async def look(slot: Slot, path: str) -> FileInfo | None:
 
 
 async def read_bytes(slot: Slot, path: str) -> bytes:
-    """The bytes of a regular file. Raises `UnreadableFile`."""
+    """Return the bytes of a regular file. Raises `UnreadableFile`."""
     try:
         return await slot.read_bytes(path, max_bytes=MOST_BYTES)
     except OSError as error:
@@ -63,7 +63,7 @@ async def read_bytes(slot: Slot, path: str) -> bytes:
 
 
 async def read_text(slot: Slot, path: str) -> str:
-    """A file as UTF-8. Raises `UnreadableFile`."""
+    """Return a file as UTF-8. Raises `UnreadableFile`."""
     try:
         return (await read_bytes(slot, path)).decode()
     except UnicodeDecodeError:
@@ -71,17 +71,17 @@ async def read_text(slot: Slot, path: str) -> str:
 
 
 def plain(text: str) -> list[str]:
-    """The lines of a text without line ends, trailing blanks, and empty lines at the end."""
+    """Return the lines of a text without line ends, trailing blanks, and empty lines at the end."""
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip().splitlines()
 
 
 def different(path: str, got: JSON, wanted: JSON) -> str:
-    """The fault if the values differ. It shows the found value, never the expected one."""
+    """Return the fault if the values differ. It shows the found value, never the expected one."""
     return "" if got == wanted else something_else(path, got)
 
 
 def something_else(path: str, got: JSON) -> str:
-    """The fault of an unexpected value."""
+    """Return the fault of an unexpected value."""
     try:
         shown = reprlib.repr(got)
     except ValueError:  # TOML and YAML may contain integers in base 16 with more digits than Python prints

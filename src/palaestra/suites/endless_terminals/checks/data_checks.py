@@ -18,7 +18,7 @@ _MOST_YAML = 1 << 16
 
 
 def _same(got: JSON, wanted: JSON) -> bool:
-    """Whether values are equal as data: 1 equals 1.0, but true differs from 1."""
+    """Return whether values are equal as data: 1 equals 1.0, but true differs from 1."""
     if isinstance(got, bool) or isinstance(wanted, bool):
         return got is wanted
     if isinstance(got, dict) and isinstance(wanted, dict):

@@ -16,13 +16,13 @@ _OPEN = "import csv, json, sqlite3\ndb = sqlite3.connect({path!r})\n"
 
 
 def _types(table: Table) -> str:
-    """Column definitions as SQL."""
+    """Return column definitions as SQL."""
     types = {"id": "INTEGER PRIMARY KEY", "number": "INTEGER"}
     return ", ".join(f"{column.name} {types.get(column.kind, 'TEXT')}" for column in table.columns)
 
 
 def _filled(path: str, name: str, table: Table) -> str:
-    """A shell script that creates a database with one table."""
+    """Return a shell script that creates a database with one table."""
     marks = ", ".join("?" for _ in table.columns)
     return f"mkdir -p {path.rpartition('/')[0]}\n" + python(
         f"{_OPEN.format(path=path)}db.execute('CREATE TABLE {name} ({_types(table)})')\n"

@@ -23,7 +23,7 @@ _ENDINGS = ("txt", "md", "csv", "log", "cfg")
 
 
 def _tree(draw: Draw, folder: str, count: int) -> dict[str, str]:
-    """Files with several endings, some in subdirectories, keyed by their path below `folder`."""
+    """Return files with several endings, some in subdirectories, keyed by their path below `folder`."""
     places = ["", "", f"{draw.fresh()}/", f"{draw.fresh()}/{draw.fresh()}/"]
     return {
         f"{draw.pick(places)}{word}.{draw.pick(_ENDINGS)}": draw.prose(draw.between(1, 4)) for word in draw.words(count)
@@ -293,7 +293,7 @@ def private(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def _zip(folder: str, target: str) -> str:
-    """A shell script that zips the content of a directory with Python, because `zip` may be missing."""
+    """Return a shell script that zips the content of a directory with Python, because `zip` may be missing."""
     return f"(cd {folder} && python3 -m zipfile -c ../{target} *)\n"
 
 

@@ -22,12 +22,12 @@ _TOLD = "Where git wants an identity, any will do."
 
 
 def _begun(folder: str) -> str:
-    """A shell script that creates an empty repository with the branch main and enters it."""
+    """Return a shell script that creates an empty repository with the branch main and enters it."""
     return f"{_IDENTITY}mkdir -p {folder}\ncd {folder}\ngit init -q -b main .\n"
 
 
 def _commit(name: str, text: str, message: str) -> str:
-    """A shell script that writes a file and commits everything."""
+    """Return a shell script that writes a file and commits everything."""
     return (
         f"mkdir -p \"$(dirname {name})\"\ncat > {name} <<'TEXT'\n{text}TEXT\ngit add -A\ngit commit -q -m '{message}'\n"
     )

@@ -11,7 +11,7 @@ from palaestra.suites.endless_terminals.words import LEVELS, NOUNS, SERVICES
 
 
 def _service_log(draw: Draw, count: int) -> list[tuple[str, str, str, str]]:
-    """Records (time, level, service, message) of one day, sorted by time."""
+    """Return records (time, level, service, message) of one day, sorted by time."""
     services = draw.sample(SERVICES, 4)
     return [
         (moment, draw.pick(LEVELS), draw.pick(services), draw.sentence(NOUNS, 2, 5))
@@ -91,7 +91,7 @@ def merged_logs(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def _access_log(draw: Draw, count: int) -> list[tuple[str, str, str, str, int, int, int]]:
-    """Records (address, time, method, path, status, bytes, milliseconds)."""
+    """Return records (address, time, method, path, status, bytes, milliseconds)."""
     addresses = [f"10.{draw.between(0, 9)}.{draw.between(0, 99)}.{draw.between(1, 254)}" for _ in range(5)]
     paths = [f"/{word}" for word in draw.words(4)] + [f"/{draw.fresh()}/{draw.fresh()}"]
     return [

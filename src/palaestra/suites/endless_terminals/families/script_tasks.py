@@ -33,14 +33,14 @@ ProgramStep: TypeAlias = Callable[[Draw], ProgramTask]
 
 
 def _shown(case: Case) -> str:
-    """A case as the prompt shows it."""
+    """Return a case as the prompt shows it."""
     given = [f"the arguments `{' '.join(case.arguments)}`"] if case.arguments else []
     given += [f"the input `{case.stdin.rstrip()!r}`"] if case.stdin else []
     return f"For example, with {' and '.join(given)} it prints `{case.output.rstrip()!r}`."
 
 
 def program_family(step: ProgramStep) -> Build:
-    """The family whose parts ask for one program to be written or fixed."""
+    """Return the family whose parts ask for one program to be written or fixed."""
 
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         program = step(draw)
@@ -116,7 +116,7 @@ def column_sum(draw: Draw) -> ProgramTask:
 
 
 def log_filter(draw: Draw) -> ProgramTask:
-    """A shell filter with an option."""
+    """Return a shell filter with an option."""
     services = draw.sample(SERVICES, 3)
 
     def case(service: str) -> Case:

@@ -25,7 +25,7 @@ _THEMES = (
 
 
 def fresh_table(draw: Draw, *, rows: int | None = None) -> tuple[str, Table]:
-    """A generated table and its name. Each row has an id, two groups, a text and two numbers."""
+    """Return a generated table and its name. Each row has an id, two groups, a text and two numbers."""
     name, key, groups, numbers = draw.pick(_THEMES)
     columns = [Column(key, "id"), *(Column(group, "group") for group, _ in groups)]
     columns += [Column("label", "text"), *(Column(number, "number") for number in numbers)]
@@ -45,7 +45,7 @@ def fresh_table(draw: Draw, *, rows: int | None = None) -> tuple[str, Table]:
 
 
 def table_source(draw: Draw, place: str, given: DataFile | None) -> tuple[DataFile, Table, dict[str, str]]:
-    """The file to work on, its table, and the files that must exist for it.
+    """Return the file to work on, its table, and the files that must exist for it.
 
     Raises `UnfitInputError` for a table without rows.
     """
@@ -60,7 +60,7 @@ def table_source(draw: Draw, place: str, given: DataFile | None) -> tuple[DataFi
 
 
 def table_check(path: str, form: str, table: Table) -> AnyCheck:
-    """The check of a written table."""
+    """Return the check of a written table."""
     if form == "json":
         return Json(path, table.records())
     if form == "jsonl":
@@ -69,7 +69,7 @@ def table_check(path: str, form: str, table: Table) -> AnyCheck:
 
 
 def reading(source: DataFile) -> str:
-    """How a prompt refers to a part's input."""
+    """Return how a prompt refers to a part's input."""
     return f"`{source.path}` ({short(source.form)})"
 
 
@@ -96,7 +96,7 @@ TableStep: TypeAlias = Callable[[Draw, Table], TableOp]
 
 
 def table_family(step: TableStep) -> Build:
-    """The family whose parts read a table, apply one operation, and write the result as a table."""
+    """Return the family whose parts read a table, apply one operation, and write the result as a table."""
 
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         source, table, files = table_source(draw, place, given)
@@ -133,7 +133,7 @@ class ReportOp:
 
 
 def report_family(step: Callable[[Draw, Table], ReportOp]) -> Build:
-    """The family whose parts read a table and write one JSON report."""
+    """Return the family whose parts read a table and write one JSON report."""
 
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         source, table, files = table_source(draw, place, given)

@@ -23,7 +23,7 @@ from palaestra.suites.endless_terminals.words import CITIES, NOUNS, PEOPLE
 
 
 def lines_source(draw: Draw, place: str, given: DataFile | None) -> tuple[DataFile, dict[str, str]]:
-    """The lines to work on, and the files that must exist for them."""
+    """Return the lines to work on, and the files that must exist for them."""
     if given is not None and not given.table:
         return given, {}
     vocabulary = draw.words(draw.between(5, 9))
@@ -51,7 +51,7 @@ LineStep: TypeAlias = Callable[[Draw, tuple[str, ...]], LineOp]
 
 
 def line_family(step: LineStep) -> Build:
-    """The family whose parts read lines, apply one operation, and write lines."""
+    """Return the family whose parts read lines, apply one operation, and write lines."""
 
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         source, files = lines_source(draw, place, given)

@@ -96,7 +96,7 @@ def _matters(event: str, args: tuple[Any, ...], frame: FrameType | None, own: st
 
 
 def _caller(frame: FrameType | None, prefix: str, trusted: tuple[str, ...], most: int) -> str | None:
-    """The first file of the workspace among the innermost frames."""
+    """Return the first file of the workspace among the innermost frames."""
     for _ in range(most):
         if frame is None:
             return None

@@ -29,7 +29,7 @@ _VALUED = ("-p", "--python", "-w", "--with", "--from", "--with-requirements", "-
 
 
 def _after_options(words: list[str]) -> list[str]:
-    """The command that `uvx` or `uv run` is to start."""
+    """Return the command that `uvx` or `uv run` is to start."""
     while words and words[0].startswith("-"):
         words = words[2:] if words[0] in _VALUED else words[1:]
     return words
@@ -77,7 +77,7 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _unselected(arguments: list[str]) -> list[str]:
-    """The arguments without a selection by name: only rewritten tests run, under other names."""
+    """Return the arguments without a selection by name: only rewritten tests run, under other names."""
     words, found = list(arguments), []
     while words:
         word = words.pop(0)
@@ -98,7 +98,8 @@ def _restore(library_path: str | None) -> None:
 
 
 def _pinned(tests: str, arguments: list[str]) -> list[str]:
-    """Options that precede the script's: no cache, and the tests' folder as root if it holds every test that runs."""
+    """Return options that precede the script's: no cache, and the tests' folder as root if it holds every test that
+    runs."""
     paths = [os.path.abspath(word.partition("::")[0]) for word in arguments if not word.startswith("-")]
     paths = [path for path in paths if os.path.exists(path)]
     inside = bool(paths) and all(os.path.commonpath([path, tests]) == tests for path in paths)

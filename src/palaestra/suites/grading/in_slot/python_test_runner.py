@@ -37,7 +37,7 @@ _FILE = "<tests>"
 
 
 def _load(text: str) -> tuple[dict[str, Any], str]:
-    """The namespace of the tests, and the traceback if they cannot be loaded."""
+    """Return the namespace of the tests, and the traceback if they cannot be loaded."""
     linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
     names: dict[str, Any] = {"__name__": "tests"}
     try:
@@ -48,7 +48,7 @@ def _load(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _tests(text: str, names: dict[str, Any]) -> list[str]:
-    """The tests of the text (`Class::test`), and those that its classes inherit."""
+    """Return the tests of the text (`Class::test`), and those that its classes inherit."""
     found: dict[str, None] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
@@ -63,7 +63,7 @@ def _tests(text: str, names: dict[str, Any]) -> list[str]:
 
 
 def _run(names: dict[str, Any], name: str) -> str:
-    """The traceback of a test; empty if it passed."""
+    """Return the traceback of a test; empty if it passed."""
     owner, _, method = name.rpartition("::")
     try:
         found = names[owner.partition("::")[0] or method]

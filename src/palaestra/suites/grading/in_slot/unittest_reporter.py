@@ -33,7 +33,8 @@ _OUTCOMES = {
 
 
 def _names(test: Any) -> list[str]:
-    """The names that the runner may print: `method (module.Class)` in both forms, and the docstring's first line."""
+    """Return the names that the runner may print: `method (module.Class)` in both forms, and the docstring's first
+    line."""
     found = [str(test), test.shortDescription() or ""]
     method = getattr(test, "_testMethodName", "")
     if method:

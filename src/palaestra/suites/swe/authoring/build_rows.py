@@ -65,7 +65,7 @@ def flips(base: TestRun, mutated: TestRun, flaky: Sequence[str] = ()) -> Flips:
 
 
 def apply_pinned(repository: Repository, mutation: PinnedMutation) -> str:
-    """The file with the bug. Raises `TaskError` if the file does not contain the pinned text at its place."""
+    """Return the file with the bug. Raises `TaskError` if the file does not contain the pinned text at its place."""
     if mutation.path not in repository.files:
         raise TaskError(f"{mutation.id}: {repository.package.name} has no file {mutation.path}")
     data = repository.files[mutation.path].data
@@ -88,7 +88,7 @@ async def make_row(
 
 
 def row(repository: Repository, mutation: PinnedMutation, after: str, found: Flips, run: TestRun) -> dict[str, JSON]:
-    """One row in the SWE-smith schema, followed by our own columns."""
+    """Return one row in the SWE-smith schema, followed by our own columns."""
     package = repository.package
     failures = {name: run.failures.get(name, _UNSEEN) for name in found.fail_to_pass}
     texts = {

@@ -110,7 +110,7 @@ async def build(
 
 
 def pick(packages: Sequence[PinnedPackage], limit: int = 0, select: Sequence[str] = ()) -> list[PinnedPackage]:
-    """The packages with only the selected bugs, at most `limit`, alternating between packages.
+    """Return the packages with only the selected bugs, at most `limit`, alternating between packages.
 
     Raises `ConfigError` for a name in `select` that is neither a package nor a bug.
     """
@@ -130,7 +130,7 @@ def pick(packages: Sequence[PinnedPackage], limit: int = 0, select: Sequence[str
 
 
 def _named(packages: Sequence[str], pinned: Manifest, options: BuildOptions) -> list[PinnedPackage]:
-    """The named packages: pinned ones, or bare ones to search."""
+    """Return the named packages: pinned ones, or bare ones to search."""
     if not packages:
         return list(pinned.packages)
     known = {(package.name, package.version): package for package in pinned.packages}
@@ -161,7 +161,7 @@ class _Builder:
         self.failures: list[Exception] = []
 
     async def package(self, package: PinnedPackage) -> tuple[PinnedPackage, list[Mapping[str, JSON]]]:
-        """The package with its bugs pinned, and a row for each bug that could be built."""
+        """Return the package with its bugs pinned, and a row for each bug that could be built."""
         try:
             repository = await self._repository(package)
             toolchain = await self._dependencies.toolchain(repository.install)
@@ -186,7 +186,8 @@ class _Builder:
         return Repository(package, files, relative, commit, install)
 
     async def _archive(self, package: PinnedPackage) -> tuple[bytes, str]:
-        """The source distribution and its sha256: the pinned one, or the index's if the package is not pinned."""
+        """Return the source distribution and its sha256: the pinned one, or the index's if the package is not
+        pinned."""
         downloads = self._options.cache / "sdists"
         if package.sha256 and (data := cached_bytes(downloads, package.sha256)) is not None:
             return data, package.sha256
@@ -253,7 +254,7 @@ def _write(out: Path, rows: Sequence[Mapping[str, JSON]]) -> None:
 
 
 def builtin_ids(*, shuffle: bool, seed: int, max_items: int) -> list[str]:
-    """The ids of the built-in bugs to use, in order."""
+    """Return the ids of the built-in bugs to use, in order."""
     ids = [bug.id for package in load_manifest().packages for bug in package.mutations]
     if shuffle:
         random.Random(seed).shuffle(ids)
@@ -261,7 +262,7 @@ def builtin_ids(*, shuffle: bool, seed: int, max_items: int) -> list[str]:
 
 
 async def builtin_tasks(cache: Path, ids: list[str], config: HermesAgentEnvConfig) -> Path:
-    """The file of these built-in tasks, built once per machine and selection.
+    """Return the file of these built-in tasks, built once per machine and selection.
 
     Palaestra contains only the manifest: the first build downloads source distributions from the package index. Raises
     `ConfigError` if a task cannot be built.
@@ -336,7 +337,7 @@ async def find_bugs(
 
 
 def candidates(repository: Repository, modules: Sequence[str] = ()) -> Iterator[Mutation]:
-    """Every mutation of the package's modules, ordered by hash."""
+    """Yield every mutation of the package's modules, ordered by hash."""
     found = []
     for path in source_files(repository.files):
         if not modules or path in modules:
@@ -383,7 +384,7 @@ async def _try(
 
 
 def _relevant(broken: Sequence[str], passing: Sequence[str]) -> tuple[str, ...]:
-    """The files of the broken tests, and one more file whose tests pass."""
+    """Return the files of the broken tests, and one more file whose tests pass."""
     files = {name.split("::", 1)[0] for name in broken}
     others = sorted({name.split("::", 1)[0] for name in passing} - files)
     return tuple(sorted({*files, *others[:_EXTRA_TEST_FILES]}))

@@ -10,24 +10,24 @@ _NOT_SOURCES = _TEST_DIRECTORIES | {"docs", "doc", "examples", "benchmarks", "be
 
 
 def python_path(paths: Collection[str]) -> tuple[str, ...]:
-    """The import path of the package: `src` in a src layout, else the root."""
+    """Return the import path of the package: `src` in a src layout, else the root."""
     in_src = any(path.startswith("src/") and path.endswith(".py") for path in paths)
     return ("src",) if in_src else (".",)
 
 
 def test_files(paths: Collection[str]) -> tuple[str, ...]:
-    """Files that pytest collects by default, sorted."""
+    """Return files that pytest collects by default, sorted."""
     return tuple(sorted(path for path in paths if is_test_file(path)))
 
 
 def is_test_file(path: str) -> bool:
-    """Whether the file name is `test_*.py` or `*_test.py`."""
+    """Return whether the file name is `test_*.py` or `*_test.py`."""
     name = PurePosixPath(path).name
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 
 
 def source_files(paths: Collection[str]) -> tuple[str, ...]:
-    """Modules of the package that may get bugs, sorted."""
+    """Return modules of the package that may get bugs, sorted."""
     top = python_path(paths)[0]
     found = []
     for path in paths:

@@ -72,7 +72,7 @@ def load_manifest(path: Path | None = None) -> Manifest:
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The manifest as text with one line per bug, for readable diffs."""
+    """Return the manifest as text with one line per bug, for readable diffs."""
     head = json.dumps({"schema": SCHEMA, "requirements": list(manifest.requirements)})[:-1]
     packages = ",\n".join(_dump_package(package) for package in manifest.packages)
     return f'{head}, "packages": [\n{packages}\n]}}\n'

@@ -74,13 +74,13 @@ class Scope:
     qualname: str
 
     def walk(self) -> Iterator[ast.AST]:
-        """The nodes of this function in source order, without nested functions and classes."""
+        """Yield the nodes of this function in source order, without nested functions and classes."""
         for statement in self.node.body:
             yield from _walk(statement)
 
 
 def find_mutations(source: str, path: str) -> list[Mutation]:
-    """Every mutation of a module in the order of the text; none for a test file.
+    """Return every mutation of a module in the order of the text; none for a test file.
 
     Each result compiles. Raises SyntaxError for a source that does not compile.
     """
@@ -98,7 +98,7 @@ def find_mutations(source: str, path: str) -> list[Mutation]:
 
 
 def apply(source: str, mutation: Mutation) -> str:
-    """The text after the mutation."""
+    """Return the text after the mutation."""
     return apply_edits(source, [SourceEdit(mutation.start, mutation.end, mutation.replacement)])
 
 
@@ -127,7 +127,7 @@ def _is_test(path: str) -> bool:
 
 
 def scopes(source: ParsedSource) -> Iterator[Scope]:
-    """Every function and method of a module in source order."""
+    """Yield every function and method of a module in source order."""
     yield from _scopes(source, source.tree, "")
 
 
@@ -195,7 +195,7 @@ def negate_condition(scope: Scope) -> Iterator[Proposal]:
 
 
 def swap_arguments(scope: Scope) -> Iterator[Proposal]:
-    """The first two positional arguments of a call change places."""
+    """Yield the first two positional arguments of a call change places."""
     for node in scope.walk():
         if not isinstance(node, ast.Call) or len(node.args) < 2:
             continue
@@ -209,7 +209,8 @@ def swap_arguments(scope: Scope) -> Iterator[Proposal]:
 
 
 def change_default(scope: Scope) -> Iterator[Proposal]:
-    """The default of a parameter changes: True and None become False, a number grows by one, a string becomes empty."""
+    """Yield the default of a parameter changes: True and None become False, a number grows by one, a string becomes
+    empty."""
     arguments = scope.node.args
     for node in (*arguments.defaults, *(default for default in arguments.kw_defaults if default is not None)):
         if isinstance(node, ast.Constant) and (new := _other_default(node.value)) is not None:
@@ -229,7 +230,7 @@ def wrong_name(scope: Scope) -> Iterator[Proposal]:
 
 
 def drop_branch(scope: Scope) -> Iterator[Proposal]:
-    """The `else` or last `elif` of an `if` is removed."""
+    """Yield the `else` or last `elif` of an `if` is removed."""
     for node in scope.walk():
         if isinstance(node, ast.If) and node.orelse and not _is_elif_chain(node):
             start, end = scope.source.span(node.body[-1])[1], scope.source.span(node.orelse[-1])[1]
@@ -237,7 +238,7 @@ def drop_branch(scope: Scope) -> Iterator[Proposal]:
 
 
 def fix_condition(scope: Scope) -> Iterator[Proposal]:
-    """The condition of an `if` without an `else` becomes always true or always false."""
+    """Yield the condition of an `if` without an `else` becomes always true or always false."""
     for node in scope.walk():
         if isinstance(node, ast.If) and not node.orelse and not isinstance(node.test, ast.Constant):
             start, end = scope.source.span(node.test)
@@ -296,7 +297,7 @@ KINDS = tuple(finder.__name__ for finder in _FINDERS)
 
 
 def _called_name(call: ast.Call) -> str:
-    """The name of the called function, without its prefix."""
+    """Return the name of the called function, without its prefix."""
     function = call.func
     return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
@@ -330,7 +331,7 @@ def _other_default(value: object) -> str | None:
 
 
 def _is_elif_chain(node: ast.If) -> bool:
-    """Whether an `elif` follows that has an `else` of its own."""
+    """Return whether an `elif` follows that has an `else` of its own."""
     return len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If) and bool(node.orelse[0].orelse)
 
 
@@ -348,7 +349,7 @@ def _is_call(statement: ast.stmt) -> bool:
 
 
 def _rebinds(statement: ast.stmt, scope: Scope) -> bool:
-    """Whether the statement assigns to a parameter or an element: without it, every name stays bound."""
+    """Return whether the statement assigns to a parameter or an element: without it, every name stays bound."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return False
     target = statement.targets[0]
@@ -357,7 +358,7 @@ def _rebinds(statement: ast.stmt, scope: Scope) -> bool:
 
 
 def _whole_lines(scope: Scope, start: int, end: int) -> bool:
-    """Whether the span covers whole lines, apart from blanks."""
+    """Return whether the span covers whole lines, apart from blanks."""
     first, last = _line_bounds(scope, start, end)
     return not scope.source.cut(first, start).strip() and not scope.source.cut(end, last).strip()
 

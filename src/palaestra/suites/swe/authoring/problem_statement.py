@@ -69,7 +69,7 @@ def _extent(failing: int, shown: int) -> str:
 
 
 def _example(failure: FailedTest, source: str) -> _Example:
-    """A title and a paragraph with code for one failure."""
+    """Return a title and a paragraph with code for one failure."""
     module = _parse(source)
     located = _statement_at(module, failure.line)
     if located is None:
@@ -102,7 +102,7 @@ def _title(claim: _Claim, setup: Sequence[ast.stmt], failure: FailedTest) -> str
 
 
 def _contrast(failure: FailedTest, claim: _Claim) -> str:
-    """The expected result and the actual one."""
+    """Return the expected result and the actual one."""
     if claim.expected is None:
         return _happens(failure)
     should = f"This should give `{_short(ast.unparse(_with_values(claim.expected, failure.params)))}`. "
@@ -114,7 +114,7 @@ def _contrast(failure: FailedTest, claim: _Claim) -> str:
 
 
 def _happens(failure: FailedTest) -> str:
-    """The symptom of a failure that is not a comparison."""
+    """Return the symptom of a failure that is not a comparison."""
     message = failure.message.strip().splitlines()[0] if failure.message.strip() else ""
     if message.startswith("DID NOT RAISE"):
         name = re.search(r"<class '(?:[\w.]+\.)?(\w+)'>", message)
@@ -128,7 +128,7 @@ def _happens(failure: FailedTest) -> str:
 
 
 def _actual(message: str, *, on_the_right: bool) -> str | None:
-    """The actual side of the comparison in an assertion message of pytest or unittest."""
+    """Return the actual side of the comparison in an assertion message of pytest or unittest."""
     first = message.strip().splitlines()[0] if message.strip() else ""
     first = re.sub(r"^\w+ differ: ", "", first.removeprefix("assert "))
     for operator in (" == ", " != ", " is "):
@@ -162,12 +162,12 @@ def _short(text: str) -> str:
 
 
 def mentions(statement: str, secrets: Sequence[str]) -> tuple[str, ...]:
-    """The secrets (paths, changed code) that a statement contains."""
+    """Return the secrets (paths, changed code) that a statement contains."""
     return tuple(secret for secret in secrets if secret.strip() and secret in statement)
 
 
 def _statement_at(module: ast.Module, line: int) -> tuple[ast.FunctionDef, ast.stmt] | None:
-    """The innermost statement at a line, and the outermost function around it."""
+    """Return the innermost statement at a line, and the outermost function around it."""
     for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
         if function.lineno <= line <= (function.end_lineno or 0):
             inside = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
@@ -209,7 +209,7 @@ def _read_claim(statement: ast.stmt) -> _Claim:
 
 
 def _sides(left: ast.expr, right: ast.expr) -> _Claim:
-    """The claim of a comparison; the expected value may be on the left."""
+    """Return the claim of a comparison; the expected value may be on the left."""
     named = isinstance(left, ast.Name) and left.id.startswith(("expect", "want"))
     only_right_calls = (_called_name([right]) and not _called_name([left])) or not _is_literal(right)
     flipped = named or bool(only_right_calls and _is_literal(left))
@@ -217,7 +217,7 @@ def _sides(left: ast.expr, right: ast.expr) -> _Claim:
 
 
 def _is_literal(node: ast.expr) -> bool:
-    """Whether the value uses only literals and names of the standard library."""
+    """Return whether the value uses only literals and names of the standard library."""
     names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     return names <= _FOREIGN and not _called_name([node])
 
@@ -242,7 +242,7 @@ def _assigned(node: ast.expr, function: ast.FunctionDef, statement: ast.stmt) ->
 
 
 def _setup_for(module: ast.Module, function: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> list[ast.stmt]:
-    """The statements before the failing one that define its names, with their imports, up to a size limit."""
+    """Return the statements before the failing one that define its names, with their imports, up to a size limit."""
     needed = _names(call)
     kept: list[ast.stmt] = []
     for before in reversed([node for node in function.body if node.lineno < statement.lineno]):
@@ -259,7 +259,7 @@ def _setup_for(module: ast.Module, function: ast.FunctionDef, statement: ast.stm
 
 
 def _makes(statement: ast.stmt, needed: set[str]) -> bool:
-    """Whether a statement binds one of these names or changes its object; never an assertion."""
+    """Return whether a statement binds one of these names or changes its object; never an assertion."""
     if isinstance(statement, ast.Assert | ast.FunctionDef | ast.ClassDef):
         return False
     if isinstance(statement, ast.Expr):
@@ -269,14 +269,14 @@ def _makes(statement: ast.stmt, needed: set[str]) -> bool:
 
 
 def _changed(statement: ast.stmt) -> set[str]:
-    """The objects whose elements or attributes a statement sets or deletes."""
+    """Return the objects whose elements or attributes a statement sets or deletes."""
     places = [node for node in ast.walk(statement) if isinstance(node, ast.Subscript | ast.Attribute)]
     changed = [node.value for node in places if isinstance(node.ctx, ast.Store | ast.Del)]
     return {name for node in changed for name in _names(node)}
 
 
 def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
-    """The part of a top-level statement to show: short helpers, values, needed imports."""
+    """Return the part of a top-level statement to show: short helpers, values, needed imports."""
     if isinstance(statement, ast.Assign | ast.FunctionDef):
         text = ast.unparse(statement)
         return statement if len(text) <= MAX_HELPER_CHARS and text.count("\n") < MAX_HELPER_LINES else None
@@ -290,7 +290,7 @@ def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
 
 
 def _defined(statement: ast.stmt) -> set[str]:
-    """The names that a top-level statement defines."""
+    """Return the names that a top-level statement defines."""
     return {statement.name} if isinstance(statement, ast.FunctionDef | ast.ClassDef) else _bound(statement)
 
 
@@ -299,12 +299,12 @@ def _alias(alias: ast.alias) -> str:
 
 
 def _names(node: ast.AST) -> set[str]:
-    """The names that are read or bound, without builtins."""
+    """Return the names that are read or bound, without builtins."""
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)} - set(dir(builtins))
 
 
 def _bound(statement: ast.AST) -> set[str]:
-    """The names that a statement or its parts bind."""
+    """Return the names that a statement or its parts bind."""
     bound = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -326,7 +326,7 @@ def _unexplained(call: ast.AST, setup: Sequence[ast.stmt], params: Mapping[str, 
 
 
 def _called_name(nodes: Sequence[ast.AST]) -> str:
-    """The first called name that belongs to neither builtins nor the standard library."""
+    """Return the first called name that belongs to neither builtins nor the standard library."""
     names = [_spelled(call.func) for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
     own = [name for name in names if name and name.split(".")[0] not in _FOREIGN]
     return own[0] if own else ""
@@ -337,7 +337,7 @@ def _first_call(node: ast.AST) -> str:
 
 
 def _spelled(function: ast.expr) -> str:
-    """A called name as written, or only the method's name after a longer expression; empty for other nodes."""
+    """Return a called name as written, or only the method's name after a longer expression; empty for other nodes."""
     if isinstance(function, ast.Subscript):
         function = function.value
     text = ast.unparse(function)

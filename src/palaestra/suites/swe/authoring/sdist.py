@@ -64,7 +64,7 @@ class PackageIndex:
         self._url = url.rstrip("/")
 
     async def find(self, name: str, version: str) -> Sdist:
-        """The source distribution of a release. Raises `ConfigError` if the index has none."""
+        """Return the source distribution of a release. Raises `ConfigError` if the index has none."""
         normal = re.sub(r"[-_.]+", "-", name).lower()
         page = f"{self._url}/{normal}/"
         body, kind = await self._get(page, accept=_ACCEPT)
@@ -77,7 +77,7 @@ class PackageIndex:
         raise ConfigError(f"the package index has no source distribution of {name}=={version}")
 
     async def download(self, sdist: Sdist) -> bytes:
-        """The bytes of the archive, cached. Raises `PrepareError` if the hash differs."""
+        """Return the bytes of the archive, cached. Raises `PrepareError` if the hash differs."""
         if (data := cached_bytes(self._cache, sdist.sha256)) is not None:
             return data
         data, _ = await self._get(sdist.url, accept="*/*")
@@ -107,7 +107,7 @@ class PackageIndex:
 
 
 def cached_bytes(cache: Path, sha256: str) -> bytes | None:
-    """A cached source distribution whose hash is right, or None."""
+    """Return a cached source distribution whose hash is right, or None."""
     path = cache / f"{sha256}.tar.gz"
     data = path.read_bytes() if path.is_file() else b""
     return data if hashlib.sha256(data).hexdigest() == sha256 else None
@@ -126,7 +126,7 @@ async def open_index(cache: Path, *, url: str | None = None) -> AsyncIterator[Pa
 
 
 async def configured_url() -> str:
-    """The address that pip uses. Raises `ConfigError` if neither pip nor uv is installed."""
+    """Return the address that pip uses. Raises `ConfigError` if neither pip nor uv is installed."""
     if address := await _setting("index-url"):
         return address
     if importlib.util.find_spec("pip"):
@@ -142,7 +142,7 @@ async def configured_url() -> str:
 
 
 async def _setting(name: str) -> str:
-    """A setting of pip from its environment variables, else its files; empty if it is not set."""
+    """Return a setting of pip from its environment variables, else its files; empty if it is not set."""
     if not importlib.util.find_spec("pip"):
         return ""
     result = await run_process([sys.executable, "-m", "pip", "config", "list"], timeout_s=_SETTINGS_TIMEOUT_S)
@@ -177,7 +177,7 @@ class SourceFile:
 
 
 def read_sdist(archive: bytes, name: str) -> dict[str, SourceFile]:
-    """The regular files of an archive by path below its top directory, without links and special files.
+    """Return the regular files of an archive by path below its top directory, without links and special files.
 
     Raises `PrepareError` for an archive that is broken, unsafe (a member outside its directory) or too large.
     """
@@ -221,7 +221,7 @@ async def _git(argv: list[str], stdin: bytes) -> bytes:
 
 
 def _stream(files: Mapping[str, SourceFile], message: str) -> bytes:
-    """The input of git-fast-import(1) for one commit on main."""
+    """Return the input of git-fast-import(1) for one commit on main."""
     parts = [b"commit refs/heads/main\n", f"committer {_IDENTITY}\n".encode(), _data(message.encode())]
     for path, file in sorted(files.items()):
         mode = b"100755" if file.executable else b"100644"
